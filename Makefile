@@ -12,7 +12,7 @@
 #                  before a commit; make browser: the page in Debian's chromium; make lint: ruff alone
 # make clean       remove what the others made, but .venv
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile --no-loadscope-reorder
 QUESTION := What does the method list.append do?
@@ -62,7 +62,7 @@ demo: $(VENV)/core
 	$(PY) pretrain.py config/demo.py $(call begin,demo,demo)
 	$(PY) sample.py --init_from=out/demo --prompt='One evening' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PY) sample.py --init_from=out/demo --prompt='晚上' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
-	$(PREPARE) --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
+	$(PREPARE) --input='docs: python-docs, rules=length=..120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
 		--out_dir=data/demo_chat --tokenizer_dir=data/demo
 	$(PY) sft.py config/demo_sft.py $(call begin,demo demo_chat,demo_sft)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=groundup/demo/questions.jsonl --temperature=0
@@ -71,33 +71,36 @@ demo-chat: demo
 	$(call forget,demo demo_chat,demo_answers.jsonl)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=data/demo_chat/held_out.jsonl --out=data/demo_answers.jsonl \
 		--n=4 --max_new_tokens=96 --batch_size=64
-	$(PREPARE) --input='docs: python-docs; own: data/demo_answers.jsonl' --kind=preference --pair_by=dataset \
-		--length_within=0.2 --prompts_from=data/demo_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/demo_pairs
+	$(PREPARE) --input='docs: python-docs; own: data/demo_answers.jsonl' --kind=preference \
+		--pair_by=dataset,length_within=0.2 --prompts_from=data/demo_chat/held_out.jsonl --val_fraction=0.1 \
+		--out_dir=data/demo_pairs
 	$(PY) reward.py config/demo_reward.py $(call begin,demo demo_pairs,demo_reward)
 	$(PY) dpo.py config/demo_dpo.py $(call begin,demo demo_pairs,demo_dpo)
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --temperature=0
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --best_of=8 --best_of_by=reward \
 		--reward_from=out/demo_reward
 
+# The last call prints the three models side by side.
 SCORE_REAL = $(PY) evaluate.py --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
+REAL_SCORES = data/real_scores
 
 demo-real: $(VENV)/real
 	test -e out/smollm2 || \
 		$(PY) tools/from_gguf.py $$(find $(VENV)/ -name 'SmolLM2-135M-Instruct*.gguf') out/smollm2
 	$(PREPARE) --input=python-docs --kind=chat --hold_out=0.05 --out_dir=data/real_chat --tokenizer_dir=out/smollm2
-	$(SCORE_REAL) --init_from=out/smollm2
+	$(SCORE_REAL) --init_from=out/smollm2 --out=$(REAL_SCORES)_before.json >/dev/null
 	$(PY) sft.py config/real_sft.py $(call begin,real_chat,real_sft)
 	rm -rf out/real_merged
 	$(PY) tools/merge.py --init_from=out/real_sft --out_dir=out/real_merged
-	$(SCORE_REAL) --init_from=out/real_merged
+	$(SCORE_REAL) --init_from=out/real_merged --out=$(REAL_SCORES)_sft.json >/dev/null
 	$(call forget,real_chat,real_answers.jsonl)
 	$(PY) sample.py --init_from=out/real_merged --prompts=data/real_chat/held_out.jsonl --out=data/real_answers.jsonl \
 		--max_new_tokens=64 --batch_size=32
 	$(PREPARE) --input=data/real_answers.jsonl --kind=preference --pair_by=dataset --val_fraction=0.1 \
 		--out_dir=data/real_pairs
 	$(PY) dpo.py config/real_dpo.py $(call begin,real_chat real_pairs,real_dpo)
-	$(SCORE_REAL) --init_from=out/real_dpo
 	$(PY) sample.py --init_from=out/real_dpo --prompt='$(QUESTION)' --temperature=0
+	$(SCORE_REAL) --init_from=out/real_dpo --beside=$(REAL_SCORES)_before.json,$(REAL_SCORES)_sft.json
 
 serve: $(VENV)/serve
 	$(PY) serve.py $(ARGS)
@@ -119,9 +122,10 @@ browser: $(VENV)/tests
 
 # Files that are formatted at 100 columns; the others follow when they are redesigned.
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
-	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/tokens \
-	groundup/generate groundup/scores groundup/files tools/reading.py \
-	tests/files/test_containers.py tests/files/test_text_sample.py tests/golden tests/test_golden.py
+	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/align groundup/tokens \
+	groundup/generate groundup/scores groundup/files groundup/text prepare.py tools/reading.py \
+	tools/encoding_battery.py tests/files/test_containers.py tests/files/test_text_sample.py tests/golden \
+	tests/test_golden.py
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .
@@ -130,7 +134,7 @@ lint: $(VENV)/tests
 clean:
 	rm -rf data/demo data/demo_chat data/demo_pairs data/demo_answers.jsonl data/demo_answers.jsonl.config.json data/debug
 	rm -rf out/demo out/demo_sft out/demo_reward out/demo_dpo out/debug out/debug_sft out/debug_reward out/debug_dpo out/debug_rl
-	rm -rf data/real_chat data/real_pairs data/real_answers.jsonl data/real_answers.jsonl.config.json
+	rm -rf data/real_chat data/real_pairs data/real_answers.jsonl data/real_answers.jsonl.config.json data/real_scores_*.json
 	rm -rf out/smollm2 out/real_sft out/real_merged out/real_dpo
 	rm -rf out/race data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
 	rm -rf .pytest_cache .ruff_cache .hypothesis

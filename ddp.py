@@ -295,33 +295,21 @@ class DDP:
             soon as its gradient has arrived (backward, see expect_step).
         zero1: each rank updates one shard of every bucket; whole_matrices: shards do not cut
             matrices of the blocks, because Muon needs whole ones.
-        bucket_mb: size up to which blocks are merged. 0 = a twelfth of the model, within 1 to 25
-            MiB: enough buckets to start early, each large enough to hide a collective's latency.
-            On a single GPU nothing is sent: 0 = 256 MiB, so that the step is few, large kernels.
+        bucket_mb: size up to which blocks are merged; 0 = by the size of the model.
         """
-        # All ranks must agree before the first collective: a mismatch hangs or aborts
         hook = hook or Average()
         if reason := conflict(getattr(hook, "compress", "this hook"), overlap_step, zero1):
             raise UserError(f"ddp: {reason}")
+        # All ranks must agree before the first collective: a mismatch hangs or aborts
         values = getattr(hook, "__dict__", {}).items()
         hook_settings = {key: value for key, value in values if isinstance(value, int | str)}
         settings = f"{bucket_mb=}, {hook_settings}, {overlap_step=}, {zero1=}, {whole_matrices=}"
         check_same_model(model, settings)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        devices = sorted({str(p.device) for p in trainable})
-        if len(devices) != 1:
-            text = "the model needs trainable parameters, all on one device; found them on"
-            raise UserError(f"ddp: {text} {devices}")
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
-        self.device, self.world_size = trainable[0].device, ranks.world_size()
+        self.device, self.world_size = device_of(model), ranks.world_size()
 
         # Flat buffers, and in them the weights of rank 0
-        n_bytes = sum(p.nbytes for p in trainable)
-        bucket_bytes = bucket_mb * MIB or min(max(n_bytes / 12, MIB), 25 * MIB)
-        alone = self.device.type == "cuda" and self.world_size == 1 and overlap_step == "off"
-        if alone and not bucket_mb:
-            bucket_bytes = 256 * MIB
-        self.buckets = make_buckets(model, bucket_bytes, self.world_size)
+        self.buckets = make_buckets(model, self._bucket_bytes(bucket_mb), self.world_size)
         if zero1 and dist.is_initialized():
             for bucket in self.buckets:
                 cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices)
@@ -342,6 +330,17 @@ class DDP:
         on_side = self.device.type == "cuda" and overlap_step != "off"
         self._stream = torch.cuda.Stream() if on_side else None  # for updates beside the model
         self._watch_forward()  # for deferred updates and ZeRO-1; else its hooks find nothing to do
+
+    def _bucket_bytes(self, bucket_mb: float) -> float:
+        """Return the size up to which blocks are merged into a bucket."""
+        if bucket_mb:
+            return bucket_mb * MIB
+        # A GPU alone sends nothing: the step is few, large kernels.
+        if self.device.type == "cuda" and self.world_size == 1 and self.overlap_step == "off":
+            return 256 * MIB
+        # Enough buckets to start early, each large enough to hide a collective's latency.
+        n_bytes = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        return min(max(n_bytes / 12, MIB), 25 * MIB)
 
     # ---- 3. gradients arrive, buckets leave ------------------------------------------------------
 
@@ -369,7 +368,7 @@ class DDP:
         self._arrived.add(p)
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-            self._launch_next()
+            self._launch_next_bucket()
 
     def _check_use(self, bucket: Bucket, i: int) -> None:
         """Raise UserError if this gradient cannot be right."""
@@ -388,7 +387,7 @@ class DDP:
             raise UserError(f"ddp: {moved([name])}")
 
     @torch.no_grad()
-    def _launch_next(self) -> None:
+    def _launch_next_bucket(self) -> None:
         """Launch the next bucket, then advance the earlier ones.
 
         With two collectives P and Q per bucket the order is P0, P1 Q0, P2 Q1, ... on every rank.
@@ -398,7 +397,7 @@ class DDP:
         bucket.state, bucket.step = State.IN_FLIGHT, self.n_steps
         bucket.transfer = self.hook(bucket)
         self._resume_hook(bucket)
-        self._launch_second_collectives(before=bucket.index)
+        self._launch_further_collectives(before=bucket.index)
         if self._expected or bucket.sharded:
             # Finish what has arrived: update it, or with ZeRO-1 free what was received. This
             # launches nothing, so it may depend on timing.
@@ -407,7 +406,7 @@ class DDP:
                 if in_flight and earlier.has_arrived():
                     self._finish_bucket(earlier)
 
-    def _launch_second_collectives(self, before: int) -> bool:
+    def _launch_further_collectives(self, before: int) -> bool:
         """Launch the next collective of the buckets that have one; return False if none has."""
         unfinished = [bucket for bucket in self.buckets[:before] if bucket.more]
         for bucket in reversed(unfinished):
@@ -465,15 +464,7 @@ class DDP:
         if scaled:
             grad_scale = scaler.scale(grad_scale)
             unscale(norm, scaler)
-        self.found_inf = 1.0 - norm.isfinite().float()
-        in_a_row = (self.skipped[1] + 1) * self.found_inf
-        self.skipped = torch.stack((self.skipped[0] + self.found_inf, in_a_row))
-        if self._expected and self.found_inf:
-            raise UserError(
-                f"ddp: step {self.n_steps + 1}: the gradient is not finite, and overlap_step="
-                "'backward' has applied a part of it; continue from the last checkpoint with "
-                "overlap_step='forward'"
-            )
+        self._note_whether_finite(norm)
         if clip > 0:
             shrink = (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
             grad_scale = grad_scale / shrink
@@ -496,6 +487,18 @@ class DDP:
             self._begin_refresh(bucket)
         return norm
 
+    def _note_whether_finite(self, norm: Tensor) -> None:
+        """Set `found_inf` and `skipped`."""
+        self.found_inf = 1.0 - norm.isfinite().float()
+        in_a_row = (self.skipped[1] + 1) * self.found_inf
+        self.skipped = torch.stack((self.skipped[0] + self.found_inf, in_a_row))
+        if self._expected and self.found_inf:
+            raise UserError(
+                f"ddp: step {self.n_steps + 1}: the gradient is not finite, and overlap_step="
+                "'backward' has applied a part of it; continue from the last checkpoint with "
+                "overlap_step='forward'"
+            )
+
     def _finish_reduction(self, stop: bool) -> Tensor:
         """Wait for all buckets and return the global norm."""
         for bucket in self.buckets[self._next :]:
@@ -503,8 +506,8 @@ class DDP:
             self._refresh(bucket, ahead=0)
         while self._next < len(self.buckets):
             # Incomplete: an error below, but the other ranks wait for this collective
-            self._launch_next()
-        while self._launch_second_collectives(before=len(self.buckets)):
+            self._launch_next_bucket()
+        while self._launch_further_collectives(before=len(self.buckets)):
             pass  # until every hook has launched its last one
         # The agreement travels while the norms are computed, each while later buckets travel
         agree = ranks.start_agreement(self._problem(), f"step {self.n_steps + 1}", stop)
@@ -752,6 +755,15 @@ def check_same_model(model: nn.Module, settings: str) -> None:
     for name, b in model.named_buffers():
         mine[f"buffer {name}"] = f"{tuple(b.shape)} {b.dtype}"
     ranks.check_equal(mine)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the trainable parameters. Raise UserError unless there is one."""
+    devices = list({p.device for p in model.parameters() if p.requires_grad})
+    if len(devices) != 1:
+        text = "the model needs trainable parameters, all on one device; found them on"
+        raise UserError(f"ddp: {text} {sorted(map(str, devices))}")
+    return devices[0]
 
 
 def unscale(norm: Tensor, scaler: torch.amp.GradScaler) -> None:

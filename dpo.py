@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node=4 dpo.py config/dpo.py --init_from=out/sf
 It compares the log-probability of an answer with that by the reference, which is the model before
 the first step. The reference's are computed once, into out_dir/reference.safetensors. The loss is
 the mean over the pairs of a step. With loss='kto' a row is a single answer with a label, good or
-bad (groundup/tokens/labelled.py): below, a pair is then an answer.
+bad (groundup/tokens/pairs.py): below, a pair is then an answer.
 """
 
 if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C prints one line
@@ -23,17 +23,28 @@ from torch import Tensor
 
 from configurator import configure
 from ddp import DDP, conflict
-from groundup.align import losses as preference
-from groundup.align.losses import losses_and_metrics, metric_names, named, pair_logps
+from groundup.align.losses import (
+    REFERENCE_FREE,
+    check_losses,
+    compute_reference,
+    describe_reference,
+    kl_estimate,
+    losses_and_metrics,
+    metric_names,
+    named,
+    pair_logps,
+    read_reference,
+    reference_logps,
+    save_reference,
+)
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
-from groundup.tokens.labelled import LabelCorpus
-from groundup.tokens.pairs import PairBatch, PairCorpus
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus
+from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.config_json import computation
+from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
-    Undrawn,
+    SkipInit,
     autocast,
     check_compiler,
     choose_device,
@@ -125,35 +136,35 @@ def reference_of(
 
     table: of `compute_reference`. Without one they are 0, or those of the model without adapters.
     """
-    if loss in preference.REFERENCE_FREE:
+    if loss in REFERENCE_FREE:
         return torch.zeros(2, len(batch.number), device=torch_device)
     if table is not None:
         return table[batch.number].T
     # A context of its own: autocast would give its casts, made without gradient, to training too.
     with autocast(torch_device, torch_dtype):
-        return preference.reference_logps(model, batch)
+        return reference_logps(model, batch)
 
 
 @torch.no_grad()
 def estimate_kl(
     model: Transformer,
-    others: Batches,
+    other_answers: Batches,
     table: Tensor | None,
     torch_device: torch.device,
     torch_dtype: torch.dtype,
 ) -> Tensor:
     """Return KTO's estimate for a step: how far the model has moved away from the reference.
 
-    others: the micro-batches of all steps, with answers to other prompts."""
+    other_answers: the micro-batches of all steps, with answers to other prompts."""
     measured = []
-    for _ in range(others.accum_steps):
-        batch = others.next()
+    for _ in range(other_answers.accum_steps):
+        batch = other_answers.next()
         with autocast(torch_device, torch_dtype):
             logps, _ = pair_logps(model, batch)
         ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
         # logps has one row here; the last row of the reference is of answers to other prompts
         measured.append((logps[0], ref_logps[-1]))
-    return preference.kl_estimate(measured, torch_device)
+    return kl_estimate(measured, torch_device)
 
 
 @torch.no_grad()
@@ -180,13 +191,21 @@ def evaluate(
             ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
             measured.append((source, logps, ref_logps, n_tokens, batch.margin))
     model.train()
-    if ranks.any_rank(stop_signal.received):
+    if ranks.any_rank(stop_signal()):
         return {}
     kl = None
     if loss == "kto":
-        others = [(logps[1], ref_logps[1]) for _, logps, ref_logps, _, _ in measured]
-        kl = preference.kl_estimate(others, torch_device)
+        of_other_answers = [(logps[1], ref_logps[1]) for _, logps, ref_logps, _, _ in measured]
+        kl = kl_estimate(of_other_answers, torch_device)
+    return mean_scores(measured, kl, corpus, config)
 
+
+def mean_scores(
+    measured: list[tuple], kl: Tensor | None, corpus: PairCorpus, config: dict
+) -> dict[str, float]:
+    """Return the means of `evaluate`, over all ranks.
+
+    measured: of each batch its source, logps, ref_logps and n_tokens (2, B), and margin (B,)."""
     names = metric_names(config)
     n_pairs = torch.zeros(len(corpus.val), 1, dtype=torch.float64)
     sums = torch.zeros(len(corpus.val), len(names), dtype=torch.float64)
@@ -222,7 +241,7 @@ def report(log: RunLog, step: int, scores: dict[str, float]) -> None:
 
 if __name__ == "__main__":
     config = configure(globals())
-    preference.check_losses(config)
+    check_losses(config)
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
@@ -281,7 +300,7 @@ if __name__ == "__main__":
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
@@ -300,19 +319,19 @@ if __name__ == "__main__":
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     made_of = {}  # what the reference depends on
-    if reference == "precomputed" and loss not in preference.REFERENCE_FREE:
-        made_of = preference.describe_reference(source, corpus, torch_dtype)
+    if reference == "precomputed" and loss not in REFERENCE_FREE:
+        made_of = describe_reference(source, corpus, torch_dtype)
         # a resumed run must be compared with the same weights
         data_record["reference_weights"] = made_of["checkpoint"]
-    computed = computation(model_config)  # fingerprint of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
     reference_path = Path(out_dir, "reference.safetensors")
     table = None  # the reference's log-probabilities of all pairs
     if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
-        table = preference.read_reference(reference_path, made_of)
+        table = read_reference(reference_path, made_of)
     must_compute = made_of and table is None
     # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
     if must_compute or not resumed:
@@ -350,7 +369,7 @@ if __name__ == "__main__":
 
     # ---- the reference, then restore
     if must_compute:
-        table = preference.compute_reference(model, corpus, batch_size, torch_device, torch_dtype)
+        table = compute_reference(model, corpus, batch_size, torch_device, torch_dtype)
         if resumed:
             huggingface.load_resumed(model, resumed)
             ranks.broadcast_weights(model)
@@ -358,7 +377,7 @@ if __name__ == "__main__":
     steps_done = state["step"]  # 0 for a new run
     config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     if must_compute and world.is_main:
-        preference.save_reference(reference_path, table, made_of)
+        save_reference(reference_path, table, made_of)
     if table is not None:
         table = table.to(torch_device)
     flops = plan.flops_per_token(model, block_size)
@@ -366,16 +385,16 @@ if __name__ == "__main__":
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     if loss == "kto":
-        others = Batches(
+        other_answers = Batches(
             corpus.others(), order, batch_size, accum_steps, world, torch_device, steps_done
         )
-    other = {"warmup_steps": warmup}  # part of each checkpoint
+    extra_state = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         scores = evaluate(model, corpus, table, config, torch_device, torch_dtype)
         report(log, steps_done, scores)
-        saver.update_best()
+        saver.tidy()
     stop_signal.begin()
     stopping = False
     log.begin()
@@ -388,7 +407,7 @@ if __name__ == "__main__":
         sums = torch.zeros(len(metric_names(config)), device=torch_device)
         kl = None
         if loss == "kto":
-            kl = estimate_kl(model, others, table, torch_device, torch_dtype)
+            kl = estimate_kl(model, other_answers, table, torch_device, torch_dtype)
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
@@ -407,7 +426,7 @@ if __name__ == "__main__":
             n_tokens_seen += batch.x.numel()  # padding too
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
+        grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
         # <<< optimizer step
         log.advance()
 
@@ -436,23 +455,23 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                saver.save(step, model, ddp, opt, scaler, other)
+                saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
                 scores = evaluate(model, corpus, table, config, torch_device, torch_dtype)
-                stopping = ranks.any_rank(stop_signal.received)
+                stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
                     report(log, step, scores)
-                    saver.update_best()
+                    saver.tidy()
         if stopping:
             break
 
     # ---- the end
     batches.close()
     if loss == "kto":
-        others.close()
+        other_answers.close()
     if stopping and not saving:
         ddp.flush()
-        saver.save(step, model, ddp, opt, scaler, other)
+        saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={out_dir}"

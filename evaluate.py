@@ -28,8 +28,6 @@ import dataclasses
 import json
 import os
 import time
-import unicodedata
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +41,7 @@ from groundup.files import readers
 from groundup.files.untrusted import check_replaceable
 from groundup.generate.completion import never_sampled
 from groundup.generate.sampling import SamplingParams
-from groundup.scores import choices, domains, judging, rows, text_metrics
+from groundup.scores import choices, domains, judging, rows, tables, text_metrics
 from groundup.scores.choices import evaluate_choices
 from groundup.scores.client import Endpoint, read_key
 from groundup.scores.domains import evaluate_domains, parse_domains
@@ -59,6 +57,7 @@ init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest 
 tasks = "perplexity"  # comma-separated, see above
 data = ""  # what the task is measured on; of several tasks 'task: data; task: data'
 out = ""  # JSON file for all results; with score the file of scored rows
+beside = ""  # files that other runs wrote to `out`, comma-separated: their figures in columns
 score = ""  # files whose rows get loss, bpb and ifd, written to `out`; no tasks then
 batch_size = 16  # rows per forward pass; at least 1
 block_size = 0  # tokens that the model reads at a time; 0 = its context
@@ -81,15 +80,6 @@ USED_BY = {  # settings that mean nothing to other tasks, with their defaults
     ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"},
     choices.TASKS: {"shots": 5},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
-}
-DOMAIN_COLUMNS = {
-    "documents": "documents",
-    "tokens": "tokens",
-    "nats_per_token": "nats/token",
-    "perplexity": "perplexity",
-    "bits_per_byte": "bits/byte",
-    "bits_per_character": "bits/char",
-    "nats_per_document": "nats/doc",
 }
 
 
@@ -299,76 +289,6 @@ def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
         print("\n".join([f"{out}: {scored:,} of {n:,} rows scored{left}", *notes]))
 
 
-def describe(task: str, found: dict) -> str:
-    """Return the results as text for people: single figures in lines, then dicts; lists are for
-    the JSON file only."""
-    if task == "perplexity":
-        return f"{task}\n{describe_domains(found)}"
-    if task in choices.TASKS:
-        return describe_choices(found)
-    figures = [[key, of] for key, of in found.items() if not isinstance(of, dict | list)]
-    parts = [task, table(["", ""], figures).lstrip()]
-    for key, of in found.items():
-        if isinstance(of, dict) and of:
-            parts.append(
-                f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in of.items())
-            )
-    return "\n".join(parts)
-
-
-def describe_domains(found: dict) -> str:
-    figures = found["domains"] | ({"(all)": found["all"]} if len(found["domains"]) > 1 else {})
-    lines = [[name, *(of[key] for key in DOMAIN_COLUMNS)] for name, of in figures.items()]
-    notes = [f"{name}: {note}" for name, of in found["domains"].items() for note in of["notes"]]
-    return "\n".join([table(["domain", *DOMAIN_COLUMNS.values()], lines), *notes])
-
-
-def describe_choices(found: dict) -> str:
-    """Return the accuracies in per cent with their standard errors: of all questions, by group,
-    by subject."""
-    mean, subjects = found["subject_mean"], found["subjects"] if len(found["subjects"]) > 1 else {}
-    lines = [f"{found['task']}, {found['shots']} shots", *(f"  {note}" for note in found["notes"])]
-    for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost their beginning")):
-        lines += [f"  {found[key]} prompts {what} to fit"] if found[key] else []
-    cells = []
-    for name, of in ({"overall": found["overall"]} | found["groups"] | subjects).items():
-        errors = (
-            "" if of[f"{m}_stderr"] is None else f" +- {100 * of[f'{m}_stderr']:.1f}" for m in mean
-        )
-        accuracies = [f"{100 * of[m]:.1f}{error}" for m, error in zip(mean, errors, strict=True)]
-        cells.append([name, of["n"], f"{100 * of['chance']:.1f}", *accuracies])
-    if subjects:
-        cells.append(["mean of subjects", "", "", *(f"{100 * of:.1f}" for of in mean.values())])
-    return "\n".join([*lines, table(["", "n", "chance", *mean], cells)])
-
-
-def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
-    """Return aligned columns: the first to the left, others to the right. Chinese characters are
-    two places wide."""
-    lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
-    width = [
-        [len(cell) + sum(unicodedata.east_asian_width(c) in "WF" for c in cell) for cell in row]
-        for row in lines
-    ]
-    widest = [max(column) for column in zip(*width, strict=True)]
-    padded = []
-    for row, own in zip(lines, width, strict=True):
-        gaps = [" " * (most - n) for n, most in zip(own, widest, strict=True)]
-        padded.append("  ".join([row[0] + gaps[0], *map(str.__add__, gaps[1:], row[1:])]).rstrip())
-    return "\n".join(padded)
-
-
-def shown(cell: object) -> str:
-    """Return a figure as text: (low, high) as an interval, "-" for None and NaN."""
-    if cell is None or cell != cell:
-        return "-"
-    if isinstance(cell, tuple):
-        return " to ".join(map(shown, cell))
-    if isinstance(cell, float):
-        return f"{cell:.4f}" if abs(cell) < 1e6 else f"{cell:.4g}"
-    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
-
-
 def describe_model(directory: Path) -> dict:
     """Return what identifies a model."""
     found = {
@@ -404,6 +324,7 @@ if __name__ == "__main__":
     config = configure(globals())
     wanted = {} if score else parse_data(tasks, data)
     check_config(config, wanted)
+    others = tables.read_others(beside, wanted, config)
     kind = kind_of_model(config, wanted)
     check_files(config, wanted)
     torch_device = choose_device(device, ranks.described_world().local_rank)
@@ -418,6 +339,7 @@ if __name__ == "__main__":
         score_rows(loaded, config, world.is_main)
     for task, source in wanted.items():
         results[task] = measure(task, source, loaded, config)
+        shown = tables.describe(task, results[task], others, tables.name_of(init_from or judge))
         if world.is_main and out:  # after each task: an error in a later one does not cost this one
             described = describe_model(loaded.directory) if loaded.directory else {}
             run = {
@@ -435,7 +357,7 @@ if __name__ == "__main__":
                     {"settings": config, "model": described, "run": run, "results": results},
                 )
             finally:  # on a full disk the figures are at least seen
-                tell(f"\n{describe(task, results[task])}", out)
+                tell(f"\n{shown}", out)
         elif world.is_main:
-            tell(f"\n{describe(task, results[task])}", out)
+            tell(f"\n{shown}", out)
     ranks.close()

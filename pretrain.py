@@ -26,10 +26,11 @@ from groundup.errors import UserError, refuse
 from groundup.kernels.cross_entropy import compile_loss
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
+from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.config_json import computation
+from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
-    Undrawn,
+    SkipInit,
     autocast,
     check_compiler,
     choose_device,
@@ -43,7 +44,6 @@ from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
 # A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
@@ -160,7 +160,7 @@ def evaluate(
                 nats = model(x.to(torch_device), y.to(torch_device)).item()
             sums[source] += torch.tensor([nats, n_tokens, n_bytes], dtype=torch.float64)
     model.train()
-    if ranks.any_rank(stop_signal.received):
+    if ranks.any_rank(stop_signal()):
         return {}
     ranks.all_reduce_sum(sums)
 
@@ -176,7 +176,7 @@ def evaluate(
 
 
 @torch.no_grad()
-def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int = 64) -> str:
+def sample(model: Transformer, tokenizer: TextTokenizer, prompt: str, n_tokens: int = 64) -> str:
     """Return the prompt with a continuation, drawn with the same random numbers each time."""
     model.eval()
     ids = tokenizer.encode(prompt)
@@ -191,7 +191,7 @@ def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int 
             logits = model.lm_head(model(row, index=last))[0, : tokenizer.vocab_size]
             probabilities = torch.softmax(logits.float().cpu() / 0.8, dim=-1)  # temperature 0.8
             ids.append(torch.multinomial(probabilities, 1, generator=generator).item())
-            if ids[-1] in tokenizer.stop_ids or stop_signal.received:
+            if ids[-1] in tokenizer.stop_ids or stop_signal():
                 break
     model.train()
     return tokenizer.decode(ids)
@@ -241,7 +241,7 @@ if __name__ == "__main__":
         warnings = []
     else:
         corpus = TextCorpus(data_dir, block_size, pack, val_data)
-        tokenizer = Tokenizer.load(corpus.dir)
+        tokenizer = TextTokenizer.load(corpus.dir)
         corpus.train[0].check_tokenizer(tokenizer.fingerprint())
         order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
         epochs, warnings = corpus.describe(order, max_steps * rows_per_step)
@@ -263,7 +263,7 @@ if __name__ == "__main__":
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
         # rank 0 draws new weights, DDP sends them to the others
         is_new = world.is_main and not source
-        with place, Undrawn(not is_new), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with place, SkipInit(not is_new), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
     if world.is_main:
@@ -278,8 +278,8 @@ if __name__ == "__main__":
     # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"max_epochs": max_epochs} | corpus.record()
-    computed = computation(model_config)  # fingerprint of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     huggingface.check_saves(model_config, tokenizer)
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record)
@@ -333,13 +333,13 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
     stages = order.changes(rows_per_step) if len(corpus.names) > 1 else {}
-    other = {"warmup_steps": warmup}  # part of each checkpoint
+    extra_state = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         losses = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
         report(log, steps_done, losses, [sample(model, tokenizer, prompt) for prompt in prompts])
-        saver.update_best()
+        saver.tidy()
     stop_signal.begin()
     log.begin()
     stopping = False
@@ -368,7 +368,7 @@ if __name__ == "__main__":
             loss_sum += loss.detach()
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
+        grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
         # <<< optimizer step
         log.advance()
 
@@ -392,14 +392,14 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                saver.save(step, model, ddp, opt, scaler, other)
+                saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
                 losses = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
                 texts = [sample(model, tokenizer, prompt) for prompt in prompts]
-                stopping = ranks.any_rank(stop_signal.received)
+                stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
                     report(log, step, losses, texts)
-                    saver.update_best()
+                    saver.tidy()
         if stopping:
             break
 
@@ -407,7 +407,7 @@ if __name__ == "__main__":
     batches.close()
     if stopping and not saving:
         ddp.flush()
-        saver.save(step, model, ddp, opt, scaler, other)
+        saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
     next_command = f"python sample.py --init_from={out_dir}"
     log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)

@@ -28,11 +28,11 @@ from groundup.errors import UserError, refuse
 from groundup.scores import rows
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.config_json import computation
+from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
-    Undrawn,
+    SkipInit,
     autocast,
     check_compiler,
     choose_device,
@@ -136,7 +136,7 @@ def evaluate(
         mine = torch.cat(columns, dim=1)
         found[source] = torch.cat(ranks.gather_objects(mine), dim=1)
     model.train()
-    if ranks.any_rank(stop_signal.received):
+    if ranks.any_rank(stop_signal()):
         return {}
 
     losses = {source: values[0].mean().item() for source, values in found.items()}
@@ -243,7 +243,7 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # of new weights
     place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
+    with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = RewardModel(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     model.score.requires_grad_(True)  # the new head, whatever else is trained
@@ -261,8 +261,8 @@ if __name__ == "__main__":
     # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
-    computed = computation(model_config)  # fingerprint of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
@@ -301,15 +301,17 @@ if __name__ == "__main__":
     config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, files=reward_model)
+    saver = Saver(
+        out_dir, keep_last, tokenizer, log, config, data_record, model_format=reward_model
+    )
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     # part of each checkpoint, with the adapters to the bit
-    other = {"warmup_steps": warmup, "trained": reward_model.trained_weights(model, base)}
+    extra_state = {"warmup_steps": warmup, "trained": reward_model.trained_weights(model, base)}
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         report(log, steps_done, evaluate(model, corpus, torch_device, torch_dtype))
-        saver.update_best()
+        saver.tidy()
     stop_signal.begin()
     log.begin()
     stopping = False
@@ -337,7 +339,7 @@ if __name__ == "__main__":
             n_tokens_seen += batch.x.numel()  # padding too
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
+        grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
         # <<< optimizer step
         log.advance()
 
@@ -367,13 +369,13 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                saver.save(step, model, ddp, opt, scaler, other)
+                saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
                 scores = evaluate(model, corpus, torch_device, torch_dtype)
-                stopping = ranks.any_rank(stop_signal.received)
+                stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
                     report(log, step, scores)
-                    saver.update_best()
+                    saver.tidy()
         if stopping:
             break
 
@@ -381,7 +383,7 @@ if __name__ == "__main__":
     batches.close()
     if stopping and not saving:
         ddp.flush()
-        saver.save(step, model, ddp, opt, scaler, other)
+        saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python reward.py --init_from={out_dir} --score=chat.jsonl --out=scored.jsonl"

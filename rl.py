@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
     end_in_one_line()
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,12 +31,14 @@ from groundup.align.reward_model import RewardModel
 from groundup.align.rewards import Rewards, Rollout
 from groundup.align.rollouts import AnswerSampler
 from groundup.errors import UserError, refuse
+from groundup.generate.tools import Tools, check_template
 from groundup.tokens.prompts import PromptCorpus
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.rows import steps_of
+from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
-from groundup.train.config_json import computation
+from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
-    Undrawn,
+    SkipInit,
     check_compiler,
     choose_device,
     choose_dtype,
@@ -67,13 +70,15 @@ lora_rank = 16  # rank of the LoRA matrices (at least 1)
 lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
 # reward
 reward = "out/reward"  # of reward.py; or 'rules.py:function'; 'out/reward=1,rules.py:length=0.1'
+teacher = ""  # learn from this model too: a run, a checkpoint or a Hugging Face directory
 normalise_rewards = False  # by mean and standard deviation of all finished answers so far
 unfinished = "penalty"  # penalty = unfinished_reward | mask = not trained on (answers cut off)
 unfinished_reward = -1.0  # not normalised: with normalise_rewards at most -1 (from -1e9 to 1e9)
 # answers
 group_size = 8  # answers to a prompt (at least 1)
 prompts_per_step = 32  # over all ranks (at least 1)
-max_new_tokens = 256  # most tokens of an answer (at least 1)
+max_new_tokens = 256  # most tokens of an answer, with what its tools say (at least 1)
+tools = ""  # Python file of functions that answers may call; see docs/tools.md
 temperature = 1.0  # of the distribution that is sampled and trained (from 0.01 to 100)
 filter_groups = 0  # grpo: replace groups with equal rewards at most this many times (at least 0)
 draw_batch_size = 0  # answers drawn at a time per rank; 0 = all, 32 suits CPUs (at least 0)
@@ -81,11 +86,9 @@ draw_batch_size = 0  # answers drawn at a time per rank; 0 = all, 32 suits CPUs 
 algorithm = "grpo"  # grpo (arXiv:2402.03300) | ppo (arXiv:1707.06347)
 loss = "dapo"  # dapo (mean over tokens) | grpo (over answers' means) | dr_grpo (by length)
 scale_rewards = "none"  # none | group (grpo: divide advantages by the group's standard deviation)
-clip_low = 0.2  # clip the ratio of new to old probability below at 1 - clip_low (from 0 to 1)
-clip_high = 0.2  # and above at 1 + clip_high (at least 0)
 epochs_per_step = 1  # passes over the answers of a step; 2 to 4 is usual for ppo (at least 1)
 minibatches = 1  # updates per epoch (at least 1)
-kl_coef = 0.04  # weight of the KL divergence from the start; 0 = off (from 0 to 100)
+kl_coef = 0.04  # weight of the KL divergence from start or teacher; 0 = off (from 0 to 100)
 # critic, of ppo
 critic_from = ""  # reward model to start from; "" = init_from, with a head of zeros
 value_learning_rate = 1e-5  # peak, of the critic; the schedule is learning_rate's (at least 0)
@@ -116,6 +119,8 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 100  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
+CLIP_LOW, CLIP_HIGH = 0.2, 0.2  # clip the ratio of new to old probability beyond 1 -+ these
+MAX_TURNS = 6  # of an answer that calls tools, the last one included
 LAMBDA = 0.95  # ppo: of advantage estimation; 1 = whole returns, 0 = one token ahead
 GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end
 VALUE_CLIP = 0.2  # ppo: clip the change of a value within a step to this
@@ -132,6 +137,10 @@ def check_settings(world_size: int) -> None:
     else:
         text = "filter_groups is for algorithm='grpo', which learns nothing from equal rewards"
         refuse(filter_groups, text)
+    refuse(teacher and not kl_coef, "kl_coef is the weight of the teacher: it must be above 0")
+    refuse(not reward and not teacher, "reward='' is for a run with a teacher")
+    text = "reward='' scores no answer: give unfinished_reward=0 or unfinished='mask'"
+    refuse(not reward and unfinished == "penalty" and unfinished_reward, text)
     text = f"{max_new_tokens=} leaves no room for a prompt in {block_size=}"
     refuse(max_new_tokens >= block_size, text)
     text = f"{prompts_per_step=} must be a multiple of the {world_size} ranks"
@@ -156,10 +165,15 @@ def draw(
 
 
 def evaluate(
-    sampler: AnswerSampler, rewards: Rewards, corpus: PromptCorpus, config: dict
+    sampler: AnswerSampler,
+    rewards: Rewards,
+    corpus: PromptCorpus,
+    config: dict,
+    guide: Transformer | None,
 ) -> tuple[dict[str, float], list[str]]:
     """Return figures of one answer to each held-out prompt, and lines that show some answers.
 
+    guide: the teacher; kl_teacher is the divergence from it, in nats per token of the answers.
     The seeds are the same each time. The ranks share the prompts; all call it. Both are empty if a
     signal to stop came meanwhile."""
     prompts = corpus.held_out[: eval_prompts or None]
@@ -167,13 +181,23 @@ def evaluate(
     seeds = [rollouts.seed_of(seed, 0, 0, number) for number in mine]  # no step has number 0
     drawn = sampler.draw([prompts[number] for number in mine], seeds, n=1)
     own_table = rewards.table(drawn)
-    if ranks.any_rank(stop_signal.received):
+    if ranks.any_rank(stop_signal()):
         return {}, []
     table, lengths = rollouts.gather(own_table, drawn)
     figures = rollouts.describe_answers(table, lengths, rewards.names, config)
+    if tools:
+        figures |= rollouts.describe_calls(drawn)
     lines = rollouts.show(drawn[:N_SHOWN], own_table[0].tolist())
     # The best checkpoints are those with the lowest val_loss.
-    return {"val_loss": -figures["reward"]} | figures, lines
+    val_loss = -figures["reward"]
+    if guide:
+        which = [True] * len(drawn)
+        answers = rollouts.Rollouts(drawn, which, block_size, sampler.tokenizer.pad_id)
+        figures["kl_teacher"] = rollouts.measure_divergence(
+            sampler.model, guide, answers, batch_size, temperature, torch_dtype
+        )
+        val_loss += kl_coef * figures["kl_teacher"]
+    return {"val_loss": val_loss} | figures, lines
 
 
 def report(log: RunLog, step: int, scores: dict[str, float], lines: list[str]) -> None:
@@ -181,6 +205,8 @@ def report(log: RunLog, step: int, scores: dict[str, float], lines: list[str]) -
     line = ["held out", f"reward {scores['reward']:.4f}", f"std {scores['reward_std']:.3f}"]
     line.append(f"finished {100 * scores['finished']:.1f}%")
     line.append(f"length {scores['length']:.1f}")
+    if teacher:
+        line.append(f"kl from the teacher {scores['kl_teacher']:.4f}")
     for name in (key.partition("/")[2] for key in scores if key.startswith("reward/")):
         line.append(f"{name} {scores[f'reward/{name}']:.3f}")
     log.report(step, scores, line, lines)
@@ -232,12 +258,20 @@ if __name__ == "__main__":
     if critic_from:
         critic_source = reward_model.find_model(critic_from, tokenizer, "critic_from")
 
+    if teacher:
+        teacher_source = checkpoint.resolve(teacher)
+        huggingface.check_teacher(teacher_source, tokenizer)
+
     # ---- rewards and prompts
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens  # prompt
     reads = f"reward={reward!r} reads {rewards.block_size} tokens"
     refuse(longest < 1, f"{reads}, {max_new_tokens=} leaves no room for a prompt")
-    corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
+    toolbox = Tools(tools) if tools else None  # a process in which they run
+    schemas = toolbox.schemas if toolbox else []
+    if toolbox:
+        check_template(tokenizer, toolbox)
+    corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction, schemas)
     corpus.need_validation(val_fraction)
     settings = config | {"world_size": world_size}
     max_steps = steps_of(settings, corpus.n_train, prompts_per_step, "prompts_per_step", "prompts")
@@ -246,7 +280,7 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # of new weights
     place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
+    with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = Transformer(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
     if world.is_main:
@@ -264,12 +298,15 @@ if __name__ == "__main__":
     data_record |= {"max_new_tokens": max_new_tokens, "prompts_per_step": prompts_per_step}
     data_record |= {"val_fraction": val_fraction, "trainable": trainable}
     data_record |= {"reward": rewards.record()} | corpus.record()
-    if trainable != "lora":  # a resumed run must measure its KL divergence to the same weights
+    data_record["tools"] = file_sha256(Path(tools)) if tools else ""
+    if teacher:
+        data_record["teacher_weights"] = huggingface.shared_fingerprint(teacher_source)
+    elif trainable != "lora":  # a resumed run must measure its KL divergence to the same weights
         data_record["reference_weights"] = huggingface.shared_fingerprint(source)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
         data_record["critic_weights"] = huggingface.shared_fingerprint(critic_source)
-    computed = computation(model_config)  # fingerprint of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
@@ -282,9 +319,13 @@ if __name__ == "__main__":
     model.to(torch_device)
     models = [model]
 
-    # ---- the reference of the KL divergence: the weights before training
+    # ---- the reference of the KL divergence: the teacher, or the weights before training
     reference = model  # with its adapters off
-    if kl_coef and trainable != "lora":
+    if teacher:
+        reference = huggingface.load_model(teacher_source, torch_device, block_size, torch_dtype)
+        reference.requires_grad_(False).eval()
+        models.append(reference)
+    elif kl_coef and trainable != "lora":
         held_in = frozen_dtype(trainable, torch_dtype)
         reference = huggingface.build(Transformer, model_config, held_in)
         reference.requires_grad_(False)
@@ -296,7 +337,7 @@ if __name__ == "__main__":
     # ---- the critic
     if is_ppo:
         critic_config = huggingface.tuned_config(critic_source, n_ids, block_size, dropout=0.0)
-        with Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
         critic.score.requires_grad_(True)
@@ -345,15 +386,25 @@ if __name__ == "__main__":
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
     order = corpus.redrawn_order(prompts_per_step)
+    guide = reference if teacher else None
     sampler = AnswerSampler(
-        model, tokenizer, draw_rows, max_new_tokens, temperature, torch_dtype, compile, stop_signal
+        model,
+        tokenizer,
+        draw_rows,
+        max_new_tokens,
+        temperature,
+        torch_dtype,
+        compile,
+        stop_signal,
+        toolbox,
+        MAX_TURNS,
     )
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        scores, lines = evaluate(sampler, rewards, corpus, config)
+        scores, lines = evaluate(sampler, rewards, corpus, config, guide)
         report(log, steps_done, scores, lines)
-        saver.update_best()
+        saver.tidy()
     stop_signal.begin()
     stopping, saving = False, True  # saving: the last step has a checkpoint
     log.begin()
@@ -371,7 +422,7 @@ if __name__ == "__main__":
         table = rewards.table(drawn)  # (1 + parts, answers): the weighted sum, then each part
         n_redrawn = 0
         for attempt in range(1, filter_groups + 1):
-            if stop_signal.received:
+            if stop_signal():
                 break
             # Equal rewards teach nothing: answer other prompts instead (arXiv:2503.14476, 3.2).
             learned_rewards, learned = rollouts.learned_rewards(table[0], config)
@@ -381,13 +432,15 @@ if __name__ == "__main__":
             redrawn = draw(sampler, corpus, step, [own_prompts[k] for k in flat], attempt)
             rollouts.replace_groups(drawn, table, flat, redrawn, rewards.table(redrawn))
             n_redrawn += len(flat)
-        stopping = ranks.any_rank(stop_signal.received)
+        stopping = ranks.any_rank(stop_signal())
         if stopping:  # answers may be missing: save the step before this one
             step -= 1
             break
         table, lengths = rollouts.gather(table, drawn)  # now of all ranks: (1 + parts, R), (R,)
         figures = rollouts.describe_answers(table, lengths, rewards.names, config)
         figures |= rollouts.describe_drawing(sampler, n_redrawn)
+        if tools:
+            figures |= rollouts.describe_calls(drawn)
         if normalise_rewards:
             finished = ~table[0].isnan()
             reward_sums += pg.power_sums(table[0][finished])
@@ -437,7 +490,7 @@ if __name__ == "__main__":
                     )
                     before = logps.detach() if old is None else old[batch.token]
                     losses, ratios, clipped = pg.policy_losses(
-                        logps, before, advantages[batch.token], clip_low, clip_high
+                        logps, before, advantages[batch.token], CLIP_LOW, CLIP_HIGH
                     )
                     if kl_coef:
                         ref = of_reference[batch.token]
@@ -465,7 +518,7 @@ if __name__ == "__main__":
                     ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
 
                 # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-                grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
+                grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
                 # <<< optimizer step
                 if is_ppo:
                     value_norm = critic_ddp.step(
@@ -496,7 +549,8 @@ if __name__ == "__main__":
             # mfu counts only the work of the policy's updates, but all the time: sampling, the
             # critic, and forward passes without gradient are not counted as work.
             log.train(step, shown, n_positions)
-            if warning := rollouts.warn_of_cut_answers(since_log, max_new_tokens):
+            warning = rollouts.warn_of_cut_answers(since_log, max_new_tokens)
+            if warning and reward:
                 log.print(warning)
             for key, (_, in_a_row) in skipped.items():
                 if in_a_row >= MAX_SKIPPED:
@@ -513,22 +567,22 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                other = state_beside_policy(warmup, reward_sums, learner)
-                saver.save(step, model, ddp, opt, scaler, other)
+                extra_state = state_beside_policy(warmup, reward_sums, learner)
+                saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
-                scores, lines = evaluate(sampler, rewards, corpus, config)
-                stopping = ranks.any_rank(stop_signal.received)
+                scores, lines = evaluate(sampler, rewards, corpus, config, guide)
+                stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
                     report(log, step, scores, lines)
-                    saver.update_best()
+                    saver.tidy()
         if stopping:
             break
 
     # ---- the end
     if stopping and not saving:
         ddp.flush()
-        other = state_beside_policy(warmup, reward_sums, learner)
-        saver.save(step, model, ddp, opt, scaler, other)
+        extra_state = state_beside_policy(warmup, reward_sums, learner)
+        saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={out_dir}"

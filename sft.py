@@ -28,13 +28,14 @@ from groundup.generate.completion import never_sampled
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_scores
+from groundup.kernels.distillation import Distillation, distill
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
-from groundup.tokens.row_corpus import paths_of, steps_of
+from groundup.tokens.rows import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.config_json import computation
+from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
-    Undrawn,
+    SkipInit,
     autocast,
     check_compiler,
     choose_device,
@@ -73,6 +74,11 @@ pack = True  # several conversations per row; False = one, padded to the longest
 epochs = 3.0  # passes over the rows of all sources, if max_steps is 0 (from 0 to 1000)
 max_steps = 0  # 0 = as many as epochs takes (at least 0)
 max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
+# distillation: learn from a larger model's distributions too (docs/distillation.md)
+teacher = ""  # learn from this model too: a run, a checkpoint or a Hugging Face directory
+distill_weight = 0.5  # of the divergence from the teacher; the labels have the rest (from 0 to 1)
+distill_beta = 0.0  # 0 = forward KL, 1 = reverse KL, between = Jensen-Shannon (from 0 to 1)
+distill_temperature = 1.0  # divides the logits of both (from 0.01 to 100)
 # batch
 batch_size = 8  # rows per rank and micro-step (at least 1)
 total_batch_tokens = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
@@ -100,9 +106,7 @@ plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command pl
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step (at least 1)
 eval_steps = 50  # batches over all ranks; 0 = the whole validation split (at least 0)
-eval_answers = (
-    16  # validation questions to answer, to see if answers stop on their own (at least 0)
-)
+eval_answers = 16  # validation questions to answer: do answers stop on their own? (at least 0)
 eval_new_tokens = 128  # most tokens of such an answer (at least 1)
 sample_prompts = ""  # questions that are answered at each evaluation; several separated by |
 log_every = 10  # steps (at least 1)
@@ -149,7 +153,7 @@ def evaluate(
                 [n_nats, n_labels, n_correct, n_bytes], dtype=torch.float64
             )
     model.train()
-    if ranks.any_rank(stop_signal.received):
+    if ranks.any_rank(stop_signal()):
         return {}
     ranks.all_reduce_sum(sums)
 
@@ -258,6 +262,9 @@ if __name__ == "__main__":
     huggingface.check_trainable(trainable, source, n_ids - n_known)
     model_config = huggingface.tuned_config(source, n_ids, block_size, dropout)
     huggingface.check_saves(model_config, tokenizer)
+    if teacher:
+        teacher_source = checkpoint.resolve(teacher)
+        huggingface.check_teacher(teacher_source, tokenizer)
 
     # ---- data
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction)
@@ -279,15 +286,24 @@ if __name__ == "__main__":
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps}
         n_tokens = tokens_per_step * max_steps
+        others = {"teacher": plan.teacher_bytes(teacher, torch_dtype)} if teacher else {}
         text = plan.describe(
-            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
+            model,
+            settings,
+            batch_line,
+            n_tokens,
+            world_size,
+            torch_device,
+            torch_dtype,
+            peak,
+            others,
         )
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:
@@ -297,8 +313,12 @@ if __name__ == "__main__":
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"pack": pack, "val_fraction": val_fraction, "max_epochs": max_epochs}
     data_record |= corpus.record()
-    computed = computation(model_config)  # fingerprint of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    if teacher:
+        data_record |= {"teacher_weights": huggingface.shared_fingerprint(teacher_source)}
+        data_record |= {"distill_weight": distill_weight, "distill_beta": distill_beta}
+        data_record |= {"distill_temperature": distill_temperature}
+    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
@@ -309,6 +329,13 @@ if __name__ == "__main__":
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
 
+    # ---- the teacher: frozen, on every rank
+    if teacher:
+        guide = huggingface.load_model(teacher_source, torch_device, block_size, torch_dtype)
+        guide.requires_grad_(False).eval()
+        guide.most_documents = corpus.most_documents()
+        how = Distillation(distill_weight, distill_beta, distill_temperature)
+
     # ---- device, compile, data parallel, optimizer
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
@@ -318,6 +345,8 @@ if __name__ == "__main__":
         compile_loss(torch_device)
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):
+            part.forward = torch.compile(part.forward)
+        for part in (*guide.layers, guide.norm) if teacher else ():
             part.forward = torch.compile(part.forward)
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     if parallel == "fsdp":
@@ -349,14 +378,14 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     questions = [ids for ids, _ in corpus.prompts(eval_answers)]
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
-    other = {"warmup_steps": warmup}  # part of each checkpoint
+    extra_state = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
         scores["self_stop"] = share_that_stops(model, tokenizer, questions)
         report(log, steps_done, scores, sample(model, tokenizer, prompts))
-        saver.update_best()
+        saver.tidy()
     stop_signal.begin()
     log.begin()
     stopping = False
@@ -367,6 +396,7 @@ if __name__ == "__main__":
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # of the step, on all ranks
         loss_sum = torch.zeros((), device=torch_device)
+        divergence_sum = torch.zeros((), device=torch_device)  # from the teacher
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
@@ -375,14 +405,21 @@ if __name__ == "__main__":
             batch = batch.even()
             with autocast(torch_device, torch_dtype):
                 hidden = hidden_at_labels(model, batch)  # (n, C)
-                loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)
+                if teacher:
+                    with torch.no_grad():
+                        taught = hidden_at_labels(guide, batch)
+                    heads = model.lm_head.weight, guide.lm_head.weight
+                    loss, _, kl = distill(hidden, heads[0], batch.targets, taught, heads[1], how)
+                    divergence_sum += kl.sum()
+                else:
+                    loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)
                 # the loss is a sum; ddp averages over the ranks
                 loss = loss * (world_size / n_targets)
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             loss_sum += loss.detach()
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
+        grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
         # <<< optimizer step
         log.advance()
 
@@ -396,6 +433,9 @@ if __name__ == "__main__":
             # .item() has waited for the device, so the time is real
             values |= {"labels_per_s": n_labels / log.seconds(), "lr": lr}
             values |= {"grad_norm": grad_norm.item(), "skipped": int(ddp.skipped[0])}
+            if teacher:
+                kl = ranks.all_reduce_sum(divergence_sum).item() / n_targets
+                values |= {"kl_teacher": kl}  # nats per label
             values |= {"epoch": float(order.epochs(step * rows_per_step).max())}
             values |= corpus.tokens_seen(order, step * rows_per_step)
             log.train(step, values, n_tokens)
@@ -411,16 +451,16 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                saver.save(step, model, ddp, opt, scaler, other)
+                saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
                 scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
                 if scores:  # else a signal came, on this rank or another
                     scores["self_stop"] = share_that_stops(model, tokenizer, questions)
                 texts = sample(model, tokenizer, prompts)
-                stopping = ranks.any_rank(stop_signal.received)
+                stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
                     report(log, step, scores, texts)
-                    saver.update_best()
+                    saver.tidy()
         if stopping:
             break
 
@@ -428,7 +468,7 @@ if __name__ == "__main__":
     batches.close()
     if stopping and not saving:
         ddp.flush()
-        saver.save(step, model, ddp, opt, scaler, other)
+        saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={out_dir}"

@@ -66,10 +66,10 @@ def save(
         if checkpoint.step_of(path) < step
     ]
     saver = open_saver(out_dir, tokenizer, keep_last, max(earlier, default=0), **changes)
-    saver.save(step, model, *training(step), other=other)
+    saver.save(step, model, *training(step), extra=other)
     if val_loss is not None:
         saver.log.write("eval", step, {"val_loss": val_loss})
-        saver.update_best()
+        saver.tidy()
     saver.close()
     saver.log.close()
     if not saver.saved:

@@ -18,6 +18,7 @@ from groundup.tokens.pairs import read_pair
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 WAIT = 30  # seconds, on a busy machine
+RENDERED = "[...document.querySelectorAll('.rest')].every((node) => !node.textContent)"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ class Page:
 
     def reload(self):
         self.driver.refresh()
-        self.until("models.length || document.querySelector('dialog[open]')")
+        self.until(f"models.length && {RENDERED} || document.querySelector('dialog[open]')")
 
     def js(self, code, *arguments):
         return self.driver.execute_script(code, *arguments)
@@ -86,7 +87,7 @@ class Page:
 
     def ask(self, text):
         self.type("#ask", text + "\n")
-        self.until("chat.turns.length && running === null")
+        self.until(f"chat.turns.length && !runs.size && {RENDERED}")
 
     def texts(self, selector=".answer .text"):
         found = "[...document.querySelectorAll(arguments[0])]"
@@ -162,7 +163,7 @@ def test_stream_and_stop(page, answers):
     assert page.all("#send")[0].get_attribute("title").startswith("Stop")
     assert page.all("#ask") == [page.driver.switch_to.active_element]
     page.type("#ask", "\ue00c")  # Escape
-    page.until("running === null")
+    page.until("!runs.size")
     n_shown = page.texts()[0].count("word")
     assert "stopped" in page.texts(".facts")[0]
     time.sleep(0.3)
@@ -172,12 +173,17 @@ def test_stream_and_stop(page, answers):
     page.type("#ask", "Again\n")
     page.until("chat.turns[3]?.answers[0].text.length > 20")
     page.click("#send")  # which stops now
-    page.until("running === null")
+    page.until("!runs.size")
     page.type("#ask", "And again\n")
     page.until("chat.turns[5]?.answers[0].text.length > 20")
-    page.click("#new")  # leaves it, and stops it
-    page.until("running === null")
+    page.click("#new")  # it goes on
     assert page.all("#send")[0].get_attribute("title") == "Send"
+    n_tokens = seen[-1]["n"]
+    page.click("#chats .writing")
+    page.until(f"chat.turns[5].answers[0].count > {n_tokens}")
+    assert page.all("#send")[0].get_attribute("title").startswith("Stop")
+    page.click("#send")
+    page.until("!runs.size")
 
 
 def test_regenerate_and_edit(page, answers):
@@ -186,7 +192,7 @@ def test_regenerate_and_edit(page, answers):
     assert page.texts(".said") == ["A\nB"]
     seen = answers("second")
     page.click(".again")
-    page.until("chat.turns[1].answers.length === 2 && running === null")
+    page.until("chat.turns[1].answers.length === 2 && !runs.size")
     assert page.texts() == ["second"] and "first" not in seen[-1]["prompt"]
     page.click(".tools .back")
     assert page.texts() == ["first"]
@@ -196,7 +202,7 @@ def test_regenerate_and_edit(page, answers):
     page.all(".question .edit")[0].click()
     page.until("document.activeElement.tagName === 'TEXTAREA' && document.activeElement.id === ''")
     page.type(".question textarea", "!\n")
-    page.until("chat.turns.length === 2 && running === null")
+    page.until("chat.turns.length === 2 && !runs.size")
     assert page.texts(".said") == ["A\nB!"] and page.texts() == ["third"]
     page.click(".question .edit")
     page.until("document.activeElement.closest('.question')")
@@ -212,7 +218,7 @@ def test_an_error_is_shown_and_can_be_tried_again(page, answers):
     page.js("settings.params = {}")
     answers("fine")
     page.click(".again")
-    page.until("chat.turns[1].answers.length === 2 && running === null")
+    page.until("chat.turns[1].answers.length === 2 && !runs.size")
     assert page.texts() == ["fine"] and page.texts(".problem") == []
 
 
@@ -231,7 +237,7 @@ def test_copy_and_delete(page, answers):
     page.ask("second")
     for name, left in (("first", ["second"]), ("second", [])):
         page.js("[...document.querySelectorAll('#chats li')].find((node) => node.innerText.startsWith(arguments[0]))"
-                ".lastChild.focus()", name)  # fmt: skip
+                ".querySelector('.remove').focus()", name)  # fmt: skip
         page.driver.switch_to.active_element.send_keys("\ue007")
         assert name in page.driver.switch_to.alert.text
         page.driver.switch_to.alert.accept()
@@ -252,7 +258,7 @@ def test_a_server_that_is_gone(page, answers):
     page.driver.get_log("browser")
     answers("back")
     page.click(".again")
-    page.until("chat.turns[1].answers.length === 2 && running === null")
+    page.until("chat.turns[1].answers.length === 2 && !runs.size")
     assert page.texts() == ["back"]
 
 
@@ -266,6 +272,8 @@ def test_two_models_are_compared_blind(page, server, monkeypatch, random, button
     page.ask("Which?")
     page.js("settings.system = 'changed since'")
     assert page.texts(".by") == ["Answer 1", "Answer 2"] and len(page.texts(".vote button")) == 4
+    top = "document.querySelector('.pair').getBoundingClientRect().top >= at('log').getBoundingClientRect().top"
+    assert page.js(f"return {top}")  # both beginnings are in sight
     page.type("#ask", "More\n")  # not before the answer is judged
     assert len(page.texts(".said")) == 1 and page.driver.switch_to.active_element.text == "1 is better"
     page.all(".vote button")[button].click()
@@ -327,26 +335,31 @@ def test_nothing_becomes_markup(page, answers):
     assert page.texts("#chats li")[0].startswith("<img")
 
 
-def test_markdown(page):
-    def shape(text):
-        make = "const box = document.createElement('div'); box.append(markdown(arguments[0]));"
-        heads = "box.querySelectorAll('.code > div').forEach((node) => node.remove());"  # of code, with its button
-        return page.js(make + heads + "return box.innerHTML", text)
-
-    assert shape("# A *b*\n\ntext\nmore") == "<h1>A <em>b</em></h1><p>text<br>more</p>"
-    assert shape("- a\n  - b\n    c\n- d") == "<ul><li><p>a</p><ul><li><p>b<br>c</p></li></ul></li><li>d</li></ul>"
-    assert shape("2. a\n3. b\n\nc") == '<ol start="2"><li>a</li><li>b</li></ol><p>c</p>'
-    assert shape("> a\n> > b") == "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>"
-    assert shape("**a `b`** ~~c~~") == "<p><strong>a <code>b</code></strong> <s>c</s></p>"
-    assert shape("a_b_c 2*3*4 \\*") == "<p>a_b_c 2<em>3</em>4 \\*</p>"
-    assert "<pre tabindex=\"0\"><code>x = '''\n  **y**</code></pre>" in shape("```py\nx = '''\n  **y**")
-    assert shape("a | b\n--|--\n1 | `2`") == (
-        "<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><code>2</code></td></tr></table>"
-    )
-    for shape in (">", "- ", "`", "**", "[", "# ", "|", "\n", "> - ", "~~~"):
-        began = time.monotonic()
-        page.js("markdown(arguments[0])", shape * 9999)
-        assert time.monotonic() - began < 5, shape
+def test_markdown(page, answers):
+    """Blocks that have ended are rendered while the answer is written, the last one when it ends."""
+    pieces = ["# A *b*\n", "\n__c__ _d_ \\*e\\*\nf\n\n", "```py\nx = 1\n", "```\n"]
+    pieces += ["\n- [x] g\n\n| h |\n|--:|\n| $i^2$ |\n", "\n![j](https://a.example/j.png)"]
+    answers(*pieces[:3], *[""] * 50, *pieces[3:])
+    page.type("#ask", "?\n")
+    page.until("document.querySelector('.answer h1')")
+    assert page.all(".code") == [] and page.texts(".rest")[0].startswith("```py")
+    page.until("!runs.size && !document.querySelector('.rest').textContent")
+    shape_of = """
+        const box = document.querySelector(".text").cloneNode(true);
+        box.querySelectorAll(".code > div, .rest").forEach((node) => node.remove());
+        return box.innerHTML.replace(/\\s*\\n\\s*|disabled="" | disabled=""/g, "")"""
+    shape = page.js(shape_of)
+    assert shape == (
+        '<h1>A <em>b</em></h1><p><strong>c</strong> <em>d</em> *e*<br>f</p>'
+        '<div class="code"><pre tabindex="0"><code class="language-py">x = 1</code></pre></div>'
+        '<ul><li><input checked="checked" type="checkbox"> g</li></ul>'
+        '<table><thead><tr><th align="right">h</th></tr></thead><tbody><tr><td align="right">'
+        '<math display="inline"><mrow><msup><mi>i</mi><mn>2</mn></msup></mrow></math></td></tr></tbody></table>'
+        '<p><a href="https://a.example/j.png" target="_blank" rel="noopener noreferrer">j</a></p>'
+    )  # fmt: skip
+    page.reload()
+    page.until("!document.querySelector('.rest').textContent")
+    assert page.js(shape_of) == shape
 
 
 def test_probabilities(page, answers):
@@ -364,6 +377,98 @@ def test_probabilities(page, answers):
     over = "dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
     page.js("document.querySelector('.core i:last-child')." + over)
     assert page.all("#alternatives")[0].is_displayed() and page.all(".tokens .here") == page.all(".tokens span")[1:]
+
+
+def test_probabilities_of_old_answers_stay(page, answers):
+    """The switch only shows them. While an answer grows, what is drawn stays."""
+    answers("A", "B")
+    page.ask("?")
+    page.click("#show")
+    assert page.texts(".tokens span") == ["A", "A"]  # the names of the fixture's ids
+    page.reload()
+    assert page.texts(".tokens span") == ["A", "A"]
+    answers(*["word "] * 60)
+    page.type("#ask", "!\n")
+    page.until("document.querySelectorAll('.tokens')[1]?.children.length > 3")
+    page.js("document.querySelectorAll('.tokens')[1].firstChild.dataset.mark = 'old'")
+    page.until("document.querySelectorAll('.tokens')[1].children.length > 20")
+    assert page.js("return document.querySelectorAll('.tokens')[1].firstChild.dataset.mark") == "old"
+
+
+def test_a_cut_answer_goes_on(page, answers):
+    seen = answers(*["one "] * 3000)
+    page.type("#ask", "Talk.\n")
+    page.until("chat.turns[1]?.answers[0].text.length > 20")
+    page.type("#ask", "\ue00c")
+    page.until("!runs.size")
+    text = page.js("return chat.turns[1].answers[0].text")
+    seen = answers("and **two**")
+    page.click(".proceed")
+    page.until("!runs.size && document.querySelector('.text strong')")
+    assert seen[-1]["prompt"].endswith("assistant\n" + text.rstrip() + text[len(text.rstrip()) :])
+    assert page.js("return chat.turns[1].answers[0].text") == text + "and **two**"
+    assert page.all(".proceed") == []
+
+
+def test_a_full_context_drops_the_oldest_turns(page, answers):
+    answers("long " * 200)
+    for text in ("first", "second", "third"):
+        page.ask(text)
+    page.js("chat.turns[5].answers[0].used = 500")
+    seen = answers("fine")
+    page.ask("fourth")
+    page.driver.get_log("browser")  # what did not fit was refused
+    assert "first" not in seen[-1]["prompt"] and "fourth" in seen[-1]["prompt"]
+    assert page.texts("#turns .hint")[-1].startswith("The context is full. Earlier turns left out: ")
+    page.js("chat.turns[7].answers[0].used = 213; drawContext()")
+    assert page.texts("#context") == ["213 / 512 tokens"]
+
+
+def test_chats_are_found_renamed_and_exported(page, answers):
+    answers("about cats")
+    page.ask("first")
+    page.click("#new")
+    answers("about dogs")
+    page.ask("second")
+    page.type("#search", "CATS")
+    page.js("window.prompt = () => ' named '")
+    page.js("document.querySelector('#chats .rename').click()")
+    assert page.texts("#chats li > :first-child") == ["named"]
+    page.js("URL.createObjectURL = (blob) => { blob.text().then((text) => { window.exported = text; }); return '#'; }")
+    page.click("#export")
+    page.until("window.exported")
+    row = {"messages": [{"role": "user", "content": "first"}, {"role": "assistant", "content": "about cats"}]}
+    assert json.loads(page.js("return window.exported")) == row
+    page.reload()
+    assert page.texts("#chats li > :first-child") == ["second", "named"]  # in the order of their last answers
+
+
+def test_switches(page):
+    background = "return getComputedStyle(document.body).backgroundColor"
+    page.click("#settings")
+    for theme, colour in (("dark", "rgb(25, 22, 18)"), ("light", "rgb(247, 243, 234)")):
+        page.click(f"#theme option[value={theme}]")
+        assert page.js(background) == colour
+    page.click("#language option[value=zh]")
+    assert page.texts("#drawer-title") == ["设置"]
+    page.type("#stops", "User:\n\nEND")
+    assert page.js("return asked().stop") == ["User:", "END"]
+    page.click("#reset")
+    assert page.texts("#drawer-title") == ["Settings"] and page.js("return asked().stop ?? null") is None
+    page.click("#close")
+
+
+def test_site_data_may_be_blocked(page, answers):
+    blocked = """for (const name of ["localStorage", "sessionStorage"]) {
+        Object.defineProperty(window, name, { get() { throw new DOMException("blocked", "SecurityError"); } }); }"""
+    added = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": blocked})
+    try:
+        page.reload()
+        answers("fine")
+        page.ask("?")
+        assert page.texts() == ["fine"] and len(page.texts("#chats li")) == 1
+    finally:
+        page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
 def test_tokens_of_a_real_answer_are_its_text(page):

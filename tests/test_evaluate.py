@@ -20,7 +20,7 @@ from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.files.answer_files import write_settings
 from groundup.files.text_keys import as_score
-from groundup.scores import domains, likelihood
+from groundup.scores import domains, likelihood, tables
 from groundup.scores import rows as row_scores
 from groundup.tokens.training import train
 from groundup.train import huggingface
@@ -278,7 +278,7 @@ def test_prepare_reads_what_is_written(run, base, tmp_path):
     least = min(row["ifd"] for row in chat) + 1e-6
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(row) for row in chat), encoding="utf-8")
     flags = [f"--input={tmp_path}/chat.jsonl", "--kind=chat", f"--score=ifd=..{least}", "--val_fraction=0"]
-    flags += [f"--out_dir={tmp_path}/chat", "--workers=1", "--near=0", "--rules_off=min_length"]
+    flags += [f"--out_dir={tmp_path}/chat", "--workers=1", "--near=0", "--rules=min_length=off"]
     done = forks.run([sys.executable, ROOT / "prepare.py", *flags], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     split = json.loads((tmp_path / "chat/manifest.json").read_text(encoding="utf-8"))["splits"]["train"]
@@ -512,41 +512,10 @@ def test_json_has_no_nan(tmp_path):
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": [None, 1.5], "b": {"c": [None, "中"]}}
 
 
-def test_tables_are_aligned_where_characters_are_wide():
-    shown = evaluate.table(["name", "n", "share"], [["中文", 1234, 0.5], ["x", 5, math.nan], ["big", 0, 1e9]])
-    assert shown.splitlines() == [
-        "name      n   share",
-        "中文  1,234  0.5000",
-        "x         5       -",
-        "big       0   1e+09",
-    ]
-
-
-def test_figures_of_any_task_are_shown():
-    found = {"n": 3, "rate": 0.25, "note": "x", "rows": [1], "left": {"long": 2}}
-    shown = evaluate.describe("generation", found)
-    assert re.findall(r"^(\w+) +(\S+)$", shown, re.MULTILINE)[:3] == [("n", "3"), ("rate", "0.2500"), ("note", "x")]
-    assert "left: long 2" in shown
-    assert "rows" not in shown
-
-
-def test_an_interval_and_a_rate_that_nothing_decided_are_shown():
-    assert evaluate.describe("win_rate", {"win_rate": 0.5, "interval": (0.25, 0.75)}).splitlines() == [
-        "win_rate",
-        "win_rate            0.5000",
-        "interval  0.2500 to 0.7500",
-    ]
-    lines = evaluate.describe("win_rate", {"win_rate": None, "interval": None}).splitlines()
-    assert [line.split() for line in lines[1:]] == [
-        ["win_rate", "-"],
-        ["interval", "-"],
-    ]
-
-
 def test_notes_of_domains_are_shown():
     figures = domains.summarize([domains.Loss(8 * math.log(2), 4, 8, 2)])
     found = {"domains": {"zh": figures | {"notes": ["empty, left out: 1 documents"]}}, "all": figures}
-    header, row, note = evaluate.describe_domains(found).splitlines()
+    header, row, note = tables.describe_domains(found).splitlines()
     assert dict(zip(header.split(), row.split(), strict=True)) == {
         "domain": "zh", "documents": "1", "tokens": "4", "nats/token": "1.3863", "perplexity": "4.0000",
         "bits/byte": "1.0000", "bits/char": "4.0000", "nats/doc": "5.5452",
@@ -558,7 +527,7 @@ def test_accuracies_are_in_per_cent_with_their_errors():
     score = {"n": 4, "chance": 0.25, "acc": 0.5, "acc_stderr": 0.2887}
     found = {"task": "mmlu", "shots": 0, "notes": ["a note"], "fewer_shots": 0, "cut": 1, "groups": {}}
     found |= {"overall": score, "subjects": {"文": score | {"acc_stderr": None}, "b": score}}
-    assert evaluate.describe_choices(found | {"subject_mean": {"acc": 0.5}}).splitlines() == [
+    assert tables.describe_choices(found | {"subject_mean": {"acc": 0.5}}).splitlines() == [
         "mmlu, 0 shots",
         "  a note",
         "  1 prompts lost their beginning to fit",
@@ -568,3 +537,21 @@ def test_accuracies_are_in_per_cent_with_their_errors():
         "b                 4    25.0  50.0 +- 28.9",
         "mean of subjects                     50.0",
     ]
+
+
+def test_models_side_by_side(run, base, tmp_path):
+    """The file of one run is a column beside the next one; results that do not compare are refused."""
+    flags = ["--tasks=perplexity", f"--data=zh={base}/zh.txt,en={base}/en.txt"]
+    run(f"--init_from={base}/model", f"--out={tmp_path}/a.json", *flags)
+    shown, _ = run(f"--init_from={base}/model", f"--beside={tmp_path}/a.json", *flags)
+    own = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["results"]["perplexity"]
+    for name, of in (own["domains"] | {"(all)": own["all"]}).items():
+        figure = f"{of['bits_per_byte']:.4f}"
+        assert re.search(rf"^{re.escape(name)} +{figure} +{figure}$", shown, re.MULTILINE), shown
+    _, error = run(f"--init_from={base}/model", f"--beside={tmp_path}/a.json", *flags[:1], f"--data={base}/zh.txt")
+    assert "a.json was measured with data=" in error
+    _, error = run(f"--init_from={base}/model", f"--beside={tmp_path}/none.json", *flags)
+    assert "none.json" in error
+    (tmp_path / "b.json").write_text('{"results": {}}')
+    _, error = run(f"--init_from={base}/model", f"--beside={tmp_path}/b.json", *flags)
+    assert "b.json has no results of perplexity" in error

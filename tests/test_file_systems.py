@@ -13,7 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forks
@@ -172,31 +172,85 @@ def test_files_beside_a_run_stay(files: Path, tmp_path: Path) -> None:
     assert checkpoint.find_latest(tmp_path).name == "step_000004"
 
 
+# ---- two machines ---------------------------------------------------------------------------------------------------
+
+ON_MACHINE = """
+import ctypes, os, runpy, signal, sys
+from groundup.train.log import RunLog
+
+network, dies, *sys.argv = sys.argv[1:]
+if network:
+    handle = os.open(f"/var/run/netns/{network}", os.O_RDONLY)
+    assert ctypes.CDLL(None).setns(handle, 0x40000000) == 0  # CLONE_NEWNET
+advance = RunLog.advance
+
+def die(log):
+    advance(log)
+    if log.step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if dies:
+    RunLog.advance = die
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def networks() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them, 10.77.0.1 and 10.77.0.2; none where that is not permitted."""
+    names = [f"groundup{os.getpid()}{end}" for end in "ab"]
+
+    def ip(*words: str) -> int:
+        return subprocess.run(["ip", *words], stderr=subprocess.DEVNULL).returncode
+
+    if not shutil.which("ip") or ip("netns", "add", names[0]):
+        yield []
+        return
+    try:
+        ip("netns", "add", names[1])
+        cable = ["name", "cable", "netns", names[1]]
+        assert not ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", *cable)
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_machines_without_a_shared_disk(files: Path, tmp_path: Path) -> None:
-    """Two ranks, each with a directory of its own under the name of out_dir."""
-    names = [*command("pretrain", files, Path("out")), "--keep_last=9", "--timeout_s=8"]
+def test_two_machines_without_a_shared_disk(files: Path, tmp_path: Path, networks: list[str]) -> None:
+    """Two ranks, each with a directory of its own under the name of out_dir. One machine dies, and both start again."""
+    where = networks or ["", ""]
     folders = [tmp_path / rank for rank in "01"]
+    flags = [*command("pretrain", files, Path("out"))[1:], "--keep_last=9", "--timeout_s=8"]
 
-    def start() -> list[tuple[int, str]]:
+    def start(out: str = "out", dies: str = "") -> list[tuple[int, str]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+            port = str(probe.getsockname()[1])
+        address = "10.77.0.1" if networks else "127.0.0.1"
+        env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}
+        env |= {"PYTHONPATH": str(ROOT)}
         processes = []
         for rank, folder in enumerate(folders):
             folder.mkdir(exist_ok=True)
-            env = os.environ | {"OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)} | group
-            line = [sys.executable, str(ROOT / "pretrain.py"), *names[1:]]
+            line = [sys.executable, "-c", ON_MACHINE, where[rank], dies if rank else "", str(ROOT / "pretrain.py")]
             how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            processes.append(forks.Popen(line, cwd=folder, env=env, **how))
+            own = {"RANK": str(rank), "LOCAL_RANK": "0"}
+            line += [*flags, f"--out_dir={out}"]
+            processes.append(forks.Popen(line, cwd=folder, env=env | own, **how))
         return [(process.wait(100), process.communicate()[1]) for process in processes]
 
-    assert start() == [(0, ""), (0, "")]
+    assert start("usual") == [(0, ""), (0, "")]
     mine, theirs = (folder / "out" for folder in folders)
-    straight = content(mine)
-    assert "rank_00001.pt" in straight and not theirs.exists()
-    shutil.rmtree(mine / "step_000004")
+    straight = content(folders[0] / "usual")
+    assert "rank_00001.pt" in straight and not (folders[1] / "usual").exists()
+    (status, errors), (died, _) = start(dies="yes")
+    assert died == -signal.SIGKILL and status == 1 and "another rank has died" in errors.splitlines()[-1]
     need = "config: rank 1 cannot read out/step_000002; copy that of rank 0 there"
     for status, errors in start():
         assert status == 1 and errors.startswith(need) and errors.count("\n") == 1

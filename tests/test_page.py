@@ -9,7 +9,7 @@ from test_sample import save_run
 from test_serve import serving
 
 from groundup.generate.openai_format import Refused
-from groundup.generate.page import append, preference
+from groundup.generate.page import append, examples, preference
 from groundup.tokens.pairs import read_pair
 
 WAIT = 30  # seconds, on a busy machine
@@ -48,7 +48,29 @@ def test_the_page_may_load_nothing(server, monkeypatch, tmp_path):
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "connect-src 'self'" in policy
     assert "unsafe" not in policy and "*" not in policy
     links = [word for word in page.split() if word.startswith(("src=", "href=")) and "://" in word]
-    assert links == [] and "innerHTML" not in page.replace("nothing below sets innerHTML", "")
+    assert links == [] and page.count("innerHTML") == 1  # in fragment(), through the policy that the headers name
+    assert policy.endswith("trusted-types groundup")
+
+
+def test_markdown_is_rendered(server):
+    status, _, text = ask(server[0] + "/v1/render", "POST", {"text": "*a*\n\n<b>", "whole": False})
+    assert status == 200 and json.loads(text) == {"html": "<p><em>a</em></p>\n", "rest": "<b>"}
+    assert ask(server[0] + "/v1/render", "POST", {"text": 5})[0] == 400
+
+
+def test_questions_to_begin_with_come_from_the_data(tmp_path):
+    checkpoint = tmp_path / "out/run/step_000001"
+    checkpoint.mkdir(parents=True)
+    assert examples(checkpoint) == []
+    data = tmp_path / "data"
+    data.mkdir()
+    (checkpoint.parent / "config.py").write_text(f"data = '{data}'\n", encoding="utf-8")
+    assert examples(checkpoint) == []
+    rows = [{"question": f"What is {i}?" + "x" * 60 * (i % 2), "answer": "a"} for i in range(12)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows) + "damaged\n"
+    (data / "held_out.jsonl").write_text(lines, encoding="utf-8")
+    found = examples(checkpoint)
+    assert len(found) == 3 and all(len(question) < 60 for question in found)
 
 
 def test_other_sites_are_answered_only_if_they_are_named(directories, server):

@@ -20,7 +20,7 @@ FLOORS = (
     ("configurator", "groundup.errors"),
     ("groundup.files", "groundup.demo"),
     ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign", "groundup.tokens.templates",
-     "groundup.tokens.training"),
+     "groundup.tokens.text_tokenizer", "groundup.tokens.training"),
     ("groundup.tokens",),
     ("groundup.kernels",),
     ("model",),
@@ -135,7 +135,7 @@ IN_ORDER = (
     "checkpoint.restore(", "log = RunLog(", "saver = Saver(", "log.lacks_evaluation(eval_every)",
     "stop_signal.begin()", "for step in range(", "learning_rate_at(", "ddp.sync = ", "scaler.scale(",
     ").backward()", "# >>> optimizer step", "ddp.step(opt", "# <<< optimizer step", "log.train(step,",
-    "ddp.flush()", "saver.save(step, model", "saver.update_best()", "saver.close()", "log.finish(",
+    "ddp.flush()", "saver.save(step, model", "saver.tidy()", "saver.close()", "log.finish(",
     "ranks.close()", "sys.exit(",
 )  # fmt: skip
 # Settings whose default depends on the stage; all others are equal wherever they are.

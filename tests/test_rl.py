@@ -97,6 +97,9 @@ def base(tmp_path_factory) -> Path:
         (folder / name).mkdir()
     huggingface.write_model(folder / "model", model, tokenizer)
     reward_model.write_model(folder / "judge", judge, tokenizer)
+    (folder / "teacher").mkdir()
+    torch.manual_seed(1)
+    huggingface.write_model(folder / "teacher", Transformer(cfg), tokenizer)
     rows = [{"prompt": f"第{i}个问题: what is {i} plus {i}?", "number": i % 7} for i in range(40)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "rules.py").write_text(RULES, encoding="utf-8")
@@ -680,6 +683,78 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
         assert len(mine) == 6 and mine[-2:] == pytest.approx(theirs[-2:], rel=2e-3, abs=1e-5), key
 
 
+# ---- a teacher -----------------------------------------------------------------------------------
+
+TAUGHT = ["--reward=", "--unfinished_reward=0", "--kl_coef=1", "--learning_rate=1e-2"]
+
+
+@pytest.mark.parametrize("lora", (False, True))
+def test_a_student_comes_close_to_its_teacher_without_a_reward(run, base, tmp_path, lora):
+    """With a teacher of even probabilities the divergence is log(V) minus the entropy."""
+    flags = [*TAUGHT, f"--teacher={base / 'teacher'}", "--max_steps=12", "--eval_every=12"]
+    flags += ["--schedule=constant", "--prompts_per_step=8"]
+    flags += ["--trainable=lora", "--learning_rate=1e-1"] if lora else []
+    assert run(*flags) == 0  # of two equal flags the last counts
+    first, last = column(tmp_path / "out", "eval", "kl_teacher")
+    assert 0 < last < 0.9 * first
+    assert column(tmp_path / "out", "eval", "val_loss") == pytest.approx([first, last])
+    assert not any(column(tmp_path / "out", "train", "reward"))
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing(run, base, tmp_path):
+    assert run(*TAUGHT, f"--teacher={base / 'model'}", "--max_steps=2") == 0
+    assert column(tmp_path / "out", "train", "kl")[0] == pytest.approx(0, abs=1e-5)
+    assert column(tmp_path / "out", "train", "grad_norm")[0] == pytest.approx(0, abs=1e-4)
+
+
+# ---- tools ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--minibatches=2"], ["--algorithm=ppo", "--trainable=lora"]],
+    ids=["grpo", "ppo-lora"],
+)
+def test_a_run_with_tools_goes_on_to_the_bit(run, base, tmp_path, monkeypatch, flags):
+    """Half of what the random model writes is taken for a call."""
+
+    def read(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, list[dict]]:
+        calls = [{"name": "double", "arguments": {"n": len(ids)}}] * (sum(ids) % 2)
+        return tokenizer.decode(ids), calls
+
+    monkeypatch.setattr(rollouts, "read_calls", read)
+    (tmp_path / "own.py").write_text(
+        'def double(n: int) -> int:\n    """Double.\n\n    Args:\n        n: a number\n    """\n'
+        "    return 2 * n\n"
+    )
+    flags = [*flags, f"--tools={tmp_path / 'own.py'}", "--block_size=640", "--max_new_tokens=60"]
+    flags += ["--save_every=2", "--max_steps=4", "--group_size=2", "--prompts_per_step=2"]
+    assert run(*flags) == 0
+    out = tmp_path / "out"
+    for key in ("calls", "turns"):
+        assert all(value > 0 for value in column(out, "train", key)), key
+    assert all(1 <= turns for turns in column(out, "train", "turns"))
+    want = column(out, "train", "loss"), column(out, "train", "calls"), load_train_state(out / "latest", 0)[0]
+    shutil.rmtree(out / "step_000004")
+    assert run(*flags) == 0
+    found = column(out, "train", "loss"), column(out, "train", "calls"), load_train_state(out / "latest", 0)[0]
+    assert found[0][-2:] == want[0][-2:] and found[1][-2:] == want[1][-2:]
+    assert plain(found[2]) == plain(want[2])
+
+    (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text() + "\n")
+    with pytest.raises(UserError, match="tools"):
+        run(*flags, "--max_steps=5")
+
+
+def plain(value: object) -> object:
+    """Tensors as lists, so that states compare."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
@@ -693,7 +768,11 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
         (["--group_size=1"], "group_size must be at least 2"),
         (["--temperature=0"], "temperature must be from 0.01 to 100"),
         (["--minibatches=3"], "minibatches=3 must divide"),
-        (["--clip_low=2"], "clip_low must be from 0 to 1"),
+        (["--tools=nowhere.py"], "no such Python file"),
+        (["--reward="], "reward='' is for a run with a teacher"),
+        (["--reward=", "--teacher=out/sft"], "give unfinished_reward=0"),
+        (["--teacher=out/sft", "--kl_coef=0"], "kl_coef is the weight of the teacher"),
+        (["--teacher=nowhere"], "nowhere"),
         (["--unfinished_reward=1e999"], "unfinished_reward must be from -1e9 to 1e9"),
         (["--algorithm=ppo", "--filter_groups=1"], "filter_groups"),
         (["--critic_from=out/reward"], "critic_from"),

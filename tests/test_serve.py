@@ -17,8 +17,8 @@ from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.generate import openai_format
 from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
-from groundup.generate.connections import bounded_protocol
 from groundup.generate.engine import generate
+from groundup.generate.http import bounded_protocol
 from groundup.generate.openai_format import Choice, Position, Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.train import huggingface
@@ -104,6 +104,23 @@ def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert texts == [one.text for one in want] and reasons == [one.finish_reason for one in want]
     assert usage == found.usage
+
+
+def test_an_answer_is_continued(server, client, alone, directory):
+    """What is said already is the end of the prompt; a system message of the server's comes first."""
+    how = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    first = client.chat.completions.create(messages=ASKED, **how).choices[0].message.content
+    begun = [*ASKED, {"role": "assistant", "content": first}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    found = client.chat.completions.create(messages=begun, extra_body=extra, **how)
+    tokenizer, net = Tokenizer.load(directory), huggingface.load_model(directory)
+    ids = prompt_ids(tokenizer, True, "", ASKED) + tokenizer.encode(first)
+    own = {"eos_ids": tokenizer.stop_ids, "banned_ids": never_sampled(tokenizer, net.cfg.vocab_size)}
+    want = generate(net, tokenizer, [ids], SamplingParams(temperature=0, max_new_tokens=8, **own))[0]
+    assert found.choices[0].message.content == want.completions[0].text
+    for messages, wrong in ((ASKED, extra), (begun, {"continue_final_message": True, "add_generation_prompt": True})):
+        with pytest.raises(library("openai").BadRequestError, match="continue_final_message"):
+            client.chat.completions.create(messages=messages, extra_body=wrong, **how)
 
 
 def test_completions_of_texts_and_ids_with_stops_and_penalties(client, alone, directory):

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import forks
 import pytest
@@ -28,6 +28,7 @@ from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import cross_entropy
 from groundup.tokens.conversations import Batch, ChatCorpus
+from groundup.tokens.training import train
 from groundup.train import checkpoint, huggingface
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -74,6 +75,9 @@ def base(tmp_path_factory) -> Path:
         tokenizer.vocab_size, block_size=128, n_layer=2, n_head=4, n_kv_head=2, n_embd=32
     )
     huggingface.write_model(folder / "model", Transformer(cfg), tokenizer)
+    (folder / "teacher").mkdir()
+    larger = replace(cfg, n_embd=64, n_layer=1, block_size=64)
+    huggingface.write_model(folder / "teacher", Transformer(larger), tokenizer)
     rows = [json.dumps(talk(i), ensure_ascii=False) for i in range(120)]
     (folder / "talks.jsonl").write_text("\n".join(rows), encoding="utf-8")
     return folder
@@ -197,7 +201,7 @@ def test_a_micro_batch_without_labels_gives_zero_and_finite_gradients(base):
 
 
 def test_evaluation_needs_no_float64_on_the_device(base, monkeypatch):
-    monkeypatch.setattr(sft, "stop_signal", SimpleNamespace(received=0), raising=False)
+    monkeypatch.setattr(sft, "stop_signal", lambda: False, raising=False)
     model, corpus = huggingface.load_model(base / "model").eval(), corpus_of(base, pack=True)
     token_bytes = torch.from_numpy(corpus.tokenizer.token_byte_lengths())
     scores = []
@@ -210,7 +214,7 @@ def test_evaluation_needs_no_float64_on_the_device(base, monkeypatch):
 def test_evaluation_equals_a_count_by_hand(base, monkeypatch):
     monkeypatch.setattr(sft, "batch_size", 3)
     monkeypatch.setattr(sft, "eval_steps", 0)
-    monkeypatch.setattr(sft, "stop_signal", SimpleNamespace(received=0), raising=False)
+    monkeypatch.setattr(sft, "stop_signal", lambda: False, raising=False)
     model, corpus = huggingface.load_model(base / "model").eval(), corpus_of(base, pack=True)
     tokenizer = corpus.tokenizer
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
@@ -489,6 +493,7 @@ RANK_CASES = {
     "lora powersgd": ["--trainable=lora", "--compress=powersgd", "--warmup_steps=1"],
     "padded": ["--pack=False", "--total_batch_tokens=1024"],
     "few labels": ["--data=FEW", "--val_data=FEW"],
+    "taught": ["--teacher=TEACHER", "--distill_beta=0.5"],
 }
 POWERSGD = ["--trainable=lora", "--compress=powersgd", "--warmup_steps=1"]
 
@@ -502,6 +507,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
 
     def job(name: str, flags: list[str], stops: bool) -> tuple[list[str], bool]:
         flags = [flag.replace("FEW", str(folder / "few.jsonl")) for flag in flags]
+        flags = [flag.replace("TEACHER", str(base / "teacher")) for flag in flags]
         return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
@@ -517,9 +523,10 @@ def two_ranks(base, tmp_path_factory) -> Path:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", RANK_CASES)
-def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
+def test_two_ranks_equal_one(two_ranks, base, run, tmp_path, name):
     """Rows of unequal numbers of labels, even none, on one rank and two."""
     flags = [flag.replace("FEW", str(two_ranks / "few.jsonl")) for flag in RANK_CASES[name]]
+    flags = [flag.replace("TEACHER", str(base / "teacher")) for flag in flags]
     flags = [flag for flag in flags if not flag.startswith(("--zero1", "--overlap"))]
     assert run(*tp.flags_with_defaults(tuple(flags), ONE_STEP)) == 0
     mine, theirs = tp.events(tmp_path / "out", "train"), tp.events(two_ranks / name, "train")
@@ -597,3 +604,50 @@ def test_every_shipped_config_trains(run, tmp_path):
             ]
             assert run(str(path), f"--out_dir={tmp_path / path.stem}", *small) == 0, path
             assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 2
+
+
+# ---- a teacher -----------------------------------------------------------------------------------
+
+
+def test_without_weight_a_teacher_changes_no_bit(base, run, tmp_path):
+    steps = ["--max_steps=4"]
+    assert run(*steps) == 0
+    shutil.move(tmp_path / "out", tmp_path / "alone")
+    assert run(*steps, f"--teacher={base / 'teacher'}", "--distill_weight=0") == 0
+    assert tp.losses(tmp_path / "out") == tp.losses(tmp_path / "alone")
+    mine, other = (load_file(tmp_path / n / "latest/model.safetensors") for n in ("out", "alone"))
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("beta", (0.0, 1.0))
+def test_a_student_comes_close_to_its_teacher(base, run, tmp_path, beta):
+    """And a run that was stopped and continued ends with the same weights."""
+    flags = [f"--teacher={base / 'teacher'}", "--distill_weight=1", f"--distill_beta={beta}"]
+    flags += ["--max_steps=30", "--schedule=constant"]
+    assert run(*flags, "--save_every=20") == 0
+    far, *_, near = [event["kl_teacher"] for event in tp.events(tmp_path / "out", "train")]
+    assert 0 < near < 0.6 * far
+    # with all the weight on the teacher the loss is the divergence
+    assert tp.losses(tmp_path / "out")[-1] == pytest.approx(near, rel=1e-5)
+    want = load_file(tmp_path / "out/latest/model.safetensors")
+    shutil.rmtree(tmp_path / "out/step_000030")
+    assert run(*flags, "--save_every=20") == 0
+    found = load_file(tmp_path / "out/latest/model.safetensors")
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+def test_a_teacher_with_other_tokens_or_changed_weights_is_refused(base, run, tmp_path):
+    other = train(["the student reads other words"], 384)
+    cfg = ModelConfig(other.vocab_size, block_size=64, n_layer=1, n_head=2, n_kv_head=2, n_embd=16)
+    (tmp_path / "other").mkdir()
+    huggingface.write_model(tmp_path / "other", Transformer(cfg), other)
+    with pytest.raises(UserError, match="teacher: .*other and the student have different tokenizers"):
+        run(f"--teacher={tmp_path / 'other'}")
+
+    taught = [f"--teacher={tmp_path / 'copy'}", "--max_steps=2"]
+    shutil.copytree(base / "teacher", tmp_path / "copy")
+    assert run(*taught) == 0
+    shutil.copy(base / "model/model.safetensors", tmp_path / "copy")
+    shutil.copy(base / "model/config.json", tmp_path / "copy")
+    with pytest.raises(UserError, match="teacher_weights"):
+        run(*taught[:1], "--max_steps=4")

@@ -22,7 +22,7 @@ from groundup.files.disk import whole_directory
 from groundup.tokens import foreign
 from groundup.tokens.foreign import PATTERNS
 from groundup.train.config_json import write_json
-from groundup.train.tensor_files import save_weights
+from groundup.train.huggingface import save_weights
 from model import ModelConfig, rope_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

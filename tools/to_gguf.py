@@ -37,7 +37,7 @@ from groundup.files.untrusted import check_replaceable, read_json
 from groundup.tokens.foreign import merge_words
 from groundup.train import checkpoint, huggingface
 from groundup.train.config_json import from_hf_config
-from groundup.train.tensor_files import drop_tied_head, open_weights
+from groundup.train.huggingface import drop_tied_head, open_weights
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help ------------------------------

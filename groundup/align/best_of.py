@@ -1,11 +1,11 @@
 """Best of n: rank the answers to a prompt by a reward model.
 
     ranker = Ranker(load(find_model(reward_from, tokenizer, "reward_from")), tokenizer)
-    ranker.rank(result, asked, n) -> the result with its n best answers, best first, each with its reward
-    ranker.report()        -> how many answers have no reward, by reason
+    ranker.rank(result, asked, n)   # the result with its n best answers, best first, with rewards
+    ranker.report()                 # how many answers have no reward, by reason
 
-The reward of a whole answer is read at the end of its turn. The answers to one prompt are a batch of their own, so
-rewards depend on the prompt, the parameters and the seed, not on the batch size.
+The reward of a whole answer is read at the end of its turn. The answers to one prompt are a batch
+of their own, so rewards depend on the prompt, the parameters and the seed, not on the batch size.
 """
 
 import math
@@ -23,7 +23,11 @@ class Ranker:
     """Ranks answers by a reward model, and counts those without a reward."""
 
     def __init__(
-        self, model: RewardModel, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32, system: str = ""
+        self,
+        model: RewardModel,
+        tokenizer: Tokenizer,
+        dtype: torch.dtype = torch.float32,
+        system: str = "",
     ) -> None:
         """system: message of conversations that have none."""
         self.model, self.tokenizer, self.dtype, self.system = model, tokenizer, dtype, system
@@ -31,11 +35,12 @@ class Ranker:
         self.without_reward: Counter[str] = Counter()
 
     def rank(self, result: Result, asked: str | list[dict] | None, n: int) -> Result:
-        """Return `result` with its n best completions, best first; ties keep their order. An answer too long for the
-        reward model has no reward (None) and comes after those that have one, an unfinished answer last. asked:
-        the question or the messages, None if unknown."""
+        """Return `result` with its n best completions, best first; ties keep their order. An answer
+        too long for the reward model has no reward (None) and comes after those that have one, an
+        unfinished answer last. asked: the question or the messages, None if unknown."""
         rewards = self.rewards(result, asked)
-        scored = [found._replace(reward=reward) for found, reward in zip(result.completions, rewards, strict=True)]
+        pairs = zip(result.completions, rewards, strict=True)
+        scored = [found._replace(reward=reward) for found, reward in pairs]
         scored.sort(key=rank_of, reverse=True)
         return result._replace(completions=scored[:n])
 
@@ -43,18 +48,20 @@ class Ranker:
         """Return the reward of each completion, None if it has none, and count the latter."""
         rows: dict[int, list[int]] = {}
         messages = None if asked is None else asked_messages(self.system, asked)
+        longest = self.model.cfg.block_size
         for i, found in enumerate(result.completions):
-            drawn, longest = drawn_part(found, self.tokenizer), self.model.cfg.block_size
+            drawn = drawn_part(found, self.tokenizer)
             ids = drawn_ids(messages, result.prompt_ids, drawn, found.text, self.tokenizer, longest)
             if found.finish_reason != "stop":
                 self.without_reward["ended by length"] += 1
-            elif len(ids) > self.model.cfg.block_size:
-                self.without_reward[f"longer than the reward model's block_size={self.model.cfg.block_size}"] += 1
+            elif len(ids) > longest:
+                self.without_reward[f"longer than the reward model's block_size={longest}"] += 1
             else:
                 rows[i] = ids
         scores = score_ids(self.model, list(rows.values()), self.tokenizer.pad_id, dtype=self.dtype)
         if not all(map(math.isfinite, scores)):
-            raise UserError("sample: the reward model gives rewards that are not finite; try dtype=float32")
+            text = "the reward model gives rewards that are not finite; try dtype=float32"
+            raise UserError(f"sample: {text}")
         self.n_answers += len(result.completions)
         found = dict(zip(rows, scores, strict=True))
         return [found.get(i) for i in range(len(result.completions))]
@@ -64,7 +71,8 @@ class Ranker:
         if not self.without_reward:
             return ""
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.without_reward.most_common())
-        return f"sample: {self.without_reward.total()} of {self.n_answers} answers have no reward: {reasons}"
+        counts = f"{self.without_reward.total()} of {self.n_answers}"
+        return f"sample: {counts} answers have no reward: {reasons}"
 
 
 def rank_of(found: Completion) -> tuple[bool, float]:
@@ -73,8 +81,8 @@ def rank_of(found: Completion) -> tuple[bool, float]:
 
 
 def drawn_part(found: Completion, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of an answer without what ended it. A stop string may end in the middle of a token, so the text
-    before it is tokenized again."""
+    """Return the ids of an answer without what ended it. A stop string may end in the middle of a
+    token, so the text before it is tokenized again."""
     if isinstance(found.stop_reason, str):
         return tokenizer.encode(found.text)
     return found.ids if found.stop_reason is None else found.ids[:-1]

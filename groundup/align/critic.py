@@ -49,7 +49,12 @@ def estimate_advantages(
     tokens of all ranks. Explained: the share of the returns' variance that the values predict, nan
     if the returns are all equal. Computed on the CPU; the results are on the device of `values`."""
     device, values = values.device, values.cpu()
-    advantages, returns = pg.gae(token_rewards.cpu(), values, answers.row, gamma, lam)
+    # What a tool said is no action: the value before it is that before the next sampled token.
+    chosen = answers.sampled
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    advantages[chosen], returns[chosen] = pg.gae(
+        token_rewards.cpu()[chosen], values[chosen], answers.row[chosen], gamma, lam
+    )
     columns = (advantages, returns, returns - values)
     sums = torch.stack([pg.power_sums(column[answers.learned]) for column in columns])
     of_advantages, of_returns, of_errors = ranks.all_reduce_sum(sums)

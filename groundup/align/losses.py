@@ -27,8 +27,8 @@ from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import huggingface, ranks
 from groundup.train.device import autocast
 from groundup.train.fsdp import same_forwards
+from groundup.train.huggingface import open_safetensors, save_weights
 from groundup.train.lora import adapters_off
-from groundup.train.tensor_files import open_safetensors, save_weights
 from model import Transformer
 
 REFERENCE_FREE = ("simpo", "orpo")

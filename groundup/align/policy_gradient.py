@@ -1,9 +1,9 @@
 """The formulas of GRPO and PPO: advantages, policy, value and KL losses of sampled tokens.
 
-Tensors of tokens are flat, the tokens of R answers end to end: logps (n,) of the policy in training, old (n,) of the
-policy that sampled, ref (n,) of the reference, all float32; row (n,) int64, ascending, is the number of the token's
-answer, so a value per answer, x (R,), is x[row] per token. The token that ends an answer is an action like the others.
-"""
+Tensors of tokens are flat, the tokens of R answers end to end: logps (n,) of the policy in
+training, old (n,) of the policy that sampled, ref (n,) of the reference, all float32; row (n,)
+int64, ascending, is the number of the token's answer, so a value per answer, x (R,), is x[row] per
+token. The token that ends an answer is an action like the others."""
 
 import torch
 from torch import Tensor
@@ -17,20 +17,25 @@ VARIANCE_FLOOR = 1e-8
 
 
 def flat_groups(rewards: Tensor, group_size: int, counts: Tensor | None = None) -> Tensor:
-    """Return (R / group_size,) bool: groups whose answers all have the same reward, so that nothing can be learned. A
-    group with fewer than two answers that count is one of them. Arguments: see group_advantages."""
+    """Return (R / group_size,) bool: groups whose answers all have the same reward.
+
+    They teach nothing. So does a group with fewer than two answers that count. Arguments: see
+    group_advantages."""
     groups = rewards.view(-1, group_size)
     kept = torch.ones_like(groups, dtype=torch.bool) if counts is None else counts.view_as(groups)
     most = groups.masked_fill(~kept, -torch.inf).amax(1)
     return most <= groups.masked_fill(~kept, torch.inf).amin(1)
 
 
-def group_advantages(rewards: Tensor, group_size: int, scale: str = "none", counts: Tensor | None = None) -> Tensor:
-    """Return how much better each answer is than its group's mean, (R,) float32; exactly 0 in flat_groups.
+def group_advantages(
+    rewards: Tensor, group_size: int, scale: str = "none", counts: Tensor | None = None
+) -> Tensor:
+    """Return how much better each answer is than its group's mean, (R,); 0 in flat_groups.
 
-    rewards (R,) float32: the answers to one prompt are group_size rewards in a row, at least two. scale: divided by
-    nothing (arXiv:2503.20783) or the group's standard deviation (GRPO, arXiv:2402.03300, section 4.1.2). counts (R,)
-    bool: answers that have a reward; the others are in no mean and get 0."""
+    rewards (R,) float32: the answers to one prompt are group_size rewards in a row, at least two.
+    scale: divided by nothing (arXiv:2503.20783) or the group's standard deviation (GRPO,
+    arXiv:2402.03300, section 4.1.2). counts (R,) bool: answers that have a reward; the others are
+    in no mean and get 0."""
     assert scale in SCALES and group_size > 1, f"{scale=} {group_size=}"
     groups = rewards.view(-1, group_size)
     kept = torch.ones_like(groups, dtype=torch.bool) if counts is None else counts.view_as(groups)
@@ -48,10 +53,10 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "none", coun
 def policy_losses(
     logps: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss of each token, ratio of new to old probability, where clipping stops the gradient), (n,) each.
+    """Return (losses, ratios of new to old probability, where clipping stops the gradient), (n,).
 
-    advantages (n,). The negative of PPO's clipped objective, arXiv:1707.06347, equation 7; ratios from 1 - clip_low to
-    1 + clip_high are not clipped. Only the loss has a gradient."""
+    advantages (n,). The negative of PPO's clipped objective, arXiv:1707.06347, equation 7; ratios
+    from 1 - clip_low to 1 + clip_high are not clipped. Only the loss has a gradient."""
     ratio = torch.exp(logps - old)
     free, bounded = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     return -torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach()
@@ -59,13 +64,13 @@ def policy_losses(
 
 def normalise(
     losses: Tensor, row: Tensor, how: str, n_answers_all: int, n_tokens_all: int, max_tokens: int
-) -> Tensor:  # fmt: skip
-    """Return this micro-batch's part of the loss of an optimizer step, a scalar; the loss is the sum of all parts over
-    micro-batches and ranks.
+) -> Tensor:
+    """Return this micro-batch's part of a step's loss, which is the sum over all of them.
 
-    losses, row (n,). n_answers_all, n_tokens_all: of the step, over all ranks. max_tokens: the most that an answer can
-    have. dapo: mean over all tokens (arXiv:2503.14476). grpo: mean over answers of their means (arXiv:2402.03300).
-    dr_grpo: each answer's sum divided by max_tokens, so that no length is preferred (arXiv:2503.20783)."""
+    losses, row (n,). n_answers_all, n_tokens_all: of the step, over all ranks. max_tokens: the most
+    that an answer can have. dapo: mean over all tokens (arXiv:2503.14476). grpo: mean over answers
+    of their means (arXiv:2402.03300). dr_grpo: each answer's sum divided by max_tokens, so that no
+    length is preferred (arXiv:2503.20783)."""
     if how == "dapo":
         return losses.sum() / max(1, n_tokens_all)
     if how == "grpo":
@@ -75,12 +80,12 @@ def normalise(
 
 
 def kl_penalty(logps: Tensor, old: Tensor, ref: Tensor) -> Tensor:
-    """Return penalties (n,) for the loss: over tokens that `old` sampled, their mean gradient is that of the
-    KL(policy || ref) of the next token.
+    """Return penalties (n,) for the loss, whose mean gradient is that of KL(policy || ref).
 
-    It is the estimator k3 (http://joschu.net/blog/kl-approx.html) times the ratio of new to old, with the ratio's
-    gradient. Without the ratio, as GRPO was published (arXiv:2402.03300, equation 4), the first gradient is that of
-    KL(ref || policy)."""
+    The mean is over tokens that `old` sampled, the divergence that of the next token. It is the
+    estimator k3 (http://joschu.net/blog/kl-approx.html) times the ratio of new to old, with the
+    ratio's gradient. Without the ratio, as GRPO was published (arXiv:2402.03300, equation 4), the
+    first gradient is that of KL(ref || policy)."""
     return torch.exp(logps - old) * (torch.expm1(ref - logps) - (ref - logps))
 
 
@@ -90,22 +95,27 @@ def last_tokens(row: Tensor) -> Tensor:
 
 
 def token_rewards(scores: Tensor, kl: Tensor, row: Tensor, kl_coef: float) -> Tensor:
-    """Return (n,): -kl_coef times each token's KL estimate (old - ref), and the answer's score at its last.
+    """Return (n,): -kl_coef times a token's KL estimate, old - ref, and at the last the score.
 
     scores (R,), kl, row (n,). arXiv:2203.02155, equation 2."""
     return scores[row].masked_fill(~last_tokens(row), 0.0) - kl_coef * kl
 
 
-def gae(rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), (n,) each: generalised advantage estimation, arXiv:1506.02438, equation 16.
+def gae(
+    rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), (n,): generalised advantage estimation.
 
-    rewards (n,): of the tokens as actions; values (n,): of the critic, before each. After the last token of an answer
-    the value is 0, whether the answer is finished or cut. returns = advantages + values."""
+    arXiv:1506.02438, equation 16.
+
+    rewards (n,): of the tokens as actions; values (n,): of the critic, before each. After the last
+    token of an answer the value is 0, whether the answer is finished or cut. returns = advantages +
+    values."""
     if not len(row):
         return values.clone(), values.clone()
     following = torch.cat((values[1:], values.new_zeros(1))).masked_fill(last_tokens(row), 0.0)
     deltas = rewards + gamma * following - values
-    # a column for each answer: the loop runs over the tokens of the longest answer, not over all tokens
+    # A column for each answer: the loop runs over the tokens of the longest answer.
     lengths = row.bincount()
     position = torch.arange(len(row), device=row.device) - (lengths.cumsum(0) - lengths)[row]
     table = deltas.new_zeros(int(lengths.max()), len(lengths))
@@ -117,13 +127,14 @@ def gae(rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam: float) 
 
 
 def power_sums(values: Tensor) -> Tensor:
-    """Return (3,) float64 on the CPU: number, sum and sum of squares, which add up over batches and ranks."""
+    """Return (3,) float64 on the CPU: number, sum and sum of squares. Ranks can add them up."""
     values = values.detach().cpu().double()
-    return torch.stack((values.new_tensor(float(values.numel())), values.sum(), values.square().sum()))
+    n = values.new_tensor(float(values.numel()))
+    return torch.stack((n, values.sum(), values.square().sum()))
 
 
 def moments(sums: Tensor) -> tuple[float, float]:
-    """Return (mean, unbiased variance) from power_sums; a variance of 0 for fewer than two values."""
+    """Return (mean, unbiased variance) from power_sums; fewer than two values have variance 0."""
     n, total, squares = sums.tolist()
     mean = total / max(1.0, n)
     return mean, max(0.0, squares - n * mean**2) / max(1.0, n - 1)
@@ -135,8 +146,10 @@ def whiten(values: Tensor, mean: float, var: float) -> Tensor:
 
 
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Return (n,): half the squared error of the critic, or that of the value clipped to old_values +- clip if it is
-    larger; clip=0: no clipping. As in the code of arXiv:2005.12729, section 3."""
+    """Return (n,): half the squared error of the critic; clip=0: no clipping.
+
+    The error of the value clipped to old_values +- clip counts if it is larger, as in the code of
+    arXiv:2005.12729, section 3."""
     error = (values - returns).square()
     if clip:
         near = old_values + (values - old_values).clamp(-clip, clip)

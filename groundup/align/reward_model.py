@@ -32,7 +32,7 @@ from groundup.tokens.templates import OPENED
 from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.config_json import to_hf_config, write_json
 from groundup.train.device import autocast
-from groundup.train.tensor_files import hf_name, save_weights
+from groundup.train.huggingface import hf_name, save_weights
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, split_answer
 

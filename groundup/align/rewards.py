@@ -5,9 +5,9 @@
     --reward=out/reward=1.0,rules.py:length=-0.1    # a sum; the default weight is 1
 
 A function is called as function(prompt: list[dict], answer: str, row: dict) -> float: the messages
-before the answer, its text, and the row of the data, which may hold the right answer. The file runs
-once, when it is read. The same answer must always get the same reward, or a run cannot be resumed
-exactly.
+before the answer, those of tools among them, its text, and the row of the data, which may hold the
+right answer. The file runs once, when it is read. The same answer must always get the same reward,
+or a run cannot be resumed exactly.
 
 A reward model reads the ids that were sampled, or those of its training if the chat template writes
 the answer otherwise, and scores what ends the turn. An unfinished answer has no reward here; the
@@ -44,9 +44,31 @@ class Rollout(NamedTuple):
 
     prompt: Prompt
     ids: list[int]  # with the id that ended it, if one did
-    text: str  # without it
-    finished: bool  # it stopped on its own
+    text: str  # of its last turn, without that id
+    finished: bool  # it stopped on its own, and called no tool
     logprob: float  # the engine's sum over its tokens, before the temperature
+    turns: tuple[dict, ...] = ()  # before the text: calls of tools, and what these answered
+    given: tuple[tuple[int, int], ...] = ()  # begin and end in ids of what was not sampled
+    n_calls: int = 0
+    n_failed: int = 0  # of them
+
+    @property
+    def messages(self) -> list[dict]:
+        """The messages before the text."""
+        return [*self.prompt.messages, *self.turns]
+
+    @property
+    def last_turn(self) -> int:
+        """Where the ids of the last turn begin."""
+        return self.given[-1][1] if self.given else 0
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Which of the ids were sampled, bool."""
+        which = np.ones(len(self.ids), bool)
+        for begin, end in self.given:
+            which[begin:end] = False
+        return which
 
 
 class Rewards:
@@ -106,6 +128,8 @@ class Rewards:
 def parse_reward(spec: str) -> dict[str, float]:
     """Return {part: weight}: 'out/reward,a.py:f=-0.1' -> {'out/reward': 1.0, 'a.py:f': -0.1}."""
     weights: dict[str, float] = {}
+    if not spec:
+        return weights
     for part in map(str.strip, spec.split(",")):
         name, equals, number = part.rpartition("=")
         name = name.strip() if equals else part
@@ -143,7 +167,7 @@ class FunctionReward:
 
         Raise UserError, naming the prompt, if it fails or does not return a finite number."""
         # The function gets copies, which it may change.
-        messages, row = copy.deepcopy((rollout.prompt.messages, rollout.prompt.row))
+        messages, row = copy.deepcopy((rollout.messages, rollout.prompt.row))
         try:
             value = self.function(messages, rollout.text, row)
             number = float(value) if isinstance(value, numbers.Real | np.bool_) else math.nan
@@ -189,8 +213,9 @@ class ModelReward:
         Raise UserError for a score that is not finite, and for an answer too long for the model."""
         rows = []
         for rollout in rollouts:
-            prompt, drawn = rollout.prompt, rollout.ids[:-1]
-            of_training = prompt.messages, prompt.ids, drawn, rollout.text
+            begin = rollout.last_turn
+            before, drawn = rollout.prompt.ids + rollout.ids[:begin], rollout.ids[begin:-1]
+            of_training = rollout.messages, before, drawn, rollout.text
             rows.append(drawn_ids(*of_training, self.tokenizer, self.block_size))
         pad_id = max(self.tokenizer.pad_id, 0)
         scores = score_ids(self.model, rows, pad_id, self.batch_size, self.dtype)

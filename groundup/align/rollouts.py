@@ -27,6 +27,7 @@ from groundup.generate.completion import check
 from groundup.generate.engine import Engine, cache_bytes, generate
 from groundup.generate.kv_cache import row_length
 from groundup.generate.sampling import SamplingParams
+from groundup.generate.tools import Tools, read_calls, tool_ids
 from groundup.kernels.cross_entropy import token_entropies, token_logps
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
@@ -54,7 +55,8 @@ class AnswerSampler:
 
     n_rows: answers at a time. dtype: of the matrix products, as in training. compile: also compile
     the steps of decoding, where that is faster. stop: asked before each token; if it is true,
-    `draw` returns nothing. seconds, n_tokens: of `draw` since `reset`.
+    `draw` returns nothing. tools: that answers may call, in at most max_turns turns.
+    seconds, n_tokens: of `draw` since `reset`.
     """
 
     def __init__(
@@ -67,7 +69,10 @@ class AnswerSampler:
         dtype: torch.dtype,
         compile: bool,
         stop: Callable[[], bool] | None = None,
+        tools: Tools | None = None,
+        max_turns: int = 1,
     ) -> None:
+        self.tools, self.max_turns = tools, max_turns
         self.model, self.tokenizer, self.stop = model, tokenizer, stop
         self.n_rows, self.dtype = n_rows, dtype
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
@@ -89,18 +94,8 @@ class AnswerSampler:
         if not prompts:
             return []
         began = time.perf_counter()
-        params = [
-            SamplingParams(
-                self.max_new_tokens,
-                temperature=self.temperature,
-                eos_ids=self.tokenizer.stop_ids,
-                n=n,
-                seed=seed,
-            )
-            for seed in seeds
-        ]
-        with autocast(self.model.embed_tokens.weight.device, self.dtype):
-            results = self._generate([prompt.ids for prompt in prompts], params)
+        params = [self._params(self.max_new_tokens, seed, n) for seed in seeds]
+        results = self._generate([prompt.ids for prompt in prompts], params)
         if not results:
             return []
         drawn = []
@@ -109,22 +104,83 @@ class AnswerSampler:
                 finished = found.finish_reason == "stop"
                 answer = Rollout(prompt, found.ids, found.text, finished, found.cumulative_logprob)
                 drawn.append(answer)
+        if self.tools and not self._use_tools(drawn, seeds, n):
+            return []
         self.seconds += time.perf_counter() - began
-        self.n_tokens += sum(len(answer.ids) for answer in drawn)
+        self.n_tokens += sum(int(answer.sampled.sum()) for answer in drawn)
         return drawn
+
+    def _use_tools(self, drawn: list[Rollout], seeds: Sequence[int], n: int) -> bool:
+        """Run the tools that answers call, and let these answers go on, until none calls. An answer
+        that calls in its last turn is unfinished. Return False if a signal to stop comes."""
+        for turn in range(1, self.max_turns + 1):
+            called = [self._call(one, turn == self.max_turns) for one in drawn]
+            waiting = [k for k, one in enumerate(called) if one.last_turn == len(one.ids)]
+            drawn[:] = called
+            if not waiting:
+                break
+            params = []
+            for k in waiting:  # the number of an answer does not depend on the ranks
+                room = self.max_new_tokens - len(drawn[k].ids)
+                params.append(self._params(room, seed_of(seeds[k // n], turn, 0, k % n), n=1))
+            prompts = [drawn[k].prompt.ids + drawn[k].ids for k in waiting]
+            results = self._generate(prompts, params)
+            if not results:
+                return False
+            for k, result in zip(waiting, results, strict=True):
+                (found,), so_far = result.completions, drawn[k]
+                drawn[k] = so_far._replace(
+                    ids=so_far.ids + found.ids,
+                    text=found.text,
+                    finished=found.finish_reason == "stop",
+                    logprob=so_far.logprob + found.cumulative_logprob,
+                )
+        return True
+
+    def _call(self, answer: Rollout, last: bool) -> Rollout:
+        """Return the answer with the results of the tools that its last turn calls, if it does.
+
+        Without them, but unfinished, if they leave no room for another turn; last: there is none."""
+        if not answer.finished:
+            return answer
+        content, calls = read_calls(self.tokenizer, answer.ids[answer.last_turn : -1])
+        if not calls:
+            return answer
+        if last:
+            return answer._replace(finished=False)
+        results, n_failed = self.tools.run(calls)
+        turns = (*answer.turns, {"role": "assistant", "content": content}, *results)
+        n_calls, n_failed = answer.n_calls + len(calls), answer.n_failed + n_failed
+        answer = answer._replace(finished=False, n_calls=n_calls, n_failed=n_failed)
+        new = tool_ids(self.tokenizer, [*answer.prompt.messages, *turns])
+        end = len(answer.ids) + len(new)
+        if end >= self.max_new_tokens:
+            return answer
+        given = (*answer.given, (len(answer.ids), end))
+        return answer._replace(ids=answer.ids + new, turns=turns, given=given)
+
+    def _params(self, max_new_tokens: int, seed: int, n: int) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens,
+            temperature=self.temperature,
+            eos_ids=self.tokenizer.stop_ids,
+            n=n,
+            seed=seed,
+        )
 
     def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list:
         """Return the engine's result for each prompt (token ids)."""
-        if self.engine is None:
-            return generate(
-                self.model, self.tokenizer, prompts, params, self.n_rows, stop=self.stop
-            )
-        self.engine.update(self.model)
-        requests = []
-        for i, ids in enumerate(prompts):
-            requests.append(check(i, ids, params[i], self.model.cfg, self.tokenizer))
-        # Run to the end; requests hold the results.
-        deque(self.engine.run(requests, self.stop), maxlen=0)
+        with autocast(self.model.embed_tokens.weight.device, self.dtype):
+            if self.engine is None:
+                return generate(
+                    self.model, self.tokenizer, prompts, params, self.n_rows, stop=self.stop
+                )
+            self.engine.update(self.model)
+            requests = []
+            for i, ids in enumerate(prompts):
+                requests.append(check(i, ids, params[i], self.model.cfg, self.tokenizer))
+            # Run to the end; requests hold the results.
+            deque(self.engine.run(requests, self.stop), maxlen=0)
         if self.stop and self.stop():
             return []
         return [request.result() for request in requests]
@@ -134,10 +190,9 @@ class AnswerSampler:
 
 
 def gather(table: Tensor, drawn: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
-    """Return of the answers of all ranks the rewards (1 + parts, R) and the lengths (R,) in tokens.
-
-    All ranks call it. table: of Rewards, for this rank's answers `drawn`."""
-    lengths = torch.tensor([len(answer.ids) for answer in drawn])
+    """Return of the answers of all ranks the rewards (1 + parts, R) and the lengths (R,) in sampled
+    tokens. All ranks call it. table: of Rewards, for this rank's answers `drawn`."""
+    lengths = torch.tensor([int(answer.sampled.sum()) for answer in drawn])
     tables, lengths = zip(*ranks.gather_objects((table, lengths)), strict=True)
     return torch.cat(tables, dim=1), torch.cat(lengths)
 
@@ -202,8 +257,9 @@ class RolloutBatch(NamedTuple):
 class Rollouts:
     """The answers of one step on this rank. Their n tokens are numbered, answer by answer.
 
-    row (n,) int64: the answer of each token. learned (n,) bool: which tokens are trained on, those
-    of the answers in `which`. The other answers are in batches too, without tokens.
+    row (n,) int64: the answer of each token. sampled (n,) bool: the tokens that the policy chose,
+    not those of tools. learned (n,) bool: which tokens are trained on, the sampled ones of the
+    answers in `which`. The other answers are in batches too, without tokens.
     """
 
     def __init__(
@@ -216,7 +272,9 @@ class Rollouts:
         prompts = np.array([len(answer.prompt.ids) for answer in drawn], np.int64)
         self.lengths = prompts + sizes - 1  # without the last token, which is only a target
         self.row = torch.from_numpy(np.repeat(np.arange(len(drawn)), sizes))
-        self.learned = torch.tensor(self.which, dtype=torch.bool)[self.row]
+        sampled = [answer.sampled for answer in drawn]
+        self.sampled = torch.from_numpy(np.concatenate(sampled)) if drawn else torch.zeros(0).bool()
+        self.learned = torch.tensor(self.which, dtype=torch.bool)[self.row] & self.sampled
 
     def batch(self, chosen: np.ndarray) -> RolloutBatch:
         """Return the answers with these numbers (B,); T is rounded up, so there are few shapes."""
@@ -229,7 +287,7 @@ class Rollouts:
             begin = end - len(answer.ids)  # the position that its first token was sampled from
             ids = answer.prompt.ids + answer.ids
             x[b, :end], y[b, :end] = ids[:-1], ids[1:]
-            learned[b, begin:end] = self.which[i]
+            learned[b, begin:end] = answer.sampled & self.which[i]
             token[b, begin:end] = self.offsets[i] + np.arange(len(answer.ids))
         index = np.flatnonzero(learned)
         return RolloutBatch(
@@ -301,6 +359,24 @@ def measure_logps(
     return found
 
 
+def measure_divergence(
+    model: Transformer,
+    reference: Transformer,
+    answers: Rollouts,
+    batch_size: int,
+    temperature: float,
+    dtype: torch.dtype,
+) -> float:
+    """Return the mean of log p(model) - log p(reference) over the tokens of all ranks' answers.
+
+    It estimates the KL divergence of the model from the reference, per token. All ranks call it."""
+    gaps = measure_logps(model, answers, batch_size, temperature, dtype)
+    gaps = gaps - measure_logps(reference, answers, batch_size, temperature, dtype)
+    sums = torch.tensor([gaps.sum(), answers.learned.sum()], dtype=torch.float64)
+    total, n = ranks.all_reduce_sum(sums)
+    return (total / n.clamp(min=1)).item()
+
+
 # ---- figures for the log -------------------------------------------------------------------------
 
 
@@ -312,6 +388,18 @@ def describe_drawing(sampler: AnswerSampler, n_redrawn: int) -> dict[str, float]
     seconds, n_tokens, redrawn = zip(*of_ranks, strict=True)
     # The other ranks wait for the slowest.
     return {"draw_s": max(seconds), "drawn": sum(n_tokens), "redrawn": sum(redrawn)}
+
+
+def describe_calls(drawn: Sequence[Rollout]) -> dict[str, float]:
+    """Return means over all ranks' answers: turns, calls, failed calls, and the share of answers
+    that call nothing. All ranks call it."""
+    n_turns = sum(1 + len(answer.given) for answer in drawn)
+    n_calls, n_failed = (sum(getattr(one, key) for one in drawn) for key in ("n_calls", "n_failed"))
+    n_without = sum(not answer.n_calls for answer in drawn)
+    sums = torch.tensor([n_turns, n_calls, n_failed, n_without, len(drawn)], dtype=torch.float64)
+    *totals, n = ranks.all_reduce_sum(sums).tolist()
+    names = ("turns", "calls", "failed_calls", "without_call")
+    return {name: total / n for name, total in zip(names, totals, strict=True)}
 
 
 # What is added up over the micro-steps of a step
@@ -404,7 +492,9 @@ def describe_plan(
         "cache": float(cache),
         "copy to draw with": float(dtype.itemsize * total),
     }
-    if config["kl_coef"] and config["trainable"] != "lora":
+    if config["teacher"]:
+        others["teacher"] = plan.teacher_bytes(config["teacher"], dtype)
+    elif config["kl_coef"] and config["trainable"] != "lora":
         others["reference"] = 4.0 * total
     if config["algorithm"] == "ppo":  # weights; gradients and two moments; on a CPU a copy to save
         others["critic"] = 4.0 * total + (24.0 if device.type == "cpu" else 12.0) * trained

@@ -1,5 +1,5 @@
-"""What the page of serve.py needs beside the API: its file with headers that let it load nothing
-else, and the rows of preferences that its comparisons leave.
+"""What the page of serve.py needs beside the API: its files with headers that let it load nothing
+else, rendered Markdown, questions to begin with, and the rows of preferences that comparisons leave.
 """
 
 import base64
@@ -11,23 +11,32 @@ import threading
 import time
 from pathlib import Path
 
+from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.row_formats import pair_of
+from groundup.files.untrusted import loads
 from groundup.files.usable import pair_problem
 from groundup.generate.openai_format import Refused, conversation, read_object, take
+from groundup.generate.rendering import LineProcess
 
 PAGE = Path(__file__).with_name("page.html")
 WRITING = threading.Lock()  # two clicks at once
+MARKDOWN = LineProcess("groundup.generate.markdown", seconds=5)
+N_EXAMPLES = 3
+MAX_EXAMPLE = 60  # characters of a question that is offered
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
     """Return the page and its headers: only its own script and style run, and it talks to this
     server alone."""
     page = PAGE.read_bytes()
+    for name, suffix in ((b"style", ".css"), (b"script", ".js")):
+        content = PAGE.with_suffix(suffix).read_bytes()
+        page = page.replace(b"<%s></%s>" % (name, name), b"<%s>\n%s</%s>" % (name, content, name))
     policy = (
         f"default-src 'none'; script-src 'sha256-{sha256(page, b'script')}'; "
         f"style-src 'sha256-{sha256(page, b'style')}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"  # the browser refuses innerHTML
+        "require-trusted-types-for 'script'; trusted-types groundup"  # innerHTML in one place only
     )
     return page, {
         "Content-Security-Policy": policy,
@@ -42,6 +51,39 @@ def sha256(page: bytes, name: bytes) -> str:
     it."""
     (found,) = re.findall(rb"<%s>(.*?)</%s>" % (name, name), page, re.S)
     return base64.b64encode(hashlib.sha256(found).digest()).decode()
+
+
+def render(raw: bytes) -> dict:
+    """Return {"html", "rest"} of a body {"text", "whole"}, see markdown.to_html. What takes too
+    long stays text."""
+    body = read_object(raw)
+    text, whole = take(body, "text", str, ""), take(body, "whole", bool, True)
+    answer = MARKDOWN.ask(json.dumps([text, whole]))
+    html, rest = json.loads(answer) if answer else ("", text)
+    return {"html": html, "rest": rest}
+
+
+def examples(checkpoint: Path) -> list[str]:
+    """Return short questions of the data that the run of this checkpoint was tuned on, if any."""
+    try:
+        config = (checkpoint.resolve().parent / "config.py").read_text(encoding="utf-8")
+        data = re.search(r"^data = [\"'](.+)[\"']$", config, re.M)
+        files = [Path(data[1], name) for name in ("held_out.jsonl", "val.jsonl")] if data else []
+        found = next((path for path in files if path.is_file() and path.stat().st_size), None)
+        with open(found or os.devnull, "rb") as file:
+            lines = file.read(1_000_000).split(b"\n")[:-1]
+    except OSError:
+        return []
+    questions = []
+    for line in lines[:: len(lines) // 100 + 1]:
+        try:
+            messages, _ = conversation_of(loads(line), {})
+        except (NoPair, ValueError):
+            continue
+        question = messages[-1]["content"].strip()
+        if len(messages) == 1 and len(question) <= MAX_EXAMPLE and question not in questions:
+            questions.append(question)
+    return questions[:: max(1, len(questions) // N_EXAMPLES)][:N_EXAMPLES]
 
 
 def preference(raw: bytes, system: str) -> tuple[dict, str]:

@@ -56,10 +56,10 @@ def cache_directory(fallback: Path) -> Path:
         directory = Path(home, "groundup").expanduser()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
-    except (OSError, RuntimeError):  # a read-only file system; a user without a home
+        # We execute what lies there, so nobody else may have put it there.
+        private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    except (OSError, RuntimeError, AttributeError):  # read-only; a user without a home; Windows
         return fallback
-    # We execute what lies there, so nobody else may have put it there.
-    private = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return directory if private and os.access(directory, os.W_OK) else fallback
 
 

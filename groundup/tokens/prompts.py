@@ -11,15 +11,17 @@ max_new_tokens in block_size is left out: no answer is cut by the block.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.splits import dialogue_text
+from groundup.files.turns import with_system
 from groundup.tokens.mixture import Mixture
-from groundup.tokens.row_corpus import RowCorpus
-from groundup.tokens.row_reader import RowReader, Unusable
+from groundup.tokens.rows import RowCorpus, RowReader, Unusable
+from groundup.tokens.templates import take_tools
 from tokenizer import Tokenizer
 
 REDRAW = 1_000_003  # between the seeds of two orders
@@ -48,9 +50,14 @@ class PromptReader(RowReader):
     noun, split_by_prompt = "prompt", True
     kinds = ("chat", "preference", "question")
     unread_are = "not in the prompts"  # but a reward function has the whole row
+    tools: Sequence[dict] = ()  # schemas of what each prompt offers
 
     def item(self, row: object, place: str) -> tuple[str, Prompt]:
         messages = prompt_of(row)
+        if self.tools:
+            if take_tools(messages)[1] is not None:
+                raise Unusable("tools of its own", "--tools offers others")
+            messages = with_system(messages, {"tools": list(self.tools)})
         ids, _ = self.tokenizer.render(messages, add_generation_prompt=True)
         if len(ids) > self.longest:
             reason = f"longer than {self.longest} tokens: no room for an answer"
@@ -79,7 +86,7 @@ class Prompts:
 class PromptCorpus(RowCorpus):
     """The prompts that a `data` string names. train, val: Prompts. Raise UserError.
 
-    held_out: the prompts of all of val. longest: most tokens of a prompt.
+    held_out: the prompts of all of val. longest: most tokens of a prompt. tools: their schemas.
     """
 
     def __init__(
@@ -90,8 +97,10 @@ class PromptCorpus(RowCorpus):
         seed: int,
         val_data: str = "",
         val_fraction: float = 0.02,
+        tools: Sequence[dict] = (),
     ) -> None:
         self.tokenizer = tokenizer
+        self.tools = tools
         self.longest = longest
         self.seed = seed
         self.open(spec, val_data, val_fraction)
@@ -99,7 +108,9 @@ class PromptCorpus(RowCorpus):
         self.held_out = [prompt for source in self.val.values() for prompt in source.prompts]
 
     def reader(self) -> PromptReader:
-        return PromptReader(self.tokenizer, self.longest)
+        reader = PromptReader(self.tokenizer, self.longest)
+        reader.tools = self.tools
+        return reader
 
     def lay_out(self, name: str, items: list[Prompt]) -> Prompts:
         return Prompts(name, items)
@@ -110,6 +121,6 @@ class PromptCorpus(RowCorpus):
 
     def take(self, order: Mixture, samples: np.ndarray) -> list[Prompt]:
         """Return the prompts of these samples (n,)."""
-        sources, rows = order.start(samples)
+        sources, rows = order.starts_of(samples)
         places = zip(sources.tolist(), rows.tolist(), strict=True)
         return [self.train[source].prompts[row] for source, row in places]

@@ -9,6 +9,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.tokens.token_files import (
+    CONVERSATION_FILES,
     FORMAT,
     TokenData,
     block_sums,
@@ -79,7 +80,9 @@ class ShardWriter:
         eot_id: int,
         shard_tokens: int = SHARD_TOKENS,
         source: str = "",
+        first: int = 0,
     ) -> None:
+        """first: number of the first shard; another writer has written those before it."""
         assert 0 <= eot_id < vocab_size, f"{eot_id=} {vocab_size=}"
         assert source == Path(source).name, f"{source=} must be a plain directory name"
         self.dir = Path(data_dir)
@@ -88,6 +91,7 @@ class ShardWriter:
         self.vocab_size = vocab_size
         self.eot_id = eot_id
         self.shard_tokens = shard_tokens
+        self.first = first
         self.shards: list[dict] = []  # manifest entries of the complete shards
         self.file: NpyWriter | None = None  # the shard being written
 
@@ -110,15 +114,17 @@ class ShardWriter:
         self.file.add(ids)
         self.n_bytes += n_bytes
 
-    def close(self) -> list[dict]:
-        """Finish the split. Return its shards' entries for `write_manifest`, if there are any."""
+    def close(self, last: bool = True) -> list[dict]:
+        """Return the shards' entries for `write_manifest`, if there are any.
+
+        last: the split ends here, not with the shards of another writer."""
         if self.file:
-            self._finish_shard(closing=[self.eot_id])
+            self._finish_shard(closing=[self.eot_id] * last)
         return self.shards
 
     def _begin_shard(self) -> None:
         (self.dir / self.source).mkdir(parents=True, exist_ok=True)
-        self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
+        self.name = f"{self.source}/{self.split}_{self.first + len(self.shards):05d}".lstrip("/")
         self.file = NpyWriter(self.dir / f"{self.name}.npy", token_dtype(self.vocab_size))
         self.n_bytes = 0
         self.starts: list[int] = []  # of the documents
@@ -188,6 +194,36 @@ def source_entry(name: str, shards: list[dict], weights: Mapping[str, float]) ->
     own = [s for s in shards if s["split"] == "train" and s["source"] == name]
     entry = {total: sum(shard[total] for shard in own) for total in TOTALS}
     return entry | ({"weight": weights[name]} if weights else {})
+
+
+# ---- conversations ---------------------------------------------------------------------------
+
+
+class ConversationWriter:
+    """Writes the token files of a split, conversation by conversation."""
+
+    def __init__(self, directory: Path, split: str, dtype: np.dtype) -> None:
+        start = directory / f"{split}_00000"
+        self.tokens = NpyWriter(Path(f"{start}.npy"), dtype)
+        self.mask = NpyWriter(Path(f"{start}.mask.npy"), np.uint8)
+        self.offsets = NpyWriter(Path(f"{start}.off.npy"), np.int64)
+        self.offsets.add([0])
+
+    def add(self, ids: np.ndarray, mask: np.ndarray) -> None:
+        self.tokens.add(ids)
+        self.mask.add(mask)
+        self.offsets.add([self.tokens.length])
+
+    def close(self) -> dict:
+        """Complete the files and return their entry for the manifest."""
+        entry = {"ids": self.tokens.length, "conversations": self.offsets.length - 1, "sha256": {}}
+        for key, file in zip(
+            CONVERSATION_FILES, (self.tokens, self.mask, self.offsets), strict=True
+        ):
+            file.close()
+            entry[key] = file.path.name
+            entry["sha256"][file.path.name] = file_sha256(file.path)
+        return entry
 
 
 # ---- check -----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ In: the settings of a trainer, its model and a run directory. Out: a model that 
 checkpoints that resume exactly. In the order in which a trainer uses them:
 
     ranks, device          the processes, the GPU or CPU, random numbers
-    huggingface            model directories: config_json and tensor_files read their parts
+    huggingface            model directories; config_json is their architecture
     lora                   which parameters are trained, adapters
     plan                   parameters, FLOPs, memory and time before anything is trained
     powersgd, optim, fsdp  beside ddp.py: compressed gradients, update rules, sharded models

@@ -223,15 +223,8 @@ def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0
 @ranks.on_rank_0
 def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) -> Path | None:
     """Return what `find` does."""
-    # Settings that contradict each other.
-    out, resume = Path(config["out_dir"]), resume_mode(config)
-    # The setting, not resume_mode: a restarted run still has its overwrite=True.
-    step, is_new = config["resume_from"], config["resume"] == "never"
-    deletes = config["overwrite"] and not (is_new or step)
-    refuse(deletes, "overwrite=True deletes what is there; it needs resume='never' or resume_from")
-    refuse(step and is_new, f"resume_from={step} continues a run; leave resume='never' out")
-    is_file = out.exists() and not out.is_dir()
-    refuse(not config["out_dir"] or is_file, f"out_dir={config['out_dir']!r} is not a directory")
+    check_resume_settings(config)
+    out, resume, step = Path(config["out_dir"]), resume_mode(config), config["resume_from"]
 
     # Another run could delete the checkpoint while we read it.
     if (out / ".lock").exists() or (out / "log.jsonl").exists():
@@ -257,10 +250,31 @@ def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) 
         check_own(out)
         return None
 
-    # The run must continue exactly: the same model, the same samples, ...
+    saved = read_state(path / "train_state.pt")
+    check_continues(path, saved, config, model_config, data)
+    limit = max_steps or config["max_steps"]
+    print(describe_resume(path, saved["config"], config, limit), flush=True)
+    return path
+
+
+def check_resume_settings(config: dict) -> None:
+    """Raise UserError for settings that contradict each other."""
+    # The setting, not resume_mode: a restarted run still has its overwrite=True.
+    out, step, is_new = config["out_dir"], config["resume_from"], config["resume"] == "never"
+    deletes = config["overwrite"] and not (is_new or step)
+    refuse(deletes, "overwrite=True deletes what is there; it needs resume='never' or resume_from")
+    refuse(step and is_new, f"resume_from={step} continues a run; leave resume='never' out")
+    is_file = os.path.exists(out) and not os.path.isdir(out)
+    refuse(not out or is_file, f"out_dir={out!r} is not a directory")
+
+
+def check_continues(
+    path: Path, saved: dict, config: dict, model_config: ModelConfig, data: dict
+) -> None:
+    """Raise UserError unless the run can continue exactly."""
+    # The same model, the same samples, ...
     huggingface.check_same_computation(path)
     check_architecture(path, model_config)
-    saved = read_state(path / "train_state.pt")
     check_data(path, saved["data"], data, saved["step"])
     # ... the same parameters, and adapters of the same size.
     before = saved["config"]
@@ -268,8 +282,6 @@ def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) 
     for key in keys or ("trainable",):
         text = f"{path} was trained with {key}={before[key]!r}, not {config[key]!r}"
         refuse(before[key] != config[key], text)
-    print(describe_resume(path, before, config, max_steps or config["max_steps"]), flush=True)
-    return path
 
 
 def find_step(out: Path, step: int, overwrite: bool) -> Path:

@@ -151,7 +151,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(seed + rank)
 
 
-class Undrawn(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """Leave new weights as they are in memory within the context: others will replace them."""
 
     DRAWS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)

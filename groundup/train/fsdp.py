@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 from ddp import sum_of_squares
 from groundup.errors import UserError, listed
 from groundup.train import ranks
-from groundup.train.tensor_files import own_rows, put
+from groundup.train.huggingface import own_rows, put
 from model import ModelConfig, Transformer, rope_tables
 
 # device_mesh, fsdp and tensor are imported where they are used: that takes long, and every trainer
@@ -196,7 +196,7 @@ def same_forwards(
     all of them in every forward.
     """
     for batch in chain(batches, repeat(None)):
-        stopping = stop_signal is not None and stop_signal.received > 0
+        stopping = stop_signal is not None and stop_signal()
         flags = torch.tensor([batch is not None, stopping]).int()
         n_left, n_stopping = ranks.all_reduce_sum(flags, "evaluation").tolist()
         if n_stopping or not n_left:

@@ -4,13 +4,14 @@
     model_config.json adapter_config.json adapter_model.safetensors ...         a model with LoRA
 
 transformers and peft open what is written here, with no export step. Our parameter names are
-theirs without "model.". What would load but mean something else is refused in one line. Opening a
-directory never runs code.
+theirs without "model.". What would load but mean something else is refused in one line, before
+anything is copied. Only safetensors are read: a .bin is pickled and could run code.
 """
 
 import functools
 import hashlib
 import json
+import math
 import tempfile
 import zlib
 from collections.abc import Callable, Collection
@@ -19,28 +20,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from groundup.errors import UserError, say
-from groundup.files.untrusted import crc32_of, read_json
+from groundup.errors import UserError, listed, naming, say
+from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
+from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import lora, ranks
-from groundup.train.config_json import from_hf_config, is_as_saved, to_hf_config, write_json
-from groundup.train.device import Undrawn
-from groundup.train.lora import LoRAConfig, lora_config_of
-from groundup.train.tensor_files import (
-    PREFIX,
-    check_fit,
-    check_sizes,
-    drop_tied_head,
-    hf_name,
-    open_weights,
-    put,
-    save_weights,
-    tensors_of,
+from groundup.train.config_json import (
+    from_hf_config,
+    is_as_saved,
+    is_plain,
+    to_hf_config,
+    write_json,
 )
+from groundup.train.device import SkipInit
+from groundup.train.lora import LoRAConfig, lora_config_of
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer
 
+DTYPES = ("F32", "F16", "BF16")  # safetensors' names; float32 holds each exactly
+PREFIX = "base_model.model."  # peft puts this before Hugging Face's names
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTED_CONFIG = "model_config.json"  # beside adapters: transformers takes config.json for a model
@@ -70,7 +70,7 @@ def stored_weights(model: Transformer) -> dict[str, Tensor]:
 def write_model(
     directory: Path,
     model: Transformer,
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     base: str | Path = "",  # directory of the frozen weights of a model with adapters
     dtype: torch.dtype = torch.float32,
     weights: dict[str, Tensor] | None = None,  # a copy of stored_weights, if training goes on
@@ -90,7 +90,11 @@ def write_model(
 
 
 def write_settings(
-    directory: Path, cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype, base: str | Path
+    directory: Path,
+    cfg: ModelConfig,
+    tokenizer: TextTokenizer,
+    dtype: torch.dtype,
+    base: str | Path,
 ) -> None:
     """Write what a model directory holds beside its weights."""
     tokenizer.save(directory)
@@ -105,7 +109,7 @@ def write_settings(
     write_json(directory / "generation_config.json", json.loads(tokenizer.generation_config) | ids)
 
 
-def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_saves(cfg: ModelConfig, tokenizer: TextTokenizer) -> None:
     """Raise UserError now, not at the first save, if these settings would not be read back."""
     # Write them, read them, compare: this also covers what an edited model.py or tokenizer adds.
     with tempfile.TemporaryDirectory() as directory:
@@ -113,7 +117,7 @@ def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:
         read = from_hf_config(Path(directory, "config.json"))
         if read != replace(cfg, dropout=0.0):  # dropout is of a training run, not of the model
             raise UserError(f"checkpoint: {cfg} would be saved as {read}")
-        if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
+        if TextTokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
             raise UserError("checkpoint: the tokenizer's files do not give back its ids")
 
 
@@ -151,6 +155,152 @@ def save_adapter(
         "init_lora_weights": True,
     }
     write_json(directory / ADAPTER_CONFIG, config)
+
+
+def hf_name(name: str) -> str:
+    """Return Hugging Face's name of one of our parameters or modules."""
+    # The head of a language model and that of a reward model are outside of their "model".
+    return name if name.split(".")[0] in ("lm_head", "score") else f"model.{name}"
+
+
+def save_weights(
+    path: Path, tensors: dict[str, Tensor], key: str = "format", value: str = "pt"
+) -> None:
+    # One key of metadata: of several the order is chance. transformers needs format=pt.
+    # safetensors 0.8 makes files that only their owner reads: set the permissions of the umask.
+    path.touch()
+    mode = path.stat().st_mode
+    with naming(path):
+        save_file(tensors, path, metadata={key: value})
+    path.chmod(mode)
+
+
+# ---- weights in safetensors files ----------------------------------------------------------------
+
+
+class Stored:
+    """A tensor in a safetensors file, read by `stored[:]` or `stored[first:end]`."""
+
+    def __init__(self, path: Path, name: str, shape: list[int], dtype: str) -> None:
+        self.path, self.name = path, name
+        self.shape, self.dtype = tuple(shape), dtype
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        # Map the file only while the result is alive: mapped pages count as memory of the process.
+        with open_safetensors(self.path) as file:
+            return file.get_slice(self.name)[rows]
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file; the caller closes it. Raise UserError if that fails."""
+    try:
+        check_regular(path)  # opening a pipe would wait for ever
+        return safe_open(path, "pt")  # checks the header against the size of the file
+    except (OSError, SafetensorError) as error:
+        # The system's reason, or the first line of safetensors' own.
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        if not path.exists() and any(path.parent.glob("*.bin")):
+            why = "a .bin can run code, only safetensors are read"
+        raise UserError(f"checkpoint: cannot read {path}: {why}") from None
+
+
+def tensors_of(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file by our names. Only its header is read."""
+    tensors = {}
+    with open_safetensors(path) as file:
+        for name in file.keys():
+            tensor, ours = file.get_slice(name), name.removeprefix(PREFIX).removeprefix("model.")
+            tensors[ours] = Stored(path, name, tensor.get_shape(), tensor.get_dtype())
+    return tensors
+
+
+def open_weights(directory: Path) -> dict[str, Stored]:
+    """Return the weights by our names, from one file or from the shards that an index names."""
+    paths = [directory / "model.safetensors"]
+    index = directory / "model.safetensors.index.json"
+    if index.exists() and not paths[0].exists():
+        # weight_map is {tensor: file}. A name with a folder could point anywhere on this machine.
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(map(is_name, shards.values())):
+            what = "weight_map must name files of its directory"
+            raise UserError(f"checkpoint: {index} is damaged: {what}")
+        paths = [directory / shard for shard in sorted(set(shards.values()))]
+    tensors = {}
+    for path in paths:  # the index is not asked further: check_fit finds what is missing
+        tensors |= tensors_of(path)
+    # Conversions of the first Llamas store this constant, which follows from the configuration.
+    return {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def drop_tied_head(tensors: dict[str, Stored], directory: Path, as_one: bool = True) -> None:
+    """Remove the head that files of tied models may hold beside the embedding; it must be equal."""
+    # as_one: embedding and head were trained together, so an adapter need not store both.
+    head = tensors.pop("lm_head.weight", None)
+    embedding = tensors.get("embed_tokens.weight")
+    if head is None:  # the embedding alone is enough, unless only it was trained
+        differ = embedding is not None and not as_one
+    else:
+        differ = embedding is None or not torch.equal(head[:], embedding[:])
+    if differ:
+        what = "ties its embeddings, but lm_head.weight was trained apart from them"
+        raise UserError(f"checkpoint: {directory} {what}")
+
+
+def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -> None:
+    """Raise UserError if the stored weights have other sizes than config.json."""
+    # Before the model is built: a damaged config.json could ask for any amount of memory.
+    if not is_plain(cfg.model_type):
+        return  # an edited model.py has its own shapes, which only check_fit compares
+    # layers.7.mlp.up_proj.weight -> 7
+    n_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    if n_layers != cfg.n_layer:
+        what = f"have {n_layers} layers, its config has {cfg.n_layer}"
+        raise UserError(f"checkpoint: the weights in {directory} {what}")
+
+    # These matrices have every size of the architecture, (out, in); an adapter lacks some.
+    shapes = {
+        "embed_tokens.weight": (cfg.vocab_size, cfg.n_embd),
+        "layers.0.self_attn.q_proj.weight": (cfg.n_head * cfg.head_dim, cfg.n_embd),
+        "layers.0.self_attn.k_proj.weight": (cfg.n_kv_head * cfg.head_dim, cfg.n_embd),
+        "layers.0.mlp.gate_proj.weight": (cfg.ffn_dim, cfg.n_embd),
+    }
+    stored = {name: tensors[name] for name in shapes if name in tensors}
+    check_fit({name: shapes[name] for name in stored}, stored, directory)
+
+
+def check_fit(shapes: dict[str, tuple], tensors: dict[str, Stored], directory: Path) -> None:
+    """Raise UserError unless `tensors` has one tensor for each name, of that shape."""
+    problems = [f"{name} is missing" for name in shapes if name not in tensors]
+    problems += [f"{name} is unknown" for name in tensors if name not in shapes]
+    # Compare what is on both sides. Integers would be quantized weights.
+    for name in [name for name in shapes if name in tensors]:
+        stored = tensors[name]
+        if stored.shape != shapes[name]:
+            problems.append(f"{name} has shape {stored.shape} and not {shapes[name]}")
+        elif stored.dtype not in DTYPES:
+            problems.append(f"{name} is {stored.dtype} and not one of {', '.join(DTYPES)}")
+    if problems:
+        what = listed(problems, 4)
+        raise UserError(f"checkpoint: the weights in {directory} do not fit the model: {what}")
+
+
+def own_rows(p: Tensor) -> tuple[int, int]:
+    """Return (first, one past the last) row that this rank keeps of a parameter sharded by FSDP."""
+    # FSDP cuts into equal shares of rows, rounded up: the last ranks may have fewer, or none.
+    rows = math.ceil(p.shape[0] / p.device_mesh.size())
+    first = min(p.device_mesh.get_local_rank() * rows, p.shape[0])
+    return first, min(first + rows, p.shape[0])
+
+
+@torch.no_grad()
+def put(p: Tensor, whole: Stored | Tensor) -> None:
+    """Copy `whole` into a parameter; of one sharded by FSDP, the rows of this rank."""
+    if not hasattr(p, "device_mesh"):
+        p.copy_(whole[:])
+        return
+    first, end = own_rows(p)
+    if first < end:  # else this rank has no row
+        p.detach().to_local().copy_(whole[first:end])
 
 
 # ---- open a directory ---------------------------------------------------------------------------
@@ -258,7 +408,7 @@ def build(kind: type[Transformer], cfg: ModelConfig, dtype: torch.dtype) -> Tran
 
     bfloat16 halves the memory of its matrices."""
     # A GPU computes float16 from float32 weights. Vectors (norms, biases) are always float32.
-    with lora.weights_in(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32), Undrawn():
+    with lora.weights_in(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32), SkipInit():
         model = kind(cfg)
     for p in model.parameters():
         if p.ndim < 2:
@@ -386,7 +536,7 @@ def load_adapter(model: Transformer, directory: Path) -> None:
 # ---- start a run from a directory ---------------------------------------------------------------
 
 
-def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
+def count_known_ids(source: Path, tokenizer: TextTokenizer, whose: str) -> int:
     """Return how many of the tokenizer's ids the weights in `source` were trained with.
 
     All, or the first ones if it extends their tokenizer. whose: its owner, for the message."""
@@ -397,7 +547,7 @@ def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
             raise UserError(f"config: {what}")
         return n_rows
     # The same tokenizer: rows that only pad the vocabulary count as known.
-    known = Tokenizer.load(directory)
+    known = TextTokenizer.load(directory)
     if known.fingerprint() == tokenizer.fingerprint():
         return n_rows
 
@@ -408,6 +558,15 @@ def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
         return known.vocab_size
     what = f"{whose} was not tokenized with the tokenizer of {source} or one that extends it"
     raise UserError(f"config: {what}; rerun prepare.py with --tokenizer_dir={source}")
+
+
+def check_teacher(teacher: Path, tokenizer: TextTokenizer) -> None:
+    """Raise UserError if the token ids of the model to learn from mean other text."""
+    other = TextTokenizer.load(tokenizer_dir(teacher))
+    if other.fingerprint() != tokenizer.fingerprint():
+        sizes = f"{other.vocab_size:,} and {tokenizer.vocab_size:,} token ids"
+        what = f"{teacher} and the student have different tokenizers ({sizes})"
+        raise UserError(f"config: teacher: {what}; a teacher needs the student's")
 
 
 def check_trainable(trainable: str, source: Path | None, n_new: int) -> None:
@@ -442,7 +601,7 @@ def load_resumed(model: Transformer, path: Path) -> None:
     load_on_ranks(load_weights, model, path)
 
 
-def load_start(model: Transformer, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
+def load_start(model: Transformer, source: Path, n_known: int, tokenizer: TextTokenizer) -> None:
     """Load the weights that a new run starts from. Rows of ids from n_known on are new."""
     # The common case needs no second model.
     same_rows = load_config(source).vocab_size == model.cfg.vocab_size == n_known
@@ -460,12 +619,12 @@ def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> 
     together(load)(model, *args)
 
 
-def load_with_new_rows(model: Transformer, source: Path, n_known: int, tok: Tokenizer) -> None:
+def load_with_new_rows(model: Transformer, source: Path, n_known: int, tok: TextTokenizer) -> None:
     """Load `source` through a second model, in which new rows are made (lora.resize_vocab)."""
     # {id: known ids of its text} of new ordinary tokens. Special tokens have no text.
     pieces = {i: token for i, token in tok.engine.token_bytes.items() if i >= n_known}
     if pieces:
-        split = Tokenizer.load(tokenizer_dir(source)).encode_token
+        split = TextTokenizer.load(tokenizer_dir(source)).encode_token
         pieces = {i: split(token) for i, token in pieces.items()}
     start = load_model(source, block_size=model.cfg.block_size)
     lora.resize_vocab(start, model.cfg.vocab_size, n_known, pieces)

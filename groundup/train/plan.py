@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from groundup.kernels.cross_entropy import chunk_rows
-from groundup.train import ranks
+from groundup.train import checkpoint, huggingface, ranks
 from groundup.train.device import memory_limit
 from groundup.train.log import clock
 from model import ModelConfig, Transformer
@@ -123,6 +123,14 @@ def memory(
     return parts
 
 
+def teacher_bytes(teacher: str, dtype: torch.dtype) -> float:
+    """Return what the weights of a frozen model take, computing in dtype."""
+    with torch.device("meta"):
+        model = Transformer(huggingface.load_config(checkpoint.resolve(teacher)))
+    each = 2 if dtype == torch.bfloat16 else 4
+    return float(each * parameter_table(model)["total"])
+
+
 def activations(cfg: ModelConfig, N: int, recompute: bool, dtype: torch.dtype) -> float:
     """Return the bytes that autograd keeps of N tokens; recompute: of one block and all inputs."""
     # Of a block: four streams of C in float32 (residual and norm, twice); in `dtype` the inputs of
@@ -136,6 +144,25 @@ def activations(cfg: ModelConfig, N: int, recompute: bool, dtype: torch.dtype) -
     n_whole = 1 if recompute else cfg.n_layer
     inputs = 4 * cfg.n_embd * (cfg.n_layer + 4)  # of the blocks, the last norm and its gradient
     return N * (n_whole * block + inputs)
+
+
+def needs_by_way(
+    model: Transformer,
+    config: dict,
+    world_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    other: Mapping[str, float] | None,
+) -> dict[str, float]:
+    """Return {way to use several ranks: bytes that the same run needs on each}."""
+    ways = {"ddp": {"parallel": "ddp", "zero1": False}, "zero1": {"zero1": True}}
+    if "parallel" in config:
+        ways["fsdp"] = {"parallel": "fsdp", "zero1": False, "optimizer": "adamw"}
+    needs = {}
+    for way, changed in ways.items():
+        settings = config | ways["ddp"] | changed
+        needs[way] = sum(memory(model, settings, world_size, device, dtype, other).values())
+    return needs
 
 
 def describe(
@@ -170,16 +197,10 @@ def describe(
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
-    # The same run with the other ways to use several ranks.
     if world_size > 1:
-        ways = {"ddp": {"parallel": "ddp", "zero1": False}, "zero1": {"zero1": True}}
-        if "parallel" in config:
-            ways["fsdp"] = {"parallel": "fsdp", "zero1": False, "optimizer": "adamw"}
-        needs = []
-        for way, changed in ways.items():
-            parts = memory(model, config | ways["ddp"] | changed, world_size, device, dtype, other)
-            needs.append(f"{way} {sum(parts.values()) / GIB:.2f}")
-        lines.append(f"ways        {', '.join(needs)} GiB per rank")
+        needs = needs_by_way(model, config, world_size, device, dtype, other)
+        shown = ", ".join(f"{way} {size / GIB:.2f}" for way, size in needs.items())
+        lines.append(f"ways        {shown} GiB per rank")
     # A CPU's ranks share the memory of their machine; torchrun says how many there are.
     local = need * (ranks.number_in("LOCAL_WORLD_SIZE", 1) if ranks.world_size() > 1 else 1)
     if device.type == "cpu" and local > memory_limit():

@@ -6,6 +6,7 @@ world of one rank. If a rank dies or hangs, the others end with one line that na
 
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ from groundup.errors import LostRank, Stopped, UserError
 from groundup.train.device import choose_device
 
 TOLERANCE = 1e-3  # relative difference between the weights of two ranks; rounding makes 1e-5
-BETWEEN_MACHINES = "; if a machine's name leads to 127.0.1.1 in /etc/hosts, set GLOO_SOCKET_IFNAME"
-BETWEEN_MACHINES += " to its network interface (docs/running.md)"
+BETWEEN_MACHINES = "; between machines, GLOO_SOCKET_IFNAME names the network interface to use"
+BETWEEN_MACHINES += " (docs/running.md)"
 
 # ---- join and leave ------------------------------------------------------------------------------
 
@@ -93,6 +95,7 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
     # Each rank takes its own GPU.
     device = choose_device(str(device), world.local_rank)
     on_gpu = device.type == "cuda"
+    name_interface()
     with named_errors("init_process_group", BETWEEN_MACHINES):
         dist.init_process_group(
             # CUDA tensors travel over NCCL, CPU tensors (flags, counts) over gloo.
@@ -104,6 +107,35 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
             device_id=device if on_gpu else None,
         )
     return world
+
+
+def name_interface() -> None:
+    """Set GLOO_SOCKET_IFNAME where gloo would take an address that other machines cannot reach."""
+    # gloo takes the address of this machine's name, which Debian's /etc/hosts makes 127.0.1.1.
+    own, main = address_of(socket.gethostname()), address_of(os.environ["MASTER_ADDR"])
+    if own.startswith("127.") and main and not main.startswith("127."):
+        if interface := interface_to(main):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def address_of(name: str) -> str:
+    """Return the IPv4 address of a machine, "" if its name is unknown."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
+
+
+def interface_to(address: str) -> str:
+    """Return the network interface that leads to an IPv4 address, "" if the system does not say."""
+    table = Path("/proc/net/route")  # Linux: a line per route, with net and mask in hexadecimal
+    lines = table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []
+    target = int.from_bytes(socket.inet_aton(address), "little")
+    found = {}  # {bits of the mask: interface}
+    for name, net, *_, mask, _, _, _ in map(str.split, lines):
+        if target & int(mask, 16) == int(net, 16):
+            found.setdefault(int(mask, 16).bit_count(), name)
+    return found[max(found)] if found else ""  # the narrowest net
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
@@ -405,8 +437,9 @@ class StopSignal:
     # Before `begin` a signal ends the process at once, and so does a second Ctrl-C. (A save that is
     # being written is completed.)
     def __init__(self) -> None:
-        self.received = 0  # number of the signal
-        self.begun = False
+        self.begun = self.received = False
+        # As a shell says: 128 + the signal's number. SIGTERM: only another rank received one.
+        self.exit_code = 128 + signal.SIGTERM
         self._received_at = 0.0
         for name in self.NAMES:
             number = getattr(signal, name, None)
@@ -415,6 +448,10 @@ class StopSignal:
             # nohup ignores SIGHUP, and so it stays.
             if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
+
+    def __call__(self) -> bool:
+        """Return whether this rank has received a signal."""
+        return self.received
 
     def begin(self) -> None:
         """Let signals wait for a step to end, from now on."""
@@ -426,16 +463,7 @@ class StopSignal:
         # A terminal sends Ctrl-C to every process and torchrun sends it again, so a second one
         # counts only after two seconds.
         if not self.received:
-            self.received = number
+            self.received, self.exit_code = True, 128 + number
             self._received_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._received_at > 2:
             raise KeyboardInterrupt
-
-    def __call__(self) -> bool:
-        """Return whether this rank has received a signal."""
-        return self.received > 0
-
-    @property
-    def exit_code(self) -> int:
-        """Return 128 + the signal's number, as a shell does."""
-        return 128 + (self.received or signal.SIGTERM)  # 0: only another rank received it

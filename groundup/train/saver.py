@@ -5,8 +5,8 @@ memory. A thread writes the copy.
 
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data)
     saver.save(step, model, ddp, opt, scaler)
-    saver.update_best()    # after an evaluation
-    saver.close()          # saver.saved tells whether the last save succeeded
+    saver.tidy()     # after an evaluation
+    saver.close()    # saver.saved tells whether the last save succeeded
 """
 
 import gc
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from groundup.errors import UserError, reason_of
 from groundup.files.disk import free_name, housekeeping, sync
+from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import fsdp, huggingface, ranks
 from groundup.train.checkpoint import (
     BEST,
@@ -41,7 +42,6 @@ from groundup.train.device import rng_state
 from groundup.train.log import RunLog
 from groundup.train.powersgd import PowerSGD
 from model import Transformer
-from tokenizer import Tokenizer
 
 NICENESS = 10  # of the thread: it takes a tenth of a busy core, all of an idle one
 
@@ -54,7 +54,7 @@ class Saver:
     checkpoint ends: the first save is waited for, and raises UserError if it fails.
 
     config, data: as for `checkpoint.find`; every checkpoint holds them. base: directory of the
-    frozen weights that LoRA adapters need. files: the module with `stored_weights` and
+    frozen weights that LoRA adapters need. model_format: the module with `stored_weights` and
     `write_model` for this kind of model, huggingface or reward_model.
     """
 
@@ -62,17 +62,17 @@ class Saver:
         self,
         out_dir: str | Path,
         keep_last: int,
-        tokenizer: Tokenizer,
+        tokenizer: TextTokenizer,
         log: RunLog,
         config: dict,
         data: dict,
         base: str | Path = "",
-        files: ModuleType = huggingface,
+        model_format: ModuleType = huggingface,
     ) -> None:
         self.out_dir, self.keep_last = Path(out_dir), keep_last
         self.tokenizer, self.log = tokenizer, log
         self.config, self.data = config, data
-        self.base, self.files = base, files
+        self.base, self.model_format = base, model_format
         self.saved = True  # False if the last save failed
         self.timeout_s = config["timeout_s"]
         self.newest_step = log.steps_done
@@ -82,7 +82,7 @@ class Saver:
         # Python waits for this thread before it exits, after an exception too.
         self.pool = futures.ThreadPoolExecutor(1, initializer=let_training_go_first)
         self.pending: list[futures.Future] = []
-        self.update_best()  # a kill may have come between a save and its links
+        self.tidy()  # a kill may have come between a save and its links
 
     def save(
         self,
@@ -91,26 +91,44 @@ class Saver:
         ddp: Any,
         opt: Any,
         scaler: torch.amp.GradScaler,
-        other: dict | None = None,
+        extra: dict | None = None,
     ) -> None:
         """Copy everything that a resume needs, and start to write it. Call ddp.flush() before.
 
-        ddp, opt: as for `restore`. other: added to the training state, plain data and tensors.
+        ddp, opt: as for `restore`. extra: added to the training state, plain data and tensors.
         """
         # The copy before this one must be written: its memory is used again.
         self.wait()
         ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
-        is_main = ranks.rank() == 0
         # Training on would write into a directory that nobody looks at.
-        if ranks.any_rank(is_main and not is_ours(self.out_dir)):
+        if ranks.any_rank(ranks.rank() == 0 and not is_ours(self.out_dir)):
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
+        # From here on training may change all tensors: the thread writes the copies, and reads of
+        # the model only its architecture.
+        copied = self.memory.copy(self._content(step, model, ddp, opt, scaler, extra or {}))
+        self.pending.append(self.pool.submit(self._write, step, model, copied))
+        # A run that cannot save ends now, not at its second save.
+        if not self.newest_step:
+            self.wait()
+
+    def _content(
+        self,
+        step: int,
+        model: Transformer,
+        ddp: Any,
+        opt: Any,
+        scaler: torch.amp.GradScaler,
+        extra: dict,
+    ) -> dict[str, dict]:
+        """Return what this rank saves, not copied: weights, state (on rank 0), rank_state."""
         # Rank 0 writes the model and the training state. With FSDP and ZeRO-1 the others send it
         # their parts, so all ranks make these calls.
+        is_main = ranks.rank() == 0
         content: dict[str, dict] = {}
         sharded = isinstance(ddp, fsdp.FSDP)
-        weights = ddp.whole_weights() if sharded else self.files.stored_weights(model)
+        weights = ddp.whole_weights() if sharded else self.model_format.stored_weights(model)
         optimizer = opt.state_dict(ddp.gather if self.config["zero1"] else None, keep=is_main)
         if is_main:
             content["weights"] = weights
@@ -122,26 +140,19 @@ class Saver:
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
                 "scaler": scaler.state_dict(),
-                **(other or {}),
+                **extra,
             }
         # Each rank has its own generators and compression errors.
         content["rank_state"] = {"rng": rng_state(next(model.parameters()).device)}
         hook = getattr(ddp, "hook", None)
         if isinstance(hook, PowerSGD):
             content["rank_state"]["powersgd"] = hook.state_dict()
+        return content
 
-        # From here on training may change all tensors: the thread writes the copies, and reads of
-        # the model only its architecture.
-        copied = self.memory.copy(content)
-        self.pending.append(self.pool.submit(self._write, step, model, copied))
-        # A run that cannot save ends now, not at its second save.
-        if not self.newest_step:
-            self.wait()
-
-    def update_best(self) -> None:
+    def tidy(self) -> None:
         """Update links and remove steps by the evaluations in the log. Call after an evaluation."""
         # In the thread, after the save under way.
-        self.pending.append(self.pool.submit(self._tidy))
+        self.pending.append(self.pool.submit(self._tidy_now))
 
     def wait(self) -> None:
         """Wait for what the thread has to do."""
@@ -189,7 +200,7 @@ class Saver:
             return
         self.newest_step = step
         self.log.write("save", step, {"path": str(final)})
-        self._tidy()
+        self._tidy_now()
 
     def _write_files(
         self, final: Path, model: Transformer, copied: dict[str, dict], states: Iterator[dict]
@@ -203,7 +214,7 @@ class Saver:
                 write_state(temp / rank_file(rank), state)
             write_state(temp / "train_state.pt", copied["state"])
             weights = copied["weights"]
-            self.files.write_model(temp, model, self.tokenizer, self.base, weights=weights)
+            self.model_format.write_model(temp, model, self.tokenizer, self.base, weights=weights)
             commit(temp, final)
         finally:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
@@ -220,10 +231,10 @@ class Saver:
             ranks.issue("receive state", dist.recv_object_list, state, other, group=self.group)
             yield state[0]
 
-    def _tidy(self) -> None:
+    def _tidy_now(self) -> None:
         """Do the housekeeping on rank 0 while the others wait."""
         if ranks.rank() == 0:
-            tidy(self.out_dir, self.newest_step, self.keep_last, self.log.val_losses())
+            tidy_run_dir(self.out_dir, self.newest_step, self.keep_last, self.log.val_losses())
         ranks.gather_objects(None, self.group)
 
 
@@ -314,7 +325,7 @@ def commit(temp: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def tidy(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, float]) -> None:
+def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, float]) -> None:
     """Point latest, best and best2 at their steps, and remove the steps that are not kept.
 
     Kept are the `keep_last` newest (0 = all) and the two with the lowest val_loss.

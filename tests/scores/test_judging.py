@@ -9,7 +9,6 @@ import re
 import socket
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -96,7 +95,7 @@ def test_preference_is_what_reward_py_measures(judge, tmp_path, monkeypatch):
     found = evaluate_preference(*judge, path, batch_size=7)
     corpus = PairCorpus(path, tokenizer, 96, seed=1, val_data=path)
     monkeypatch.setattr(reward, "batch_size", 16)
-    monkeypatch.setattr(reward, "stop_signal", SimpleNamespace(received=0), raising=False)
+    monkeypatch.setattr(reward, "stop_signal", lambda: False, raising=False)
     want = reward.evaluate(model, corpus, torch.device("cpu"), torch.float32)
     for name in set(want) - {"val_loss"}:
         assert found[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name

@@ -30,9 +30,9 @@ def test_before_training_a_signal_ends_the_process(stop_signal):
 
 def test_during_training_the_first_signal_is_a_flag(stop_signal):
     stop_signal.begin()
-    assert not stop_signal.received and stop_signal.exit_code == 143  # another rank received it
+    assert not stop_signal() and stop_signal.exit_code == 143  # another rank received it
     os.kill(os.getpid(), signal.SIGINT)
-    assert stop_signal.received == signal.SIGINT and stop_signal.exit_code == 130
+    assert stop_signal() and stop_signal.exit_code == 130
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop_signal.exit_code == 130
 
@@ -129,6 +129,25 @@ def test_a_port_where_another_program_listens_is_one_line(monkeypatch):
         with pytest.raises(LostRank, match="rank 1: init_process_group failed.*GLOO_SOCKET_IFNAME"):
             ranks.init("cpu", timeout_s=1)
         assert time.monotonic() - begin < 5
+
+
+def test_gloo_takes_the_interface_that_leads_to_the_first_machine(monkeypatch):
+    """/etc/hosts gives this machine's name a loopback address."""
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    addresses = {"first": "127.0.0.1", socket.gethostname(): "127.0.1.1"}
+    monkeypatch.setattr(ranks, "address_of", addresses.get)
+    monkeypatch.setattr(ranks, "interface_to", {"10.1.2.3": "eth7", "10.9.9.9": ""}.get)
+    for first in ("127.0.0.1", "10.9.9.9"):
+        addresses["first"] = first
+        ranks.name_interface()
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    addresses["first"] = "10.1.2.3"
+    ranks.name_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # of the user
+    ranks.name_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
 def test_replicas_may_differ_by_rounding_only(monkeypatch):

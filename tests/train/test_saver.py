@@ -30,7 +30,7 @@ import ddp
 from groundup.errors import LostRank, UserError, say
 from groundup.files import disk
 from groundup.files.untrusted import crc32_of
-from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver, tensor_files
+from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver
 from groundup.train.log import read_events
 from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer
@@ -119,7 +119,7 @@ def test_kill_at_every_moment_from_an_evaluation_to_its_links(tmp_path: Path) ->
         behind = saved.open_saver(run, tc.TOKENIZER, keep_last=1, first_step=3)
         if 3 not in behind.log.val_losses():  # as a trainer that starts here
             behind.log.write("eval", 3, {"val_loss": 0.5})
-            behind.update_best()
+            behind.tidy()
         behind.close()
 
     moment, killed = 1, True
@@ -754,12 +754,12 @@ def test_rank_0_reads_for_all_ranks(tmp_path: Path, zero1: bool) -> None:
     """The others have its weights and its optimizer's state, and its error; with ZeRO-1 they read their share."""
     good, damaged = save(tmp_path / "good", 1, tiny(1)), save(tmp_path / "damaged", 1, tiny(1))
     flip_byte(damaged / "model.safetensors")
-    getitem = tensor_files.Stored.__getitem__
+    getitem = huggingface.Stored.__getitem__
 
     def action(world: ranks.World) -> None:
         n_read = [0, 0]  # tensors of weights, bytes whose checksum was computed
 
-        def count_read(stored: tensor_files.Stored, rows: slice) -> torch.Tensor:
+        def count_read(stored: huggingface.Stored, rows: slice) -> torch.Tensor:
             n_read[0] += 1
             return getitem(stored, rows)
 
@@ -767,7 +767,7 @@ def test_rank_0_reads_for_all_ranks(tmp_path: Path, zero1: bool) -> None:
             n_read[1] += 1
             return crc32_of(path)
 
-        tensor_files.Stored.__getitem__, huggingface.crc32_of = count_read, count_crc
+        huggingface.Stored.__getitem__, huggingface.crc32_of = count_read, count_crc
         assert checkpoint.resolve(good) == good
         model = tiny(10 + world.rank)
         huggingface.load_start(model, good, tc.V, tc.TOKENIZER)
@@ -961,7 +961,7 @@ def test_machines_need_no_shared_disk_to_save_but_each_the_checkpoint_to_resume(
         for name, mine in hook.state_dict().items() if compress == "powersgd" else ():
             mine["error"].fill_(len(name) + world.rank)
         torch.manual_seed(world.rank)
-        behind.save(1, model, parallel, *saved.training(1)[1:], other={"data": tc.DATA})
+        behind.save(1, model, parallel, *saved.training(1)[1:], extra={"data": tc.DATA})
         behind.close()
         assert behind.saved
 

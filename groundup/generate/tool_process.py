@@ -1,0 +1,139 @@
+"""The process in which a model's tools run: python -m groundup.generate.tool_process FILE SECONDS.
+
+It answers lines of JSON: first with the schemas of the file's functions, or with an error; then
+{"name", "arguments"} with {"text", "failed"}. tools.py starts it, and ends it when a tool loops.
+"""
+
+import inspect
+import json
+import os
+import re
+import signal
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+from groundup.errors import UserError
+from groundup.generate.rendering import limit_memory
+
+MAX_CHARS = 2_000  # of a result; the rest is cut off
+MEMORY_MB = 1_000  # beside what the process has at its start
+NAMES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+NAMES |= {typing.Any: None, list: "array", tuple: "array", dict: "object"}
+
+# "  name (type): what it is", which may go on in lines that begin no other
+BEGIN = r"[ \t]+(\w+)(?: \([^)\n]*\))?:"
+ARGUMENT = re.compile(rf"^{BEGIN}[ \t]*(.*(?:\n(?!{BEGIN}).*)*)", re.M)
+
+
+def functions_of(path: str) -> dict[str, Callable]:
+    """Return the functions that a Python file offers: all that it defines without a leading _."""
+    space = {"__name__": "tools", "__file__": path}
+    code = compile(Path(path).read_text(encoding="utf-8"), path, "exec")
+    exec(code, space)  # noqa: S102 (the user's own file)
+    found = {}
+    for name, value in space.items():
+        if inspect.isfunction(value) and not name.startswith("_") and value.__globals__ is space:
+            found[name] = value
+    return found
+
+
+def schema_of(function: Callable) -> dict:
+    """Return the JSON schema of a function, as a chat template shows it.
+
+    Types are those of the hints, descriptions those of the docstring: its text, and a block "Args:"
+    with a line "name: what it is" for each parameter. Raise UserError for one that is missing."""
+    name, text = function.__name__, inspect.getdoc(function) or ""
+    sections = re.split(r"^(Args|Returns|Raises):[ \t]*\n?", text, flags=re.M)
+    if not sections[0].strip():
+        raise UserError(f"{name}: it has no docstring to tell the model what it does")
+    described = dict(zip(sections[1::2], sections[2::2], strict=True))
+    words = {
+        key: " ".join(value.split())
+        for key, value, _ in ARGUMENT.findall(described.get("Args", ""))
+    }
+
+    hints, properties, required = typing.get_type_hints(function), {}, []
+    for key, parameter in inspect.signature(function).parameters.items():
+        for what, there in (("type hint", key in hints), ("line under Args:", key in words)):
+            if not there:
+                raise UserError(f"{name}: its parameter {key!r} has no {what}")
+        properties[key] = type_of(hints[key], f"{name}: {key}") | {"description": words[key]}
+        if parameter.default is inspect.Parameter.empty:
+            required.append(key)
+    parameters: dict = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    about = {"name": name, "description": sections[0].strip(), "parameters": parameters}
+    if "return" in hints and hints["return"] is not type(None):
+        about["return"] = type_of(hints["return"], f"{name}: its result")
+        if "Returns" in described:
+            about["return"]["description"] = " ".join(described["Returns"].split())
+    return {"type": "function", "function": about}
+
+
+def type_of(hint: object, what: str) -> dict:
+    """Return a type hint in JSON schema. Raise UserError for a type that JSON does not have."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return type_of(type(inner[0]), what) | {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        kinds = [type_of(one, what) for one in inner if one is not type(None)]
+        if len(kinds) > 1:
+            kinds = [{"type": sorted(kind["type"] for kind in kinds)}]
+        return kinds[0] | ({"nullable": True} if type(None) in inner else {})
+    plain = origin or hint
+    if plain not in NAMES:
+        raise UserError(f"{what} has the type {hint}, which JSON does not have")
+    schema = {"type": NAMES[plain]} if NAMES[plain] else {}
+    if inner and plain is list:
+        schema["items"] = type_of(inner[0], what)
+    if inner and plain is dict:
+        schema["additionalProperties"] = type_of(inner[1], what)
+    return schema
+
+
+def call(functions: dict[str, Callable], name: str, arguments: dict) -> dict:
+    """Return {"text": what a tool says, "failed": whether it is an error's text}."""
+    if name not in functions:
+        return {"text": f"Error: there is no tool {name!r}", "failed": True}
+    try:
+        result = functions[name](**arguments)
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    except (Exception, SystemExit) as error:  # the tool's answer, not the run's end
+        text = f"Error: {type(error).__name__}: {error}"
+        return {"text": text[:MAX_CHARS], "failed": True}
+    if len(text) > MAX_CHARS:
+        text = f"{text[:MAX_CHARS]}... ({len(text) - MAX_CHARS:,} characters more)"
+    return {"text": text, "failed": False}
+
+
+def serve(path: str, most_s: int) -> None:
+    """Answer the lines of standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this decides when it ends
+    # What a tool prints must not look like an answer, and it has nothing to read.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    calls = os.fdopen(os.dup(0), encoding="utf-8")
+    sink = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(sink, fd)
+    try:
+        functions = functions_of(path)
+        first: list | str = [schema_of(function) for function in functions.values()]
+    except UserError as error:
+        first = str(error)
+    except (Exception, SystemExit) as error:  # whatever the file does
+        first = " ".join(f"{type(error).__name__}: {error}".split())
+    print(json.dumps(first), file=answers, flush=True)
+    limit_memory(MEMORY_MB)
+    for line in calls:
+        signal.alarm(most_s)  # it ends on its own if the one that asks was killed meanwhile
+        found = call(functions, **json.loads(line))
+        signal.alarm(0)
+        print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))

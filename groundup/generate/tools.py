@@ -1,0 +1,143 @@
+"""Tools that a model may call: the functions of a Python file, run in a process that can be ended.
+
+    tools = Tools("calculator.py")
+    messages = tools.shown(messages)               # the schemas, where the template shows them
+    calls = read_calls(tokenizer, ids)             # of an answer; [] = it calls nothing
+    turns, n_failed = tools.run(calls)             # a message of each tool
+    ids = tool_ids(tokenizer, [*messages, answer, *turns])       # what follows the answer
+
+A conversation with tools grows by ids, and the ids of a turn that was drawn are never made anew from
+its text: the tokenizer may cut the text in another way, and training would then learn tokens that
+were not drawn. Results and whatever the template writes around them are appended.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from groundup.errors import UserError
+from groundup.files.turns import call_text, with_system
+from groundup.generate.completion import call_ids
+from groundup.generate.text_parts import CallReader
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+TOOL_PROCESS = [sys.executable, "-m", "groundup.generate.tool_process"]
+LOAD_S = 60  # for the process to start and read the file
+SECONDS = 5.0  # for a call
+MAX_CALLS = 8  # in one answer; more are refused
+
+
+class Tools:
+    """The process with the functions, which is started again after one that had to be ended.
+
+    schemas: of the functions, in OpenAI's form. Raise UserError for a file that offers none."""
+
+    def __init__(self, path: str, seconds: float = SECONDS) -> None:
+        self.path, self.seconds = path, seconds
+        if not path.endswith(".py") or not Path(path).is_file():
+            raise UserError(f"config: tools={path!r}: there is no such Python file")
+        self.process: subprocess.Popen | None = None
+        self.schemas = self.start()
+        if not self.schemas:
+            raise UserError(f"config: tools={path!r} defines no function")
+
+    def start(self) -> list[dict]:
+        pipe, paths = subprocess.PIPE, [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        self.process = subprocess.Popen(
+            [*TOOL_PROCESS, self.path, str(math.ceil(self.seconds) + 1)],
+            stdin=pipe,
+            stdout=pipe,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            text=True,
+            encoding="utf-8",
+        )
+        found = self.ask(None, LOAD_S)
+        if not isinstance(found, list):
+            raise UserError(f"config: tools={self.path!r}: {found or 'the file does not end'}")
+        return found
+
+    def ask(self, call: dict | None, seconds: float) -> list | dict | str | None:
+        """Return the process's next answer; None if it ends, or is ended in time."""
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        try:
+            if call:
+                self.process.stdin.write(json.dumps(call) + "\n")
+                self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline() or "null")
+        except (OSError, ValueError):  # it has ended, or left half a line
+            return None
+        finally:
+            timer.cancel()
+
+    def run(self, calls: Sequence[dict]) -> tuple[list[dict], int]:
+        """Return the messages of the tools, in order, and how many calls failed."""
+        messages, n_failed = [], 0
+        for number, one in enumerate(calls):
+            if number >= MAX_CALLS:
+                found = {"text": f"Error: at most {MAX_CALLS} calls at a time", "failed": True}
+            else:
+                if self.process.poll() is not None:
+                    self.start()
+                found = self.ask(one, self.seconds)
+            if found is None:
+                self.close()
+                text = f"Error: it took more than {self.seconds:g} s, or too much memory"
+                found = {"text": text, "failed": True}
+            messages.append({"role": "tool", "content": found["text"]})
+            n_failed += found["failed"]
+        return messages, n_failed
+
+    def shown(self, messages: list[dict]) -> list[dict]:
+        """Return the messages with the schemas in the first."""
+        return with_system(messages, {"tools": self.schemas})
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict]]:
+    """Return the text of an answer and its calls [{"name", "arguments"}, ...], [] = none.
+
+    ids: as drawn, without the one that ended it. The text is as our own models write calls."""
+    marks, parts, begin = call_ids(tokenizer), [], 0
+    for place, token in enumerate([*ids, None]):
+        if token is None or token in marks:  # a special token that begins a call has no text
+            parts.append(tokenizer.decode(list(ids[begin:place])))
+            parts.append(tokenizer.decode([token]) if token is not None else "")
+            begin = place + 1
+    said, found = CallReader().push("".join(parts), last=True)
+    calls = [
+        {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"])}
+        for one in found
+    ]
+    return "\n".join([said] * bool(said) + [call_text(one) for one in calls]), calls
+
+
+def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
+    """Raise UserError if the chat template does not write calls and results of tools."""
+    call = call_text({"name": tools.schemas[0]["function"]["name"], "arguments": {}})
+    talk = tools.shown([{"role": "user", "content": "a"}])
+    talk += [{"role": "assistant", "content": call}, {"role": "tool", "content": "7 swans"}]
+    if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):
+        raise UserError("tools: the chat template does not write the results of tools")
+
+
+def tool_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+    """Return the ids that the template writes behind an answer that called tools.
+
+    They are the turns of the tools and the opened turn of the next answer. messages: up to the
+    tools' turns, which are the last. Raise UserError for a template that writes no tools' turns."""
+    ids, mask = tokenizer.render(messages)
+    opened, _ = tokenizer.render(messages, add_generation_prompt=True)
+    end = len(mask) - mask[::-1].index(1) if 1 in mask else 0  # of the answer that calls
+    if not 0 < end < len(ids) or opened[: len(ids)] != ids:
+        raise UserError("tools: the chat template does not write the results of tools")
+    return opened[end:]

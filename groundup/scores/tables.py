@@ -1,0 +1,175 @@
+"""Results as tables for people: a task's figures, alone or beside those of other models."""
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from groundup.errors import UserError
+from groundup.files.untrusted import read_json
+from groundup.scores import choices
+
+DOMAIN_COLUMNS = {
+    "documents": "documents",
+    "tokens": "tokens",
+    "nats_per_token": "nats/token",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits/byte",
+    "bits_per_character": "bits/char",
+    "nats_per_document": "nats/doc",
+}
+# Names of figures for people; others are shown as they are.
+FIGURES = {
+    "n": "answers",
+    "exact_match": "exact match",
+    "rouge_l": "ROUGE-L",
+    "bleu_13a": "BLEU (13a)",
+    "bleu_13a_n": "answers with BLEU (13a)",
+    "bleu_zh": "BLEU (zh)",
+    "bleu_zh_n": "answers with BLEU (zh)",
+    "self_stop": "stops on its own",
+    "empty": "empty answers",
+    "mean_tokens": "tokens per answer",
+    "ece": "calibration error",
+    "longer_wins": "longer answer wins",
+    "length_correlation": "correlation with length",
+}
+# What two results must agree in to stand in one table.
+SAME_SETTINGS = ("limit", "max_new_tokens", "shots", "stride", "txt_split", "text_key")
+
+
+def describe(
+    task: str, found: dict, others: Mapping[str, dict] | None = None, name: str = "this"
+) -> str:
+    """Return the results of a task as text.
+
+    others: {name: results of all tasks} of other models; name: of this one."""
+    if others:
+        columns = {other: results[task] for other, results in others.items()}
+        columns[name if name not in columns else "this"] = found
+        return f"{task}\n{side_by_side(task, columns)}"
+    if task == "perplexity":
+        return f"{task}\n{describe_domains(found)}"
+    if task in choices.TASKS:
+        return describe_choices(found)
+    # Single figures in lines, then dicts; lists are for the JSON file only.
+    parts = [task, table(["", ""], list(map(list, figures_of(task, found).items()))).lstrip()]
+    for key, of in found.items():
+        if isinstance(of, dict) and of:
+            parts.append(
+                f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in of.items())
+            )
+    return "\n".join(parts)
+
+
+def describe_domains(found: dict) -> str:
+    figures = found["domains"] | ({"(all)": found["all"]} if len(found["domains"]) > 1 else {})
+    lines = [[name, *(of[key] for key in DOMAIN_COLUMNS)] for name, of in figures.items()]
+    notes = [f"{name}: {note}" for name, of in found["domains"].items() for note in of["notes"]]
+    return "\n".join([table(["domain", *DOMAIN_COLUMNS.values()], lines), *notes])
+
+
+def describe_choices(found: dict) -> str:
+    """Return the accuracies in per cent with their standard errors: of all questions, by group,
+    by subject."""
+    mean, subjects = found["subject_mean"], found["subjects"] if len(found["subjects"]) > 1 else {}
+    lines = [f"{found['task']}, {found['shots']} shots", *(f"  {note}" for note in found["notes"])]
+    for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost their beginning")):
+        lines += [f"  {found[key]} prompts {what} to fit"] if found[key] else []
+    cells = []
+    for name, of in ({"overall": found["overall"]} | found["groups"] | subjects).items():
+        errors = (
+            "" if of[f"{m}_stderr"] is None else f" +- {100 * of[f'{m}_stderr']:.1f}" for m in mean
+        )
+        accuracies = [f"{100 * of[m]:.1f}{error}" for m, error in zip(mean, errors, strict=True)]
+        cells.append([name, of["n"], f"{100 * of['chance']:.1f}", *accuracies])
+    if subjects:
+        cells.append(["mean of subjects", "", "", *(f"{100 * of:.1f}" for of in mean.values())])
+    return "\n".join([*lines, table(["", "n", "chance", *mean], cells)])
+
+
+def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
+    """Return aligned columns: the first to the left, others to the right. Chinese characters are
+    two places wide."""
+    lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
+    width = [
+        [len(cell) + sum(unicodedata.east_asian_width(c) in "WF" for c in cell) for cell in row]
+        for row in lines
+    ]
+    widest = [max(column) for column in zip(*width, strict=True)]
+    padded = []
+    for row, own in zip(lines, width, strict=True):
+        gaps = [" " * (most - n) for n, most in zip(own, widest, strict=True)]
+        padded.append("  ".join([row[0] + gaps[0], *map(str.__add__, gaps[1:], row[1:])]).rstrip())
+    return "\n".join(padded)
+
+
+def shown(cell: object) -> str:
+    """Return a figure as text: (low, high) as an interval, "-" for None and NaN."""
+    if cell is None or cell != cell:
+        return "-"
+    if isinstance(cell, tuple):
+        return " to ".join(map(shown, cell))
+    if isinstance(cell, float):
+        return f"{cell:.4f}" if abs(cell) < 1e6 else f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
+
+
+# ---- several models ------------------------------------------------------------------------------
+
+
+def side_by_side(task: str, columns: Mapping[str, dict]) -> str:
+    """Return a table with a line for each figure and a column for each model."""
+    figures = {name: figures_of(task, found) for name, found in columns.items()}
+    names = list(dict.fromkeys(key for of in figures.values() for key in of))
+    what = "bits/byte" if task == "perplexity" else ""
+    return table(
+        [what, *figures], [[key, *(of.get(key) for of in figures.values())] for key in names]
+    )
+
+
+def figures_of(task: str, found: dict) -> dict[str, object]:
+    """Return {name for people: figure} of a task's results; one with a standard error has it."""
+    if task == "perplexity":
+        domains = found["domains"] | ({"(all)": found["all"]} if len(found["domains"]) > 1 else {})
+        return {name: of["bits_per_byte"] for name, of in domains.items()}
+    if task in choices.TASKS:
+        groups = {"overall": found["overall"]} | found["groups"]
+        return {
+            f"{name}, {how}, %": 100 * of[how]
+            for name, of in groups.items()
+            for how in found["subject_mean"]
+        }
+    figures: dict[str, object] = {}
+    for key, of in found.items():
+        if isinstance(of, dict | list) or key.endswith(("_signature", "_se")):
+            continue
+        error = found.get(f"{key}_se")
+        with_error = error is not None and error == error
+        figures[FIGURES.get(key, key)] = f"{shown(of)} +- {error:.4f}" if with_error else of
+    return figures
+
+
+def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict[str, dict]:
+    """Return {name of the model: its results} of the files in `beside`.
+
+    Raise UserError for one that lacks a task or was measured in another way."""
+    others = {}
+    for path in filter(None, map(str.strip, beside.split(","))):
+        run = read_json(path, "config: beside", "give files that evaluate.py wrote to out")
+        results, settings = run.get("results", {}), run.get("settings", {})
+        if missing := [task for task in wanted if task not in results]:
+            raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
+        for key in ("data", *SAME_SETTINGS):
+            if settings.get(key) != config[key]:
+                what = f"was measured with {key}={settings.get(key)!r}, not {config[key]!r}"
+                raise UserError(f"config: beside: {path} {what}")
+        name = name_of(settings.get("init_from") or settings.get("judge") or path)
+        others[name if name not in others else path] = results
+    return others
+
+
+def name_of(directory: str) -> str:
+    """Return a short name of a model: out/sft/step_000100 is "sft"."""
+    path = Path(directory)
+    is_step = path.name.startswith("step_") or path.name in ("latest", "best", "best2")
+    return path.parent.name if is_step and path.parent.name else path.name or "this"
