@@ -289,14 +289,16 @@ def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch):
     assert ids[1:].tolist()[: len(whole := tokenizer.encode(places[long][0]))] == whole
 
 
-def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_with_a_space(tok):
+def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_with_a_space(tok, tmp_path):
     class Spaced:
         def __init__(self):
             self.encode_array = lambda text: np.array(Tokenizer.load(tok).encode(" " + text))
             self.encode = lambda text: self.encode_array(text).tolist()
+            self.vocab_size = 512
 
     pieces = [select.Piece(0, "One.\n\n", True), select.Piece(1, "Two", False)]
-    assert select.ids_of(pieces, None, Spaced()).tolist() == Spaced().encode("One.\n\nTwo")
+    ids, n_bytes = select.ids_of(pieces, None, Spaced(), tmp_path / "ids")
+    assert ids.tolist() == Spaced().encode("One.\n\nTwo") and n_bytes == 9
 
 
 def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
