@@ -31,7 +31,7 @@ from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_sc
 from groundup.kernels.distillation import Distillation, distill
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
-from groundup.tokens.row_corpus import paths_of, steps_of
+from groundup.tokens.rows import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (

@@ -59,6 +59,12 @@ CHAT_TEMPLATE = (
     "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+OWNERS = {  # files, and what the directory is that has one
+    "config.json": "model",
+    "adapter_config.json": "model",
+    "manifest.json": "directory of prepared data",
+    "log.jsonl": "run",
+}
 RECENT = 32  # texts whose ids are kept: openings of turns, the prompt of a pair
 
 
@@ -388,6 +394,13 @@ def with_specials(files: dict[str, bytes], names: list[str], first: int) -> dict
     return files | {"tokenizer.json": foreign.to_json(description)}
 
 
+def check_no_owner(directory: str | Path) -> None:
+    """Raise UserError if a directory belongs to a model, prepared data or a run."""
+    if found := [name for name in OWNERS if Path(directory, name).exists()]:
+        of = f"holds {found[0]}, so it is a {OWNERS[found[0]]}, which another tokenizer would break"
+        raise UserError(f"tokenizer: out_dir={str(directory)!r} {of}; use another out_dir")
+
+
 # ---- command line ----------------------------------------------------------------------------
 
 if __name__ == "__main__":
@@ -396,7 +409,6 @@ if __name__ == "__main__":
     from configurator import configure
     from groundup.files.text_mix import first_texts, parts_of, texts_by_weight
     from groundup.files.text_sample import sampled_texts, size_of
-    from groundup.files.untrusted import check_no_owner
     from groundup.tokens.training import extended, measure, train
 
     SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on

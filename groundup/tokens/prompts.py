@@ -20,8 +20,7 @@ from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import with_system
 from groundup.tokens.mixture import Mixture
-from groundup.tokens.row_corpus import RowCorpus
-from groundup.tokens.row_reader import RowReader, Unusable
+from groundup.tokens.rows import RowCorpus, RowReader, Unusable
 from groundup.tokens.templates import take_tools
 from tokenizer import Tokenizer
 

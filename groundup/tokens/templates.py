@@ -17,18 +17,22 @@ Calls of tools come as text in the form of our own models; a template that knows
 OpenAI's form, with ids that Mistral's templates take.
 """
 
+import itertools
 import json
 import re
+import signal
+import sys
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cache
 from typing import Any, NamedTuple
 
 from groundup.errors import UserError
 from groundup.files import TOOLS_HEAD, TOOLS_TAIL
-from groundup.files.untrusted import loads, time_limit, why_unusable
+from groundup.files.untrusted import loads, why_unusable
 
 # Unicode's noncharacters: in no text that is meant to be read
 GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -43,27 +47,14 @@ NOT_WRITTEN = {
 OUR_CHARACTERS = re.compile("[\ufdd0-\ufdd5]")
 RENDER_S = 4  # at most, for one conversation; thousands of messages take less than one
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-CALLING = {"name": "f", "arguments": {"x": 1}}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
-PROBED = (  # (messages, tools, add_generation_prompt) that every template is tried on
-    (TRIAL, None, False),
-    (TRIAL[:1], None, True),
-    ([{"role": "system", "content": "c"}, *TRIAL, TRIAL[0]], TOOLS, True),
-    (
-        [
-            TRIAL[0],
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"type": "function", "id": "call00000", "function": CALLING}],
-            },
-            {"role": "tool", "content": "r", "tool_call_id": "call00000"},
-            {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"},
-        ],
-        TOOLS,
-        False,
-    ),
-)
+CALL_OF_F = "<tool_call>\n" + '{"name": "f", "arguments": {"x": 1}}' + "\n</tool_call>"
+PROBED = [  # conversations that reach most branches of a template
+    TRIAL,
+    [{"role": "system", "content": "c"}, *TRIAL, TRIAL[0]],
+    [TRIAL[0], {"role": "assistant", "content": CALL_OF_F}, {"role": "tool", "content": "r"}],
+    [TRIAL[0], {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"}],
+]
 # what a template may read that is no setting
 GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "loop"}
 # A block of thoughts that a prompt opens for the model, closed or not
@@ -378,6 +369,25 @@ class ChatTemplate:
         return [begin + 1 for begin in begins if self.word.match(clean, begin)]
 
 
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after so many seconds. Only the main thread gets signals."""
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def one_of(names: list[str]) -> str:
     """Return the regular expression of any of these names, the longest that is there."""
     if not names:
@@ -417,10 +427,10 @@ def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
 
     def render() -> None:
         template = environment().from_string(source)
-        for messages, tools, prompt in PROBED:
-            given = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        for talk, tools, prompt in itertools.product(PROBED, (None, TOOLS), (False, True)):
+            given = {"messages": with_tools(talk)[0], "tools": tools}
             try:
-                template.render(**given, **dict(variables))
+                template.render(**given, add_generation_prompt=prompt, **dict(variables))
             except MemoryError:
                 raise
             except Exception:  # it may refuse some of them

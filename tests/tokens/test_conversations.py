@@ -1,4 +1,4 @@
-"""conversations.py and chat_files.py: labels against hand arithmetic, rows and files against what was written."""
+"""conversations.py: labels against hand arithmetic, rows and files against what was written."""
 
 import itertools
 import json
@@ -14,8 +14,7 @@ from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
-from groundup.tokens.chat_files import InMemory, read_chat, tokenize
-from groundup.tokens.conversations import ChatCorpus, Rows, fit, load_rows
+from groundup.tokens.conversations import ChatCorpus, InMemory, Rows, fit, load_rows, read_chat, tokenize_chat
 from groundup.tokens.corpus import changed_entry
 from groundup.tokens.training import train
 from groundup.train.ranks import World
@@ -103,7 +102,7 @@ def write_talks(path: Path, found: list[list[dict]]) -> str:
 def rows_of(found: list[list[dict]], tokenizer, block_size: int, pack: bool, seed: int = 1) -> Rows:
     store = InMemory(tokenizer)
     for talk in found:
-        store.append(tokenize(talk, tokenizer))
+        store.append(tokenize_chat(talk, tokenizer))
     return Rows(store.conversations(), block_size, pack, seed, "x")
 
 
@@ -156,7 +155,7 @@ def test_worked_example_packed():
 
 
 def test_what_is_too_long_ends_after_its_last_complete_answer():
-    ids, mask = tokenize(C1, Toy())
+    ids, mask = tokenize_chat(C1, Toy())
     for limit in range(40):
         found, found_mask = fit(ids, mask, limit)
         n = 28 if limit >= 28 else 27 if limit == 27 else 14 if limit >= 14 else 13 if limit == 13 else 0
@@ -177,7 +176,7 @@ def test_an_answer_that_does_not_fit_is_neither_cut_nor_replaced():
 
 def test_fit_keeps_whole_messages_of_random_conversations(tok):
     for messages in talks(30, seed=5, longest=12):
-        ids, mask = tokenize(messages, tok)
+        ids, mask = tokenize_chat(messages, tok)
         prefixes = [len(tok.render(messages[: k + 1])[0]) for k, m in enumerate(messages) if m["role"] == "assistant"]
         newline = len(tok.encode("\n"))
         for limit in range(0, len(ids) + 3, 7):

@@ -15,11 +15,10 @@ from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.files.row_formats import Pair
 from groundup.tokens.batches import Batches
-from groundup.tokens.chat_files import ChatReader
-from groundup.tokens.labelled import LabelReader
+from groundup.tokens.conversations import ChatReader
 from groundup.tokens.mixture import Sampler
-from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs, read_pair, tokenize
-from groundup.tokens.row_reader import Unusable
+from groundup.tokens.pairs import LabelReader, PairBatch, PairCorpus, load_pairs, read_pair, tokenize_pair
+from groundup.tokens.rows import Unusable
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer
@@ -91,7 +90,7 @@ def texts(corpus: PairCorpus, batch: PairBatch) -> list[str]:
 def test_worked_example():
     pair = Pair([user("Hi")], "你好", "b")
     prompt, chosen, rejected = [1, 10, 11, 12, 13, 2, 11, 1, 14, 11], [15, 16, 2], [20, 2]
-    ids = tokenize(pair, Toy())
+    ids = tokenize_pair(pair, Toy())
     assert [part.tolist() for part in ids[:3]] == [prompt, chosen, rejected]
     assert ids.margin == 0 and ids.prompt.dtype == np.uint16
 
@@ -120,7 +119,7 @@ def test_answers_are_what_a_rendered_conversation_learns(tok):
     """Against the mask of the whole conversation, in which the prompt's answers are learnt, too."""
     prompt = [{"role": "system", "content": "规则"}, user("one"), assistant("1"), user("two\n")]
     pair = Pair(prompt, " 2 <|im_end|>\n", "twenty-two")  # text that looks like a marker is none
-    ids = tokenize(pair, tok)
+    ids = tokenize_pair(pair, tok)
     for answer, part in ((pair.chosen, ids.chosen), (pair.rejected, ids.rejected)):
         whole, mask = tok.render([*prompt, assistant(answer)])
         n = len(ids.prompt)
@@ -294,7 +293,7 @@ def test_every_shape_and_container_is_the_same_pair(tok, tmp_path):
         {"instruction": "r", "output": [good, bad], "history": [["q", "a"]]},
     ]  # fmt: skip
     del rows[6]  # a list of turns has no history beside it
-    expected = tokenize(Pair(turns, good, bad), tok)
+    expected = tokenize_pair(Pair(turns, good, bad), tok)
     assert tok.decode(expected.prompt.tolist()).count("<|im_start|>") == 4
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     write(tmp_path / "a.jsonl", rows)

@@ -2,10 +2,14 @@
 
 The templates are read from the installed package. Each gets a small tokenizer whose added tokens
 are the markers that it writes, once as special tokens and once as tokens that are not special.
+
+    PYTHONPATH=.:tests python tests/tokens/test_published_templates.py DIR     # those of another version: *.jinja
 """
 
 import json
 import re
+import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,8 +27,7 @@ from groundup.kernels.cross_entropy import cross_entropy, token_scores
 from groundup.tokens import pairs
 from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.foreign import added_token, to_json
-from groundup.tokens.labelled import LabelReader
-from groundup.tokens.pairs import PairCorpus
+from groundup.tokens.pairs import LabelReader, PairCorpus
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.templates import OPENED
 from groundup.tokens.training import train
@@ -41,7 +44,9 @@ REFUSED = {
     "idefics3": "does not show where answer 1",
     "idefics3_training": "leaves out answers",
     "llava_next": "refuses this conversation",
+    "smolvlm": "does not show where answer 1",  # not in every version
 }
+REFUSED = {name: why for name, why in REFUSED.items() if (TRL / f"{name}.jinja").exists()}
 MARKER = re.compile(r"<[｜|/]?[\w▁]+[｜|]?>|\[/?[A-Za-z_]{2,}\]")
 # the model itself writes these, so no published tokenizer calls them special
 OF_ANSWERS = re.compile(r"</?(think|tool_call)>")
@@ -90,11 +95,11 @@ def test_an_answer_has_the_same_ids_in_every_stage(name, small):
 
         # dpo.py and reward.py, beside an answer of another kind on either side
         for other in ANSWERS:
-            found = pairs.tokenize(Pair(QUESTION, answer, other), tokenizer)
+            found = pairs.tokenize_pair(Pair(QUESTION, answer, other), tokenizer)
             given = found.given[0]
             assert [*found.prompt, *found.chosen[:given]] == before
             assert found.chosen[given:].tolist() == learned
-            found = pairs.tokenize(Pair(QUESTION, other, answer), tokenizer)
+            found = pairs.tokenize_pair(Pair(QUESTION, other, answer), tokenizer)
             assert found.rejected[found.given[1] :].tolist() == learned
 
         # dpo.py --loss=kto, of a label and of a pair
@@ -198,3 +203,25 @@ def test_an_answer_is_as_likely_in_every_stage(name, small, tmp_path):
     assert same[0].logprob == pytest.approx(-nats[: len(same[0].ids)].sum().item(), rel=1e-4, abs=1e-5)
     # what a template writes after the token that stops generation is no part of a draw
     assert len(batch.targets) - len(same[0].ids) in (0, 1)
+
+
+def sweep(folder: Path) -> Counter[str]:
+    """Try every template in a folder, and count."""
+    globals()["TRL"], counts = folder, Counter()
+    files = train(["Hello! How are you? well fine system user assistant\n\n" * 3], 512).files
+    for path in sorted(folder.glob("*.jinja")):
+        try:
+            chat_ready(tokenizer_for(path.read_text(encoding="utf-8"), files))
+        except UserError as error:
+            counts["refused"] += 1
+            print(f"{path.stem}: {error}")
+            continue
+        test_an_answer_has_the_same_ids_in_every_stage(path.stem, files)
+        test_no_marker_in_a_question_becomes_one(path.stem, True, files)
+        test_no_marker_in_a_question_becomes_one(path.stem, False, files)
+        counts["the same ids in every stage, an end that is learned, no forged marker"] += 1
+    return counts
+
+
+if __name__ == "__main__":
+    print(dict(sweep(Path(sys.argv[1]))))

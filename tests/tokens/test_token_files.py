@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from groundup.tokens import IGNORE, token_files
 from groundup.tokens.batches import Batches, TextCorpus, Windows, load_windows, val_batches
 from groundup.tokens.mixture import Mixture, WindowSampler
 from groundup.tokens.packing import Packing, best_fit, pack, pack_rows
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import PackedData, TokenData, npy_header
 from groundup.tokens.token_writer import ShardWriter, verify, write_manifest, write_record
 from groundup.train.ranks import World
@@ -668,9 +669,11 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
         TextCorpus(f"{tmp_path}/wiki", 16).order(1, 8, 10, max_epochs=f"{tmp_path}/code=1")
 
 
-def test_epochs_that_make_no_steps_are_refused_with_flags_that_do() -> None:
+def test_epochs_that_make_no_steps_are_refused_with_flags_that_do(capsys) -> None:
     config = {"max_steps": 0, "epochs": 1.0, "batch_size": 4, "total_batch_pairs": 64, "world_size": 1}
+    assert steps_of(config, 20 * 64, 64, "total_batch_pairs") == 20 and not capsys.readouterr().err
     assert steps_of(config, 320, 64, "total_batch_pairs") == 5
+    assert re.search(r"320 rows make 5 steps .* few to learn from; .* --epochs=1$", capsys.readouterr().err.strip())
     with pytest.raises(UserError, match=r"11 pairs make 1 step of total_batch_pairs=64, too few .* --epochs=2$"):
         steps_of(config, 11, 64, "total_batch_pairs", "pairs")
     with pytest.raises(UserError, match=r"too few to learn from: left out 1 \(bad_json\); first: f:5; smaller"):
