@@ -39,7 +39,7 @@ LATE += ("torch._dynamo",)  # a GradScaler imports it, which takes as long as to
 TORCHRUN = "torch.distributed.run"
 STARTER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 ADDRESS = "TESTS_FORKS"  # in the environment of what is forked: where the server listens
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 INTERPRETER = ("PYTHON", "LC_", "LANG", "OMP_", "LD_")  # names of variables that are read when Python starts
 
 
@@ -99,11 +99,11 @@ def fork(
 
 
 def spawn_forks() -> None:
-    """Let multiprocessing's "spawn" start forks."""
+    """Let multiprocessing's "spawn" start forks. Its tracker of resources, which imports nothing, is none."""
     spawn = multiprocessing.util.spawnv_passfds
 
     def spawn_fork(path: str, args: list, files: list[int]) -> int:
-        words = stands_for([os.fsdecode(word) for word in args], None)
+        words = stands_for([os.fsdecode(word) for word in args], None) if "spawn_main" in str(args) else []
         return fork(words, {file: file for file in (0, 1, 2, *files)}) if words else spawn(path, args, files)
 
     multiprocessing.util.spawnv_passfds = spawn_fork
@@ -186,6 +186,7 @@ def become(line: socket.socket, size: int, files: list[int], middle: int) -> lis
     while len(text) < size:
         text += line.recv(size - len(text))
     order = json.loads(text)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"python")
     if order["session"]:
         os.setsid()
     above = max(order["files"]) + 1  # first all out of the way of the places where they belong
@@ -223,6 +224,7 @@ def serve_for_me() -> list[str]:
         os.environ[ADDRESS] = address
         return []
     os.close(lifeline)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"server")
     os.dup2(end, 0)
     os.dup2(ready, 1)
     return serve(address)
@@ -234,7 +236,6 @@ def play(words: list[str]) -> None:
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
-    spawn_forks()
     if words[0] == "-c":
         sys.argv, sys.modules["__main__"] = ["-c", *words[2:]], types.ModuleType("__main__")
         exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))  # noqa: S102
@@ -287,6 +288,7 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     words = serve(sys.argv[1])
-    if words[0] == "-m":
+    if words[0] == "-m" or "prepare" in str(words):  # these start processes
         words = serve_for_me() or words
+        spawn_forks()
     play_to_the_end(words)

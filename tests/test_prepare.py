@@ -405,10 +405,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks f
 
 
 def children(pid: int) -> list[int]:
-    """Worker processes of a process (the resource tracker is none)."""
+    """Worker processes of a process: neither the resource tracker nor what forks (forks.py)."""
     try:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text("utf-8").split()
-        return [int(p) for p in found if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        found = [p for p in found if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+        return [int(p) for p in found if Path(f"/proc/{p}/comm").read_text("utf-8") != "server\n"]
     except OSError:
         return []
 

@@ -26,30 +26,34 @@ SHOWN_FILES = 1000  # with losses, in manifest.json; errors.tsv has all
 # ---- counts --------------------------------------------------------------------------------------
 
 
-def by_reason(chosen: Selection, weights: np.ndarray | None = None) -> dict[str, int]:
-    """Return {reason: number of documents dropped for it, or sum of their weights}."""
-    sums = np.bincount(chosen.fates, weights, len(REASONS)).astype(np.int64).tolist()
-    return {reason: n for reason, n in zip(REASONS, sums, strict=True) if n and reason != "kept"}
+def by_fate(fates: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Return the number of documents of each fate, or the sum of their weights, (len(REASONS),)."""
+    return np.bincount(fates, weights, len(REASONS)).astype(np.int64)
+
+
+def by_reason(sums: np.ndarray) -> dict[str, int]:
+    """Return {reason: sum} of the documents that are dropped."""
+    named = zip(REASONS, sums.tolist(), strict=True)
+    return {reason: n for reason, n in named if n and reason != "kept"}
 
 
 def check_kept(counts: Counts, chosen: Selection | None) -> None:
     """Raise UserError if no document is kept."""
     if chosen is None or not (chosen.fates == KEPT).any():
-        dropped = counts.lost + counts.unusable + Counter(by_reason(chosen) if chosen else {})
+        dropped = counts.lost + counts.unusable + Counter(by_reason(by_fate(chosen.fates)) if chosen else {})
         reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
         first = f"; first: {counts.shown[0]}" if counts.shown else ""
         what = reasons or "the input holds none"
         raise UserError(f"prepare: no document to prepare: {what}{first}")
 
 
-def balance(counts: Counts, chosen: Selection) -> dict:
+def balance(counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray) -> dict:
     """Return the entries documents, input and bytes of the manifest, after a check that each adds
-    up: documents; bytes of the files (unpacked); bytes of text."""
-    n_bytes, kept = chosen.rows["n_bytes"], chosen.fates == KEPT
+    up: documents; bytes of the files (unpacked); bytes of text. The arrays are of `by_fate`."""
     documents = {
         "read": counts.records + counts.mended["split_huge"],
-        "kept": int(kept.sum()),
-        "dropped": dict(+counts.unusable) | by_reason(chosen),
+        "kept": int(n_documents[KEPT]),
+        "dropped": dict(+counts.unusable) | by_reason(n_documents),
         "lost": dict(+counts.lost),
         "mended": dict(+counts.mended),
     }
@@ -68,10 +72,10 @@ def balance(counts: Counts, chosen: Selection) -> dict:
 
     text = {
         "read": counts.bytes_read,
-        "kept": int(n_bytes[kept].sum()),
+        "kept": int(n_bytes[KEPT]),
         "cleaned": counts.bytes_cleaned,
         "cut": counts.bytes_cut,
-        "dropped": by_reason(chosen, n_bytes),
+        "dropped": by_reason(n_bytes),
     }
     left_out = sum(text["dropped"].values()) + text["cleaned"] + text["cut"]
     assert text["read"] == text["kept"] + left_out, f"{text=}"
@@ -93,7 +97,8 @@ def summarize(
         raise UserError(f"prepare: no document is left for train; {hint}")
     for name in without:
         print(f"prepare: warning: nothing is left for train of source {name}")
-    info = balance(counts, chosen)
+    n_bytes = by_fate(chosen.fates, chosen.rows["n_bytes"])
+    info = balance(counts, by_fate(chosen.fates), n_bytes)
     if recipe.near > 0:
         similarity = chosen.similarity[chosen.fates == NEAR]
         histogram, _ = np.histogram(similarity, bins=np.linspace(0, 1, 21))

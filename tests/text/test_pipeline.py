@@ -5,12 +5,12 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 from planted import UNIT, Planted, jaccard, plant, score
@@ -161,8 +161,8 @@ if __name__ == "__main__":
                        "max_bad_fraction": 1.0}
              | planted_files}))
 """
-    (tmp_path / "go.py").write_text(code, encoding="utf-8")
-    subprocess.run([sys.executable, tmp_path / "go.py"], check=True, capture_output=True, cwd=ROOT)
+    (tmp_path / "prepare_all.py").write_text(code, encoding="utf-8")
+    forks.run([sys.executable, tmp_path / "prepare_all.py"], check=True, capture_output=True, cwd=ROOT)
     found, expected = content(tmp_path / "out"), content(prepared)
     for one in (found, expected):  # inputs.tsv has a hash of each part
         manifest = json.loads(one.pop("manifest.json"))
