@@ -62,7 +62,7 @@ demo: $(VENV)/core
 	$(PY) pretrain.py config/demo.py $(call begin,demo,demo)
 	$(PY) sample.py --init_from=out/demo --prompt='One evening' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PY) sample.py --init_from=out/demo --prompt='晚上' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
-	$(PREPARE) --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
+	$(PREPARE) --input='docs: python-docs, rules=length=..120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
 		--out_dir=data/demo_chat --tokenizer_dir=data/demo
 	$(PY) sft.py config/demo_sft.py $(call begin,demo demo_chat,demo_sft)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=groundup/demo/questions.jsonl --temperature=0
@@ -71,8 +71,9 @@ demo-chat: demo
 	$(call forget,demo demo_chat,demo_answers.jsonl)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=data/demo_chat/held_out.jsonl --out=data/demo_answers.jsonl \
 		--n=4 --max_new_tokens=96 --batch_size=64
-	$(PREPARE) --input='docs: python-docs; own: data/demo_answers.jsonl' --kind=preference --pair_by=dataset \
-		--length_within=0.2 --prompts_from=data/demo_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/demo_pairs
+	$(PREPARE) --input='docs: python-docs; own: data/demo_answers.jsonl' --kind=preference \
+		--pair_by=dataset,length_within=0.2 --prompts_from=data/demo_chat/held_out.jsonl --val_fraction=0.1 \
+		--out_dir=data/demo_pairs
 	$(PY) reward.py config/demo_reward.py $(call begin,demo demo_pairs,demo_reward)
 	$(PY) dpo.py config/demo_dpo.py $(call begin,demo demo_pairs,demo_dpo)
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --temperature=0
@@ -122,8 +123,9 @@ browser: $(VENV)/tests
 # Files that are formatted at 100 columns; the others follow when they are redesigned.
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
 	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/align groundup/tokens \
-	groundup/generate groundup/scores groundup/files tools/reading.py \
-	tests/files/test_containers.py tests/files/test_text_sample.py tests/golden tests/test_golden.py
+	groundup/generate groundup/scores groundup/files groundup/text prepare.py tools/reading.py \
+	tools/encoding_battery.py tests/files/test_containers.py tests/files/test_text_sample.py tests/golden \
+	tests/test_golden.py
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .

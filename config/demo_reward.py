@@ -3,7 +3,7 @@ r"""The reward model of `make demo-chat`: it tells right from wrong descriptions
     python sample.py --init_from=out/demo_sft --prompts=data/demo_chat/held_out.jsonl \
         --out=data/demo_answers.jsonl --n=4 --max_new_tokens=96 --batch_size=64
     python prepare.py --input='docs: python-docs; own: data/demo_answers.jsonl' \
-        --kind=preference --pair_by=dataset --length_within=0.2 --val_fraction=0.1 \
+        --kind=preference --pair_by=dataset,length_within=0.2 --val_fraction=0.1 \
         --prompts_from=data/demo_chat/held_out.jsonl --out_dir=data/demo_pairs
     python reward.py config/demo_reward.py
 

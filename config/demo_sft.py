@@ -1,6 +1,6 @@
 r"""The chat model of `make demo`, two idle CPU cores, a minute and a half.
 
-    python prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' \
+    python prepare.py --input='docs: python-docs, rules=length=..120; en: demo-en; zh: demo-zh' \
         --kind=chat --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
     python sft.py config/demo_sft.py
     python evaluate.py --init_from=out/demo_sft --tasks=generation \

@@ -278,7 +278,7 @@ def test_prepare_reads_what_is_written(run, base, tmp_path):
     least = min(row["ifd"] for row in chat) + 1e-6
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(row) for row in chat), encoding="utf-8")
     flags = [f"--input={tmp_path}/chat.jsonl", "--kind=chat", f"--score=ifd=..{least}", "--val_fraction=0"]
-    flags += [f"--out_dir={tmp_path}/chat", "--workers=1", "--near=0", "--rules_off=min_length"]
+    flags += [f"--out_dir={tmp_path}/chat", "--workers=1", "--near=0", "--rules=min_length=off"]
     done = forks.run([sys.executable, ROOT / "prepare.py", *flags], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     split = json.loads((tmp_path / "chat/manifest.json").read_text(encoding="utf-8"))["splits"]["train"]

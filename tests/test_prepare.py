@@ -20,6 +20,7 @@ import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 
@@ -28,15 +29,16 @@ from configurator import is_key
 from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import pipeline, selection
+from groundup.text import inputs, select, unit
+from groundup.text.workers import wait_for_workers
 from groundup.tokens.token_writer import verify, write_record
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
-ALL = {"exact": False, "near": 0.0, "min_chars": 1}  # nothing is dropped but what is empty
-SMALL = {"UNIT_BYTES": 2**14, "GROUP_BYTES": 2**12}  # so that small files make many units
+ALL = {"near": -1, "rules": "length=1.."}  # nothing is dropped but what is empty
+SMALL = "inputs.UNIT_BYTES, unit.GROUP_BYTES, select.SHARD_TOKENS = 2**14, 2**12, 20_000"  # many units and shards
 
 EN = "The quick brown fox jumps over the lazy dog, and nobody knows why. It happened in 1987."
 ZH = "语言模型读了很多文字，学会猜下一个字是什么。猜得越准，写出来的话就越像人写的话。"
@@ -108,9 +110,16 @@ def content(out_dir: Path) -> dict[str, bytes]:
 def command(out_dir: Path, small: bool = True, **settings) -> list[str]:
     """A command line that runs main() in a process of its own."""
     config = KEYS | ALL | {"out_dir": str(out_dir)} | settings
-    patch = f"vars(pipeline).update({SMALL})" if small else ""
-    code = f"import sys, prepare; from groundup.text import pipeline; {patch}; sys.exit(prepare.main({config}))"
+    patch = SMALL if small else ""
+    imports = "import sys, prepare; from groundup.text import inputs, select, unit"
+    code = f"{imports}; {patch}; sys.exit(prepare.main({config}))"
     return [sys.executable, "-c", code]
+
+
+def make_small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "UNIT_BYTES", 2**14)
+    monkeypatch.setattr(unit, "GROUP_BYTES", 2**12)
+    monkeypatch.setattr(select, "SHARD_TOKENS", 20_000)
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -148,11 +157,12 @@ def test_every_document_of_every_container_comes_out_once_and_in_order(tmp_path,
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 40, 500, 2**27])
-def test_totals_add_up_whatever_the_shards(tmp_path, tok, shard_tokens, capsys):
+def test_totals_add_up_whatever_the_shards(tmp_path, tok, shard_tokens, capsys, monkeypatch):
+    monkeypatch.setattr(select, "SHARD_TOKENS", shard_tokens)
     documents = texts(60) + ["", "  \n", "a"]
     lines = [json.dumps({"text": t}) for t in documents] + ["{bad", '{"other": 1}', '{"text": null}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines), "utf-8")
-    run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok, val_fraction=0.3, shard_tokens=shard_tokens)
+    run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok, val_fraction=0.3)
     manifest = verify(tmp_path / "out")
     info, splits = manifest["info"], manifest["splits"]
     assert info["documents"]["dropped"] == {"empty": 2, "bad_field": 2}
@@ -179,9 +189,10 @@ def test_manifest_says_what_it_was_made_of(tmp_path, tok):
     path = write_jsonl(tmp_path / "x.jsonl", texts(40))
     run(tmp_path / "out", input=path, tokenizer_dir=tok, val_fraction=0.2)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
-    (entry,) = manifest["info"]["inputs"]
+    (entry,) = inputs.read(tmp_path / "out")
     assert entry["path"] == str(path) and entry["size"] == path.stat().st_size
     assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert manifest["info"]["inputs"]["files"] == 1
     assert manifest["info"]["recipe"]["val_fraction"] == 0.2
     assert manifest["tokenizer_fingerprint"] == Tokenizer.load(tok).fingerprint()
     for split in manifest["splits"].values():
@@ -191,9 +202,10 @@ def test_manifest_says_what_it_was_made_of(tmp_path, tok):
             assert shard["sha256"] == found
 
 
-def test_both_backends_and_a_large_vocabulary(tmp_path):
+def test_a_tokenizer_of_sentencepiece(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", texts(200))
-    assert run(tmp_path / "sp", input=path, backend="sentencepiece", vocab_size=512, val_fraction=0.2) == 0
+    train(texts(200), 512, backend="sentencepiece").save(tmp_path / "tok")
+    assert run(tmp_path / "sp", input=path, tokenizer_dir=tmp_path / "tok", val_fraction=0.2) == 0
     assert sorted(sum(read_back(tmp_path / "sp").values(), [])) == sorted(texts(200))
 
 
@@ -255,15 +267,14 @@ def test_single_document_in_three(tmp_path, tok):
     assert (len(val), len(test)) == (len(EN) * 8, len(EN) * 4)
 
 
-@pytest.mark.parametrize("order", ["input", "hash"])
-def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch, order):
+def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch):
     """Two files of different sizes: by their hashes one of them would be all of val. The longer one is read in pieces,
     and its ids are those of the whole."""
-    monkeypatch.setattr(pipeline, "HUGE_CHARS", 1000)
+    monkeypatch.setattr(unit, "HUGE_CHARS", 1000)
     long, short = "\n\n".join(texts(40)), ZH * 5
     for name, text in (("long", long), ("short", short)):
         (tmp_path / f"{name}.txt").write_text(text, "utf-8")
-    run(tmp_path / "out", input=tmp_path, tokenizer_dir=tok, val_fraction=0.1, test_fraction=0.2, order=order)
+    run(tmp_path / "out", input=tmp_path, tokenizer_dir=tok, val_fraction=0.1, test_fraction=0.2)
     said = capsys.readouterr().out
     assert "only 2 documents: the end of each becomes val (10 %) and test (20 %); if a .txt file" in said
     assert re.search(r"warning: val has (\d+) tokens; a run whose block_size is \1 or more needs a larger", said)
@@ -271,13 +282,11 @@ def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch, ord
     for text in (long, short):
         val, test = int(len(text) * (1 - 0.2 - 0.1)), int(len(text) * 0.8)
         places[text] = text[:val], text[val:test], text[test:]
-    by_hash = sorted([long, short], key=lambda t: hashlib.blake2b(pipeline.pieces_of(t)[0].encode(), key=b"split-v1",
-                     digest_size=8).digest()[::-1])  # fmt: skip
     for number, split in enumerate(("train", "val", "test")):
-        assert found[split] == [places[text][number] for text in ([long, short] if order == "input" else by_hash)]
+        assert found[split] == [places[text][number] for text in (long, short)]
     tokenizer = Tokenizer.load(tok)
     ids = np.load(tmp_path / "out" / "train_00000.npy")
-    assert ids[1:].tolist()[: len(whole := tokenizer.encode(places[long][0]))] == whole or order == "hash"
+    assert ids[1:].tolist()[: len(whole := tokenizer.encode(places[long][0]))] == whole
 
 
 def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_with_a_space(tok):
@@ -286,8 +295,8 @@ def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_w
             self.encode_array = lambda text: np.array(Tokenizer.load(tok).encode(" " + text))
             self.encode = lambda text: self.encode_array(text).tolist()
 
-    pieces = [(0, "One.\n\n", True), (1, "Two", False)]
-    assert selection.ids_of(pieces, None, Spaced()).tolist() == Spaced().encode("One.\n\nTwo")
+    pieces = [select.Piece(0, "One.\n\n", True), select.Piece(1, "Two", False)]
+    assert select.ids_of(pieces, None, Spaced()).tolist() == Spaced().encode("One.\n\nTwo")
 
 
 def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
@@ -327,13 +336,13 @@ def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch, capsys):
         spec = f"a: {tmp_path}/one.txt{weights[0]}; b: {tmp_path}/two.txt{weights[1]}"
         run(tmp_path / label, input=spec, vocab_size=512)
         assert f"tokenizer: source a, {label}: 0.00 MB" in capsys.readouterr().out
-    monkeypatch.setattr(selection, "MAX_DOC_CHARS", 100)  # of a mixture; a long file is given in so many pieces
+    monkeypatch.setattr(select, "MAX_DOC_CHARS", 100)  # of a mixture; a long file is given in so many pieces
     learnt.clear()
     run(tmp_path / "out3", input=f"a: {tmp_path}/one.txt; b: {tmp_path}/two.txt", vocab_size=512, val_fraction=0.5)
     assert max(map(len, learnt)) == 100 and sorted("".join(learnt)) == sorted(EN * 5 + ZH * 5)
 
 
-@pytest.mark.parametrize("n, times", [(60, 6), (200, selection.MAX_TIMES)])
+@pytest.mark.parametrize("n, times", [(60, 6), (200, select.MAX_REPEATS)])
 def test_a_source_small_for_its_weight_is_read_again_for_the_tokenizer(tmp_path, monkeypatch, capsys, n, times):
     """Otherwise a vocabulary of 70 KB of Chinese beside 11 MB of English has no Chinese words."""
     learnt = []
@@ -363,10 +372,9 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch):
-    for name, value in SMALL.items():
-        monkeypatch.setattr(pipeline, name, value)
+    make_small_units(monkeypatch)
     recipe = prepare.check_config(KEYS | {"input": str(corpus), "out_dir": "x"})
-    assert len(pipeline.plan_units(prepare.find_inputs(recipe.sources, tmp_path / "out", tmp_path), recipe)) > 20
+    assert len(unit.plan_units(prepare.find_inputs(recipe.sources, tmp_path / "out", tmp_path))) > 20
     for workers in (1, 3):
         status = run(
             tmp_path / str(workers),
@@ -374,7 +382,6 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch
             tokenizer_dir=tok,
             workers=workers,
             val_fraction=0.1,
-            shard_tokens=20_000,
             max_bad_fraction=0.01,
         )
         assert status == 0
@@ -385,21 +392,24 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch
 
 @pytest.mark.slow
 def test_units_do_not_change_the_order(tmp_path, tok, corpus, monkeypatch):
+    monkeypatch.setattr(select, "SHARD_TOKENS", 20_000)
     run(tmp_path / "whole", input=corpus, tokenizer_dir=tok)
-    for name, value in SMALL.items():
-        monkeypatch.setattr(pipeline, name, value)
+    make_small_units(monkeypatch)
     run(tmp_path / "cut", input=corpus, tokenizer_dir=tok)
-    assert content(tmp_path / "whole") == content(tmp_path / "cut")
+    whole, cut = content(tmp_path / "whole"), content(tmp_path / "cut")
+    differ = {name for name in whole if whole[name] != cut[name]}
+    assert differ == {"inputs.tsv", "manifest.json"}  # a hash of each part
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for worker processes in /proc")
 
 
 def children(pid: int) -> list[int]:
-    """Worker processes of a process (the resource tracker is none)."""
+    """Worker processes of a process: neither the resource tracker nor what forks (forks.py)."""
     try:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text("utf-8").split()
-        return [int(p) for p in found if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        found = [p for p in found if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+        return [int(p) for p in found if Path(f"/proc/{p}/comm").read_text("utf-8") != "server\n"]
     except OSError:
         return []
 
@@ -434,7 +444,7 @@ KILLER = """if True:
 
 def kill_at(has_come: Callable[[Path], object], arguments: list[str], directory: Path) -> bool:
     """Start a run, kill -9 it at a moment, wait for its workers to be gone. False if it was done before that."""
-    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = forks.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
     workers: set[int] = set()
 
     def reached() -> bool:
@@ -455,21 +465,22 @@ def kill_when(moment: str, arguments: list[str], directory: Path) -> None:
     (directory / "killer" / "sitecustomize.py").write_text(KILLER, encoding="utf-8")
     pattern, most = MOMENTS[moment]
     env = {"PYTHONPATH": str(directory / "killer"), "KILL_AT": f"{directory / '.out.work.tmp'}:{pattern}:{most}"}
-    done = subprocess.run(arguments, cwd=ROOT, env=os.environ | env, stdout=subprocess.DEVNULL)
+    done = forks.run(arguments, cwd=ROOT, env=os.environ | env, stdout=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGKILL, moment
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs kill -9")
-def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
-    settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1, "shard_tokens": 20_000}
+def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus, monkeypatch):
+    make_small_units(monkeypatch)
+    settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1}
     settings["max_bad_fraction"] = 0.01
     assert run(tmp_path / "whole", workers=1, **settings) == 0
     arguments = command(tmp_path / "out", workers=2, **settings)
     for moment in MOMENTS:
         kill_when(moment, arguments, tmp_path)
         assert not (tmp_path / "out").exists(), moment
-    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    forks.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not leftovers(tmp_path)
 
@@ -477,10 +488,10 @@ def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
 @needs_proc
 @pytest.mark.slow
 def test_killed_twice_at_random(tmp_path, tok, corpus):
-    settings = {"input": str(corpus), "vocab_size": 512, "near": 0.8, "val_fraction": 0.1, "shard_tokens": 20_000}
+    settings = {"input": str(corpus), "vocab_size": 512, "near": 0.8, "val_fraction": 0.1}
     settings["max_bad_fraction"] = 0.01
     begin = time.monotonic()
-    subprocess.run(command(tmp_path / "whole", workers=2, **settings), cwd=ROOT, check=True, capture_output=True)
+    forks.run(command(tmp_path / "whole", workers=2, **settings), cwd=ROOT, check=True, capture_output=True)
     seconds, rng, n_killed = time.monotonic() - begin, random.Random(0), 0
     arguments = command(tmp_path / "out", workers=2, **settings)
     for _ in range(2):
@@ -488,7 +499,7 @@ def test_killed_twice_at_random(tmp_path, tok, corpus):
         n_killed += kill_at(lambda scratch, end=end: time.monotonic() > end, arguments, tmp_path)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert n_killed > 0  # what the first had done may have left the second too little to do
-    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    forks.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not leftovers(tmp_path)
 
@@ -518,7 +529,7 @@ def test_next_run_waits_for_workers_of_a_killed_one(tmp_path):
     (tmp_path / "units").mkdir()
     worker = os.open(tmp_path / "units", os.O_RDONLY)
     fcntl.flock(worker, fcntl.LOCK_SH)
-    waiting = threading.Thread(target=pipeline.wait_for_workers, args=(tmp_path,))
+    waiting = threading.Thread(target=wait_for_workers, args=(tmp_path,))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
@@ -533,7 +544,7 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok)
     before = content(tmp_path / "out")
     settings = {"input": str(corpus), "tokenizer_dir": tok, "overwrite": True}
-    process = subprocess.Popen(command(tmp_path / "out", workers=1, **settings), cwd=ROOT)
+    process = forks.Popen(command(tmp_path / "out", workers=1, **settings), cwd=ROOT)
     wait_for(lambda: list(tmp_path.glob(".out.work.tmp/out/train_00000.npy.tmp")))
     process.kill()
     process.wait()
@@ -545,11 +556,12 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
 
 @pytest.mark.slow
 @needs_proc
-def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpus):
+def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpus, monkeypatch):
+    make_small_units(monkeypatch)
     settings = {"input": str(corpus), "tokenizer_dir": tok, "max_bad_fraction": 0.01}
     run(tmp_path / "whole", **settings)
     arguments = command(tmp_path / "out", workers=2, **settings)
-    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = forks.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(tmp_path.glob(".out.work.tmp/units/000009.json")))
     os.kill(children(process.pid)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
@@ -561,15 +573,14 @@ def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpu
     kill_when("when they are compared", arguments, tmp_path)
     after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob(".out.work.tmp/units/*.json")}
     assert done.items() < after.items()  # they were not made again
-    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    forks.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_exception_in_a_worker_surfaces(tmp_path, tok, corpus, workers, monkeypatch):
-    for name, value in SMALL.items():
-        monkeypatch.setattr(pipeline, name, value)
+    make_small_units(monkeypatch)
     plan = prepare.plan_units
 
     def broken(inputs, recipe):
@@ -611,12 +622,12 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
 
     again("is done")
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "file_sha256", None)  # not needed while size and time are the same
+        patch.setattr(inputs, "sha256_of", None)  # not needed while size and time are the same
         again("is up to date", workers=2)
     os.utime(path, ns=(1, 1))
     again("is up to date")
     again(said + "val_fraction\n", val_fraction=0.3)
-    again(said + "min_chars\n", min_chars=3)
+    again(said + "rules\n", rules="length=3..")
     again(said + "tokenizer\n", tokenizer_dir=str(tmp_path / "tok2"))
     write_jsonl(path, texts(49) + ["new"])
     again(said + "input .*x.jsonl\n")
@@ -703,8 +714,7 @@ def test_another_run_of_the_same_directory_is_an_error(tmp_path, tok):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_lines_are_named_counted_and_listed(tmp_path, tok, workers, monkeypatch, capsys):
-    for name, value in SMALL.items():
-        monkeypatch.setattr(pipeline, name, value)
+    make_small_units(monkeypatch)
     lines = [json.dumps({"text": t}, ensure_ascii=False).encode() for t in texts(900)]
     bad = {3: b"{bad", 5: b'{"body": "x"}', 7: b'{"text": 1}', 300: b'{"text": "\xff\xfe\xff"}'}
     bad |= {700 + i: b"[" for i in range(20)}
@@ -803,7 +813,7 @@ def test_nothing_to_prepare_is_one_clear_line(tmp_path, tok, trained):
 def test_errors_of_the_command_are_one_line(tmp_path, flags, said):
     (tmp_path / "a.jsonl").write_text("{bad\n[\n", "utf-8")
     arguments = [sys.executable, ROOT / "prepare.py", *flags.split()]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)
+    done = forks.run(arguments, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
@@ -812,7 +822,6 @@ def test_wrong_settings_are_named():
     for key, value in (
         ("val_fraction", 1.0),
         ("test_fraction", -0.1),
-        ("shard_tokens", 0),
         ("workers", -1),
     ):
         with pytest.raises(UserError, match=key):
@@ -839,14 +848,14 @@ def test_standard_input(tmp_path, tok, form):
     raw = gzip.compress(raw) if form.endswith("gz") else raw
     flags = ["--input=-", f"--out_dir={tmp_path}/out", f"--tokenizer_dir={tok}", "--val_fraction=0.25", "--near=0"]
     for said in (b"is done", b"is up to date"):
-        done = subprocess.run([sys.executable, ROOT / "prepare.py", *flags], input=raw, capture_output=True, check=True)
+        done = forks.run([sys.executable, ROOT / "prepare.py", *flags], input=raw, capture_output=True, check=True)
         assert said in done.stdout
     found = read_back(tmp_path / "out")
     if form == "txt":
         assert found["train"][0] + found["val"][0] == documents[0]
     else:
         assert sorted(found["train"] + found["val"]) == sorted(documents)
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["info"]["inputs"][0]["path"] == "-"
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["info"]["inputs"]["files"] == 1
 
 
 def test_verify(tmp_path, tok, capsys):
@@ -865,7 +874,7 @@ def test_verify(tmp_path, tok, capsys):
 
 def test_debug_data_made_by_several_processes_at_once(tmp_path):
     code = f"from groundup.demo import debug_data; debug_data.make_debug_data({str(tmp_path / 'debug')!r})"
-    processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    processes = [forks.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert os.listdir(tmp_path) == ["debug"]
     verify(tmp_path / "debug")
@@ -911,6 +920,7 @@ def test_a_directory_of_an_older_version_is_made_anew(tmp_path, tok, capsys):
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
     manifest["info"]["prepare"] = 1  # when entries had other keys
     manifest["info"]["inputs"] = [{"path": str(path), "size": 1, "mtime_ns": 1, "sha256": "0" * 64}]
+    (tmp_path / "out" / "inputs.tsv").unlink()
     del manifest["crc32"]
     write_record(tmp_path / "out" / "manifest.json", manifest)
     with pytest.raises(UserError, match="differs in the version of prepare.py; use another"):

@@ -11,12 +11,12 @@ that fsspec knows (s3://, hf://); a task copies one of these to its own disk whi
 directory beside it lie on a file system that all machines share.
 
 stage     tasks   reads                             writes (in .NAME.cluster.tmp beside out_dir)
-inspect   tasks   its units of the input            units/ (recipe.py), keys/: of each text, sorted
-equal     16      keys/, a 16th of the hash values  exact/: copies, each with the first equal text
+inspect   tasks   its units of the input            units/ (unit.py), keys/: of each text, sorted
+equal     parts   keys/, a range of hashes          exact/: copies, each with the first equal text
 sign      tasks   units/*.sigs, exact/              bands/: a hash per band and text, sorted
 link      bands   bands/ of one band                links/: pairs of texts with the same hash
-join      1       links/                            groups/: texts that links connect, in 16 parts
-compare   16      groups/, units/*.sigs             near/: copies, each with the most similar text kept
+join      1       links/                            groups/: texts that links connect
+compare   parts   groups/, units/*.sigs             near/: copies, each with the most similar text kept
 tokenize  tasks   units/*.docs, exact/, near/       units/: ids and splits of the texts that are kept
 cut       1       units/*.lengths, *.splits         shards.json: which texts each shard holds
 write     tasks   shards.json, units/*.tokens       out/: shards
@@ -39,7 +39,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
+from functools import reduce
 from itertools import groupby, pairwise
+from multiprocessing.connection import Connection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,10 +56,26 @@ from configurator import configure, is_key, write_config
 from groundup.errors import UserError
 from groundup.files import paths, readers
 from groundup.files.splits import FEW, SPLITS, split_of
-from groundup.text import dedup, recipe, report
-from groundup.text.pipeline import inspect_unit, plan_units, tokenize_unit
-from groundup.text.prepared_dir import read_prepared
-from groundup.text.recipe import EXACT, KEPT, NEAR, REASONS, ROW, Counts, Input, Part, Recipe, find_inputs, read_json
+from groundup.text import dedup, report
+from groundup.text import unit as text_unit
+from groundup.text.inputs import Input, find_inputs
+from groundup.text.prepared_dir import lock, read_prepared
+from groundup.text.quality import parse_rules
+from groundup.text.recipe import Recipe
+from groundup.text.unit import (
+    EXACT,
+    KEPT,
+    NEAR,
+    REASONS,
+    ROW,
+    Counts,
+    Part,
+    inspect_unit,
+    plan_units,
+    read_json,
+    tokenize_unit,
+)
+from groundup.text.workers import start_worker
 from groundup.tokens.token_files import token_dtype
 from groundup.tokens.token_writer import ShardWriter, write_json, write_manifest
 from tokenizer import Tokenizer
@@ -74,27 +92,21 @@ tokenizer_dir = ""  # tokenizer to use; prepare.py trains one on a part of the t
 # where it runs
 executor = "local"  # local | slurm | ray
 tasks = 4  # of the stages that work on parts of the input, at least 1
+parts = 16  # tasks of equal and compare; more of them hold less each, at least 1
 workers = 0  # tasks at once; 0 = one per core, with slurm and ray no limit
 hours = 24.0  # limit of a task of slurm or ray
 memory_gb = 4  # of a task of slurm or ray, at least 1
-large_gb = 16  # of a task of link, join, compare and cut, at least 1
+large_gb = 16  # of a task of equal, link, join, compare and cut, at least 1
 partition = ""  # slurm: partition
 sbatch = ""  # slurm: more options, such as 'account=x,constraint=icelake'
 # which documents are kept, and what is written: see prepare.py
 text_key = ""  # field of the text: 'text', 'a.b', 'title,body'; "" = found
 txt_split = "file"  # file | blank | line: what a document is in plain text
 encoding = ""  # of lines that are not UTF-8; "" = found for each file
-punctuation = False  # Chinese text: make punctuation full-width and remove repeated marks
 quality = "curated"  # curated | web
-rules_off = ""  # rules to switch off, comma-separated
-rules_on = ""  # rules to switch on
-min_chars = 0  # shortest document to keep; 0 = the rule's own
-max_chars = 0  # longest document to keep; 0 = the rule's own
-keep = ""  # 'file.py:function' of your own
-exact = True  # drop texts equal to an earlier one apart from case and white space
-near = 0.8  # drop texts with this similarity to an earlier one, or more; 0 = off
-decontaminate = ""  # evaluation files to keep out of training
-decontaminate_action = "drop"  # drop | cut
+rules = ""  # 'length=30..5000, stop_words=off, keep=my.py:good, punctuation=on'
+near = 0.8  # drop texts this similar to an earlier one; 0 = exact copies only, -1 = keep all copies
+decontaminate = ""  # evaluation files to keep out of training; 'cut: files' cuts them out
 val_fraction = 0.01  # of the documents
 test_fraction = 0.0  # of the documents
 shard_tokens = 134_217_728  # tokens per file, at least 1
@@ -102,15 +114,14 @@ max_bad_fraction = 0.0  # exit status 1 if a larger share of bytes or records is
 
 ROOT = Path(__file__).absolute().parent.parent
 ROOT = Path(__file__).absolute().parent.parent
-PARTS = 16  # of the hash values, and of the groups: tasks of `equal` and `compare`
-LARGE = ("link", "join", "compare", "cut")  # stages whose tasks hold columns of many texts
+LARGE = ("equal", "link", "join", "compare", "cut")  # stages whose tasks hold columns of many texts
 # A text that passed the rules has the number unit * 2**32 + its place among those of its unit.
 KEY = np.dtype([("hash", "<u8"), ("rest", "<u8"), ("id", "<u8")])
 BAND = np.dtype([("hash", "<u8"), ("id", "<u8")])
 COPY = np.dtype([("id", "<u8"), ("like", "<u8"), ("similarity", "<f4")])
 
 
-class Unit(recipe.Unit):
+class Unit(text_unit.Unit):
     @property
     def first(self) -> int:
         """The number of the first text that passed; all are below that of the next unit."""
@@ -135,10 +146,10 @@ class Job(NamedTuple):
     @property
     def stages(self) -> list[tuple[str, int]]:
         """(name, number of tasks) of each stage, in order."""
-        n = self.config["tasks"]
-        exact = [("equal", PARTS)] if self.recipe.exact else []
-        near = [("sign", n), ("link", self.recipe.near_bands), ("join", 1), ("compare", PARTS)]
-        near = near if self.recipe.near else []
+        n, parts = self.config["tasks"], self.config["parts"]
+        exact = [("equal", parts)] if self.recipe.near >= 0 else []
+        near = [("sign", n), ("link", self.recipe.near_bands), ("join", 1), ("compare", parts)]
+        near = near if self.recipe.near > 0 else []
         last = [("tokenize", n), ("cut", 1), ("write", n), ("finish", 1)]
         return [("inspect", n), *exact, *near, *last]
 
@@ -151,17 +162,23 @@ class Job(NamedTuple):
 # ---- the plan, made where the command is given -----------------------------------------------
 
 
+def work_path(out_dir: str) -> Path:
+    out = Path(out_dir).absolute()
+    return out.parent / f".{out.name}.cluster.tmp"
+
+
 def make_plan(config: dict) -> Job:
     """Write job.pickle. Remove what another plan left, but its units: these are used again if they are the same."""
     settings = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
-    settings |= config | {"keep": config["keep"] and os.path.abspath(config["keep"])}
+    keep = parse_rules(config["rules"]).keep  # tasks run elsewhere
+    rules = config["rules"].replace(keep, os.path.abspath(keep)) if keep else config["rules"]
+    settings |= config | {"rules": rules}
     checked = prepare.check_config(settings)
     tokenizer = prepare.existing_tokenizer(config["tokenizer_dir"], "text")
     if tokenizer is None:
         hint = "make one with prepare.py on a part of the text"
         raise UserError(f"cluster: no tokenizer in tokenizer_dir={config['tokenizer_dir']!r}; {hint}")
-    out_dir = Path(config["out_dir"]).absolute()
-    work = out_dir.parent / f".{out_dir.name}.cluster.tmp"
+    out_dir, work = Path(config["out_dir"]).absolute(), work_path(config["out_dir"])
     (work / "units").mkdir(parents=True, exist_ok=True)
     inputs = list_inputs(checked, out_dir, work)
     if problem := next((file for file in inputs if file.problem), None):
@@ -172,7 +189,7 @@ def make_plan(config: dict) -> Job:
     units: list[Unit] = []
     for far, group in groupby(inputs, is_far):
         files = list(group)
-        found = map(far_unit, files) if far else plan_units(files, checked)
+        found = map(far_unit, files) if far else plan_units(files)
         units += [Unit(len(units) + k, *unit[1:]) for k, unit in enumerate(found)]
     job = Job(work, out_dir, key, checked, inputs, units, config)
     saved = work / "job.pickle"
@@ -261,7 +278,7 @@ def near_by(unit: Unit, job: Job) -> Iterator[Unit]:
 
 def equal(job: Job, rank: int, tasks: int) -> None:
     """Find the texts that are equal to an earlier one, among those in a range of hashes."""
-    keys = select(job.work / "keys", "hash", *hash_range(rank))
+    keys = select(job.work / "keys", "hash", *hash_range(rank, tasks))
     keys = keys[np.argsort(keys["id"])]
     first = dedup.first_copies(np.stack([keys["hash"], keys["rest"]], axis=1))
     later = np.flatnonzero(first != np.arange(len(keys)))
@@ -274,7 +291,8 @@ def sign(job: Job, rank: int, tasks: int) -> None:
     bands, rows = job.recipe.near_bands, job.recipe.near_rows
     of_band: list[list[np.ndarray]] = [[] for _ in range(bands)]
     for unit in job.part(rank, tasks):
-        signatures = np.fromfile(unit.file(job.work, "sigs"), "<u4").reshape(-1, bands, rows)
+        signatures = np.fromfile(unit.file(job.work, "sigs"), "<u4").reshape(-1, dedup.N_PERM)
+        signatures = signatures[:, : bands * rows].reshape(-1, bands, rows)
         compared = (signatures != dedup.NO_UNITS).any(axis=(1, 2))
         compared[copies_of(unit, job, "exact")] = False
         hashes = np.zeros((compared.sum(), bands), np.uint64)
@@ -288,9 +306,9 @@ def sign(job: Job, rank: int, tasks: int) -> None:
 
 def link(job: Job, band: int, tasks: int) -> None:
     """Link each text to the one before it that has the same hash in this band."""
-    links = []
-    for part in range(PARTS):  # so that only a sixteenth of the band is in memory
-        found = select(job.work / "bands" / f"{band:03d}", "hash", *hash_range(part))
+    links, parts = [], job.config["parts"]
+    for part in range(parts):  # so that only one of them is in memory
+        found = select(job.work / "bands" / f"{band:03d}", "hash", *hash_range(part, parts))
         found = found[np.lexsort((found["id"], found["hash"]))]
         same = np.flatnonzero(found["hash"][1:] == found["hash"][:-1])
         links.append(np.stack([found["id"][same], found["id"][same + 1]], axis=1))
@@ -303,16 +321,16 @@ def join(job: Job, rank: int, tasks: int) -> None:
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
-    files = sorted((job.work / "links").iterdir())
-    ids = np.unique(np.concatenate([np.unique(np.load(file)) for file in files]))
+    files, parts = sorted((job.work / "links").iterdir()), job.config["parts"]
+    ids = reduce(np.union1d, map(np.load, files))
     group = np.arange(len(ids))
     for file in files:  # one by one: each has up to one link per text
         one, other = group[np.searchsorted(ids, np.load(file))].T
         graph = coo_matrix((np.ones(len(one), bool), (one, other)), shape=(len(ids), len(ids)))
         group = connected_components(graph, directed=False)[1][group]
     sizes = np.bincount(group)
-    part = (np.cumsum(sizes) - sizes) * PARTS // max(1, len(ids))  # whole groups, about equally many texts
-    for number in range(PARTS):
+    part = (np.cumsum(sizes) - sizes) * parts // max(1, len(ids))  # whole groups
+    for number in range(parts):
         save(job.work / "groups" / f"{number:05d}.npy", ids[part[group] == number])
 
 
@@ -326,7 +344,7 @@ def compare(job: Job, rank: int, tasks: int) -> None:
         for number, (begin, end) in zip(of_unit, pairwise([*begins, len(ids)]), strict=True):
             places = ids[begin:end] & np.uint64(2**32 - 1)
             signatures = np.memmap(job.units[number].file(job.work, "sigs"), "<u4", "r")
-            out.write(signatures.reshape(-1, bands * rows)[places].tobytes())
+            out.write(signatures.reshape(-1, dedup.N_PERM)[places, : bands * rows].tobytes())
     signatures = np.memmap(path, "<u4", "r") if len(ids) else np.empty(0, np.uint32)
     signatures = signatures.reshape(len(ids), bands * rows)
     found = dedup.near_duplicates(signatures, job.recipe.near, bands, rows)
@@ -353,8 +371,8 @@ def tokenize(job: Job, rank: int, tasks: int) -> None:
         kept = rows[fates == KEPT]
         splits = split_of(kept["position"], job.recipe.val_fraction, job.recipe.test_fraction)
         splits.tofile(unit.file(job.work, "splits"))
-        documents += np.bincount(fates, minlength=len(REASONS))
-        n_bytes += np.bincount(fates, rows["n_bytes"], len(REASONS)).astype(np.int64)
+        documents += report.by_fate(fates)
+        n_bytes += report.by_fate(fates, rows["n_bytes"])
         records[job.recipe.sources[unit.source].name] += len(np.unique(kept[["part", "offset"]]))
     counts = {"documents": documents.tolist(), "bytes": n_bytes.tolist(), "records": records}
     (job.work / "counts").mkdir(exist_ok=True)
@@ -365,7 +383,8 @@ def cut(job: Job, rank: int, tasks: int) -> None:
     """Decide which texts each shard holds: as many as fit into shard_tokens, as ShardWriter does."""
     for name, n in sum((Counter(one["records"]) for one in counted(job)), Counter()).items():
         if 0 < n <= FEW:  # prepare.py cuts each of them into the splits
-            raise UserError(f"cluster: {n} documents {name} are few; use prepare.py for these")
+            of = f" of source {name}" if name else ""
+            raise UserError(f"cluster: {n} documents{of} are few; use prepare.py for these")
     shards: dict[tuple[int, int], list[list]] = {}  # by source and split: [unit, begin, end] of each shard
     room: Counter[tuple[int, int]] = Counter()  # for tokens in the last shard
     for unit in job.units:
@@ -376,9 +395,9 @@ def cut(job: Job, rank: int, tasks: int) -> None:
             while begin < len(own):
                 used = own[begin - 1] if begin else 0
                 end = int(np.searchsorted(own, used + room[of], side="right"))
-                if end == begin:  # no more fits in; a text of any length begins a shard
+                if end <= begin:  # no more fits in; a text of any length begins a shard
                     shards.setdefault(of, []).append([])
-                    end, room[of] = begin + 1, job.recipe.shard_tokens
+                    end, room[of] = begin + 1, job.config["shard_tokens"]
                 shards[of][-1].append([unit.number, begin, end])
                 room[of] -= own[end - 1] - used
                 begin = end
@@ -394,7 +413,7 @@ def cut(job: Job, rank: int, tasks: int) -> None:
 def write(job: Job, rank: int, tasks: int) -> None:
     """Copy the ids of texts into shards."""
     tokenizer, out = Tokenizer.load(job.work / "out"), job.work / "out"
-    ids = tokenizer.vocab_size, tokenizer.eot_id, job.recipe.shard_tokens
+    ids = tokenizer.vocab_size, tokenizer.eot_id, job.config["shard_tokens"]
     (job.work / "shards").mkdir(exist_ok=True)
     plan = json.loads((job.work / "shards.json").read_text(encoding="utf-8"))["shards"]
     for number in range(rank, len(plan), tasks):
@@ -417,10 +436,11 @@ def write(job: Job, rank: int, tasks: int) -> None:
 def finish(job: Job, rank: int, tasks: int) -> None:
     """Write the manifest with what was counted, and rename the directory."""
     out, tokenizer = job.work / "out", Tokenizer.load(job.work / "out")
-    done = (inspect_unit(unit, job.recipe, prepare.VERSION, job.work) for unit in job.units)
-    counts = sum(done, Counts())
+    counts = Counts()
+    for unit in job.units:
+        counts.add(inspect_unit(unit, job.recipe, prepare.VERSION, job.work))
     report.write_problems(job.inputs, [], counts, job.units, job.work)
-    shards = [read_json(file) for file in sorted((job.work / "shards").iterdir())]
+    shards = [read_json(file) for file in sorted((job.work / "shards").glob("*.json"))]
     info = {"key": job.key, "recipe": job.recipe.settings()} | what_became(job, counts)
     weights = {source.name: source.weight for source in job.recipe.sources if source.weight}
     ids = tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint()
@@ -431,36 +451,19 @@ def finish(job: Job, rank: int, tasks: int) -> None:
 
 
 def what_became(job: Job, counts: Counts) -> dict:
-    """Return the entries that prepare.py's manifest has, after a check of read = kept + dropped + lost."""
-    documents, n_bytes = (
-        dict(zip(REASONS, np.sum([one[what] for one in counted(job)], axis=0).tolist(), strict=True))
-        for what in ("documents", "bytes")
-    )
-    kept, kept_bytes = documents.pop("kept"), n_bytes.pop("kept")
-    documents = {reason: n for reason, n in documents.items() if n}
-    dropped = dict(counts.unusable) | documents
-    dropped_bytes = {reason: n_bytes[reason] for reason in documents}
-    n_read = counts.records + counts.mended["split_huge"]
-    assert n_read == kept + sum(dropped.values()) + counts.lost.total(), f"{counts=} {documents=}"
-    removed = sum(dropped_bytes.values()) + counts.bytes_cleaned + counts.bytes_cut
-    assert counts.bytes_read == kept_bytes + removed, f"{counts=} {n_bytes=}"
-    lost = min(counts.lost_bytes.total(), counts.input_bytes)
-    files = dict(counts.lost_bytes.most_common(report.SHOWN_FILES))
+    """Return the entries that prepare.py's manifest has, after the same check."""
+    sums = (np.sum([one[what] for one in counted(job)], axis=0) for what in ("documents", "bytes"))
     capped = [read_json(file)["not_compared"] for file in (job.work / "near").glob("*.json")]
-    return {
-        "documents": {"read": n_read, "kept": kept, "dropped": dropped, "lost": dict(counts.lost),
-                      "mended": dict(+counts.mended)},
-        "bytes": {"read": counts.bytes_read, "kept": kept_bytes, "cleaned": counts.bytes_cleaned,
-                  "cut": counts.bytes_cut, "dropped": dropped_bytes},
-        "input": {"bytes": counts.input_bytes, "documents": counts.input_bytes - lost, "lost": lost,
-                  "files_with_losses": len(counts.lost_bytes), "files": files},
-        "near": {"not_compared": sum(capped)}, "marked": counts.marked, "unread": dict(counts.unread),
+    return report.balance(counts, *sums) | {
+        "near": {"not_compared": sum(capped)},
+        "marked": counts.marked,
+        "unread": dict(counts.unread),
         "failed": sorted(name for name in counts.bad if not counts.passed[name]),
-    }  # fmt: skip
+    }
 
 
 def counted(job: Job) -> list[dict]:
-    return [read_json(file) for file in sorted((job.work / "counts").iterdir())]
+    return [read_json(file) for file in sorted((job.work / "counts").glob("*.json"))]
 
 
 STAGES = (inspect, equal, sign, link, join, compare, tokenize, cut, write, finish)
@@ -502,8 +505,8 @@ def select(folder: Path, by: str, begin: int, end: int) -> np.ndarray:
     return np.concatenate(found) if found else np.empty(0, COPY)
 
 
-def hash_range(part: int) -> tuple[int, int]:
-    return part * 2**64 // PARTS, (part + 1) * 2**64 // PARTS
+def hash_range(part: int, parts: int) -> tuple[int, int]:
+    return part * 2**64 // parts, (part + 1) * 2**64 // parts
 
 
 def copies_of(unit: Unit, job: Job, kind: str) -> np.ndarray:
@@ -533,8 +536,8 @@ class Step(PipelineStep):
         STAGES[self.name](job, rank, world_size)
 
 
-def executors(job: Job) -> list:
-    """Return an executor of datatrove for each stage."""
+def executors(job: Job, exported: dict[str, str]) -> list:
+    """Return an executor of datatrove for each stage. exported: environment of the tasks."""
     from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 
     config, made = job.config, []
@@ -552,7 +555,7 @@ def executors(job: Job) -> list:
             made.append(SlurmPipelineExecutor(
                 **settings, **memory, time=str(round(config["hours"] * 60)),
                 partition=config["partition"], qos="", job_name=f"{job.out_dir.name}-{name}",
-                env_command="\n".join(f"export {key}={value}" for key, value in environment().items()),
+                env_command="export " + " ".join(f"{key}={value}" for key, value in exported.items()),
                 sbatch_args=dict(option.split("=") for option in config["sbatch"].split(",") if option),
                 depends=made[-1] if made else None,
             ))  # fmt: skip
@@ -566,22 +569,24 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": ":".join(filter(None, packages)), "PATH": ":".join(programs), "OMP_NUM_THREADS": "1"}
 
 
-def run_local(executor: object, workers: int) -> None:
-    """Run the tasks that are missing, each in a process of its own. datatrove's pool would wait forever for a worker
-    that was killed."""
+def run_local(executor: object, workers: int, work: Path) -> None:
+    """Run the tasks that are missing, each in a process of its own, which ends with this one. datatrove's pool would
+    wait forever for a worker that was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cluster"])  # so that the imports are done once
+    watched, lifeline = context.Pipe(duplex=False)
 
     def run_one(rank: int) -> None:
-        process = context.Process(target=run_task, args=(executor, rank))
+        process = context.Process(target=run_task, args=(executor, rank, watched, work))
         process.start()
         process.join()
 
-    with ThreadPool(workers or os.cpu_count() or 1) as threads:
+    with lifeline, ThreadPool(workers or os.cpu_count() or 1) as threads:
         threads.map(run_one, executor.get_incomplete_ranks(), chunksize=1)
 
 
-def run_task(executor: object, rank: int) -> None:
+def run_task(executor: object, rank: int, watched: Connection, work: Path) -> None:
+    start_worker(watched, work)
     try:
         with redirect_stderr(io.StringIO()):  # datatrove's log has a file, too
             executor._run_for_rank(rank)
@@ -592,34 +597,50 @@ def run_task(executor: object, rank: int) -> None:
 def main(config: dict) -> int:
     """Run all stages, or submit them. Return the exit status: 1 if more than max_bad_fraction is lost."""
     if PipelineStep is object:
-        raise UserError("cluster: datatrove is not installed; run: pip install -r requirements-cluster.txt")
-    if config["executor"] == "slurm" and not config["partition"]:
-        raise UserError("config: executor=slurm needs partition; the command sinfo lists them")
-    start, out_dir = time.perf_counter(), Path(config["out_dir"])
-    job = make_plan(config)
-    if not out_dir.exists():
-        os.environ |= environment()
-        made = executors(job)
-        if config["executor"] == "slurm":
-            made[-1].run()  # submits the others before it
-            print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
-            return 0
-        if config["executor"] == "ray":
-            import ray
+        hint = "run: pip install -r requirements-cluster.txt"
+        raise UserError(f"cluster: datatrove is not installed; {hint}")
+    if not config["out_dir"]:
+        raise UserError("config: out_dir is empty; give --out_dir=...")
+    if config["executor"] == "slurm":
+        if not config["partition"]:
+            raise UserError("config: executor=slurm needs partition; the command sinfo lists them")
+        return run(config)  # its jobs go on when this process ends
+    handle = lock(work_path(config["out_dir"]), Path(config["out_dir"]))
+    try:
+        return run(config)
+    finally:
+        os.close(handle)
 
-            ray.init(runtime_env={"env_vars": environment()})
-        for (name, tasks), one in zip(job.stages, made, strict=True):
-            run_local(one, config["workers"]) if config["executor"] == "local" else one.run()
-            if missing := one.get_incomplete_ranks(skip_completed=True):
-                log = f"{job.work}/log/{name}/logs/task_{missing[0]:05d}.log"
-                what = f"{len(missing)} of {tasks} tasks of {name} did not finish"
-                raise UserError(f"cluster: {what}, see {log}; the same command runs only these again")
-            print(f"cluster: {name}: {tasks} tasks, {time.perf_counter() - start:.1f} s", flush=True)
+
+def run(config: dict) -> int:
+    start, out_dir, job = time.perf_counter(), Path(config["out_dir"]), make_plan(config)
+    exported = environment()
+    os.environ |= exported
+    stages = [] if out_dir.exists() else zip(job.stages, executors(job, exported), strict=True)
+    if stages and config["executor"] == "slurm":
+        *_, (_, last) = stages
+        last.run()  # submits the others before it
+        print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
+        return 0
+    if stages and config["executor"] == "ray":
+        import ray
+
+        ray.init(runtime_env={"env_vars": exported})
+    for (name, tasks), one in stages:
+        if config["executor"] == "local":
+            run_local(one, config["workers"], job.work)
+        else:
+            one.run()
+        if missing := one.get_incomplete_ranks(skip_completed=True):
+            log = f"{job.work}/log/{name}/logs/task_{missing[0]:05d}.log"
+            what = f"{len(missing)} of {tasks} tasks of {name} did not finish, see {log}"
+            raise UserError(f"cluster: {what}; the same command runs only these again")
+        print(f"cluster: {name}: {tasks} tasks, {time.perf_counter() - start:.1f} s", flush=True)
+    shutil.rmtree(job.work)
     manifest = read_prepared(out_dir)
     if manifest["info"].get("key") != job.key:
         raise UserError(f"cluster: {out_dir} holds something else; remove it, or use another out_dir")
     report.print_report(manifest, time.perf_counter() - start)
-    shutil.rmtree(job.work)
     return report.exit_status(manifest["info"], len(job.inputs), config["max_bad_fraction"])
 
 

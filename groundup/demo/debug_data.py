@@ -21,7 +21,7 @@ from groundup.files.disk import lock_directory
 PREPARE = Path(__file__).parents[2] / "prepare.py"
 SETTINGS = (
     "--vocab_size=512",
-    "--min_chars=1",
+    "--rules=length=1..",
     "--near=0",
     "--val_fraction=0.1",
     "--strict=True",

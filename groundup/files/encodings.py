@@ -7,6 +7,7 @@ Western 8-bit encodings wrongly about half the time, and each of these decodes a
 """
 
 import codecs
+import itertools
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -41,14 +42,28 @@ LETTER = r"(?!\\[\"/\\])[@-~]"  # not the \\ of JSON's \\"
 ALONE = re.compile(
     f"(?<=[^\0-\x7f]){LETTER}(?![@-~])|(?<![@-~]){LETTER}(?=[^\0-\x7f])|[\uff61-\uff9f]"
 )
+GLUED = re.compile("[\u4e00-\u9fff](?=[A-Za-z])")
 PRIVATE = re.compile("[\ue000-\uf8ff]")  # characters that a codec has, but no standard
 ODD = re.compile("[\ue000-\uf8ff\uff61-\uff9f]")  # these, and kana of half width
 UNDECODED = re.compile("[\udc80-\udcff]")
+ACCENT = re.compile("[A-Za-z][\u00c0-\u024f][A-Za-z]")
 HANGUL = re.compile("[\uac00-\ud7a3]")
 NOT_ASCII = re.compile("[^\0-\x7f]")
 RUNS = re.compile("[^\0-\x7f](?: ?[^\0-\x7f])+")  # old manuals put spaces between characters
 WORDS = re.compile(rb"[^\x00-\x2f]*[\x00-\x2f]*")  # bytes below 0x30 are no part of a character
 LEAST = 30  # wide characters: fewer tell no encoding
+# Of a shorter text only Chinese in GBK can be told, by the most frequent characters. Measured on
+# lines of manual pages in 15 other encodings: none of 11,000 has so many of them by chance.
+LEAST_COMMON, COMMON_SHARE = 8, 0.4
+COMMON = set(
+    "的一是在不了有和人这中大为上个国我以要他时来用们生到作地于出就分对成会可主发年动同工也能下过子说产种面"
+    "而方后多定行学法所民得经十三之进着等部度家电力里如水化高自二理起小物现实加量都两体制机当使点从业本去把"
+    "性好应开它合还因由其些然前外天政四日那社义事平形相全表间样与关各重新线内数正心反你明看原又么利比或但质"
+    "气第向道命此变条只没结解问意建月公无系军很情者最立代想已通并提直题党程展五果料象员革位入常文总次品式活"
+    "设及管特件长求老头基资边流路级少图山统接知较将组见计别她手角期根论运农指几九区强放决西被干做必战先回则"
+    "任取据处"
+)
+CHINESE_MARKS = set("，。、；：？！（）《》“”\u3000")
 HAN = re.compile("[\u4e00-\u9fff]")
 KANA = re.compile("[\u3040-\u30ff]")
 ESCAPES = re.compile(rb"\x1b\$[@B]|\x1b\$\([CD]|\x1b\$\)[ACG]")
@@ -59,6 +74,7 @@ class Verdict(NamedTuple):
     """How the bytes of a file become text."""
 
     other: str = ""  # codec of the lines that are not UTF-8; "" = such lines are damaged
+    mixed: bool = False  # some lines are surely in UTF-8, some in the other encoding
     mostly: bool = False  # more lines are in the other encoding than in UTF-8
     own: frozenset[str] = frozenset()  # what stands ALONE in this text more than once
     refused: str = ""  # why the file is not read at all
@@ -107,7 +123,8 @@ def judge(sample: bytes, given: str = "") -> Verdict:
         )
     if given:
         hint = f" (encoding={given} was given)"
-        return Verdict(given, True, standing_alone(sample.split(b"\n"), given), hint=hint)
+        own = standing_alone(sample.split(b"\n"), given)
+        return Verdict(given, False, True, own, hint=hint)
     try:
         sample.decode()
         return Verdict()
@@ -115,12 +132,13 @@ def judge(sample: bytes, given: str = "") -> Verdict:
         pass
 
     lines = sample.split(b"\n")
-    n_utf8, foreign, others = 0, 0, []
+    n_utf8, n_sure, foreign, others = 0, 0, 0, []
     for line in lines:
         if line.isascii():
             others.append(line)
         elif is_utf8(line):
             n_utf8 += 1
+            n_sure += is_surely_utf8(line.decode("utf-8", "ignore"))
         else:
             foreign += 1
             others.append(line)
@@ -135,7 +153,8 @@ def judge(sample: bytes, given: str = "") -> Verdict:
         return Verdict(refused=f"{what}; separate them, and convert each: {ICONV}")
     if codecs_found:
         codec = codecs_found.pop()
-        return Verdict(codec, foreign > n_utf8, standing_alone(others, codec))
+        mixed = n_sure > foreign / 1000 or n_utf8 > 2 + foreign / 50
+        return Verdict(codec, mixed, foreign > n_utf8, standing_alone(others, codec))
     hint = f"; {convert(likely)}"
     # A few lines in a file of UTF-8 or ASCII are damage. More of them are another encoding.
     if foreign <= max(n_utf8 / 4, len(lines) / 100):
@@ -171,6 +190,14 @@ def is_utf8(line: bytes) -> bool:
     return n_bad <= (len(NOT_ASCII.findall(text)) - n_bad) / 2
 
 
+def is_surely_utf8(text: str) -> bool:
+    """Return whether a line that is valid UTF-8 is no line of another encoding by accident. Of
+    143,668 lines of GBK 289 are: they repeat a word or two, whose characters have two bytes in
+    both, such as that for "system". An accent between letters is no accident."""
+    many = max(text) >= "\u0800" or len(set(NOT_ASCII.findall(text))) > 5
+    return many or bool(ACCENT.search(text))
+
+
 def names_of(lines: list[bytes]) -> tuple[set[str], str]:
     """Return (the codecs that lines are in, their likely encoding): no codec if none of TRUSTED is
     found, several for files that were put together.
@@ -194,6 +221,8 @@ def names_of(lines: list[bytes]) -> tuple[set[str], str]:
     (codec, likely), n_votes = votes.most_common(1)[0] if votes else (found, 0)
     if n_votes > votes.total() / 2 and codec and is_plausible(b"\n".join(lines), codec):
         return {codec}, ""
+    if is_common_chinese(b"\n".join(lines)):
+        return {"gb18030"}, ""
     return set(), found[1] or likely or codec
 
 
@@ -245,8 +274,19 @@ def is_plausible(raw: bytes, codec: str) -> bool:
     return n_wide >= LEAST and n_beside >= 0.5 * n_wide and few_bad and few_odd and is_korean
 
 
+def is_common_chinese(raw: bytes) -> bool:
+    """Return whether bytes are valid GB18030 and read as everyday Chinese."""
+    try:
+        text = raw.decode("gb18030")
+    except UnicodeDecodeError:
+        return False
+    wide = [c for c in text if c > "\x7f" and c not in CHINESE_MARKS]
+    n_common = sum(c in COMMON for c in wide)
+    return len(wide) >= LEAST_COMMON and n_common >= COMMON_SHARE * len(wide)
+
+
 def escaped_encoding(sample: bytes) -> str:
-    """Return the encoding of a text that is written in ASCII bytes with escapes, "" if it is not."""
+    """Return the encoding of a text written in ASCII bytes with escapes, "" if it is not."""
     if ESCAPES.search(sample):
         return "iso2022_kr" if b"\x1b$)C" in sample else "iso2022_jp_2"
     for found in HZ.findall(sample):
@@ -259,11 +299,19 @@ def escaped_encoding(sample: bytes) -> str:
     return ""
 
 
+def ate_a_letter(found: re.Match) -> bool:
+    """Return whether the last byte of a rare character of GB18030 may be the letter before those
+    that follow: a byte left alone by a loss forms a character with it, as in ...ICU."""
+    raw = found[0].encode("gb18030")
+    return len(raw) == 2 and raw[1] < 0x80
+
+
 class Decoder:
     """Decodes the lines of one file, in their order."""
 
     def __init__(self, verdict: Verdict = Verdict()) -> None:  # noqa: B008
         self.other = verdict.other
+        self.mixed = verdict.mixed
         self.own = verdict.own
         self.hint = verdict.hint
         self.strict = STRICT.get(self.other, "")
@@ -282,9 +330,12 @@ class Decoder:
         else:
             if not self.other or text.isascii():
                 return text
-            if not (self.name == self.other and self.is_accident(raw, text)):
+            if self.name == "utf-8" or is_surely_utf8(text) or not self.reads(raw):
                 self.name = "utf-8"
                 return text
+            if self.mixed:
+                why = f"the line may be UTF-8 or {self.other}"
+                raise UnicodeDecodeError(self.other, raw, 0, len(raw), why)
         self.name = self.other
         return self.decode_other(raw)
 
@@ -293,27 +344,27 @@ class Decoder:
         byte was lost."""
         if self.strict:
             try:
-                return raw.decode(self.strict)
+                text = raw.decode(self.strict)
+                # Python's gb2312 has another dash and dot.
+                return raw.decode(self.other) if self.other == "gb18030" else text
             except UnicodeDecodeError:
                 pass
         text = raw.decode(self.other)
         if self.other not in TRUSTED.values():
             return text
-        alone = (found for found in ALONE.finditer(text) if found[0] not in self.own)
-        if found := next(alone, None) or PRIVATE.search(text):
+        odd = (found for found in ALONE.finditer(text) if found[0] not in self.own)
+        if self.strict == "gb2312":
+            odd = itertools.chain(odd, filter(ate_a_letter, GLUED.finditer(text)))
+        if found := next(odd, None) or PRIVATE.search(text):
             place = len(text[: found.start()].encode(self.other))
             why = "a byte before it seems to be missing"
             raise UnicodeDecodeError(self.other, raw, place, place + 1, why)
         return text
 
-    def is_accident(self, raw: bytes, text: str) -> bool:
-        """Return whether a line after one in the other encoding is UTF-8 by accident only: its
-        characters have two bytes in both."""
-        if max(text) >= "\u0800" or self.other not in TRUSTED.values():
-            return False
+    def reads(self, raw: bytes) -> bool:
+        """Return whether a line is valid in the other encoding, if that has several bytes."""
         try:
-            raw.decode(self.other)
-            return True
+            return self.other in TRUSTED.values() and bool(raw.decode(self.other))
         except UnicodeDecodeError:
             return False
 

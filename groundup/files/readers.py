@@ -9,6 +9,7 @@ what the keys of a row mean in row_formats.py.
 """
 
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -24,31 +25,17 @@ from groundup.files.records import Record
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
 
-# Files that tell a directory that prepare.py made, also without its manifest
-PREPARED = {
-    "report.md",
-    "dropped.tsv",
-}
-# Or of these packed
-DATA_SUFFIXES = (
-    ".txt",
-    ".text",
-    ".jsonl",
-    ".ndjson",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".parquet",
-)
+# By these a directory that prepare.py made is known, also without its manifest.
+PREPARED = {"report.md", "dropped.tsv"}
+# Also of packed files.
+DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
 
 
 def find_files(input: str) -> list[str]:
-    """Return the paths of `input`: files, directories, globs, comma-separated; "-" is standard input. In the order
-    given, each once; of a directory the files that `is_data`, recursively in the byte order of relative paths.
-
-    Raise UserError for a part that matches no file.
-    """
+    """Return the paths of `input`: files, directories, globs, comma-separated; "-" is standard
+    input. In the order given, each once; of a directory the files that `is_data`, recursively, in
+    the byte order of relative paths. Raise UserError for a part that matches no file."""
     found: list[str] = []
     for part in filter(None, paths.split_names(input)):
         matched = [part] if part == "-" else paths.matches(part)
@@ -58,9 +45,8 @@ def find_files(input: str) -> list[str]:
             for file in (list_directory(match) if os.path.isdir(match) else [match])
         ]
         if not files:
-            raise UserError(
-                f"data: no file matches {part!r}; give files, directories or globs, separated by commas"
-            )
+            hint = "give files, directories or globs, separated by commas"
+            raise UserError(f"data: no file matches {part!r}; {hint}")
         found += files
     unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file
     for file in found:
@@ -71,48 +57,41 @@ def find_files(input: str) -> list[str]:
 
 
 def list_directory(top: str) -> list[str]:
-    """Return the data files of a directory; print how many others it has, and the names of the first."""
-    # A link to a folder above would never end
-    files, others, seen = (
-        [],
-        [],
-        {os.path.realpath(top)},
-    )
+    """Return the data files of a directory; print how many others it has, and the first names."""
+    files, others = [], []
+    seen = {os.path.realpath(top)}  # a link to a folder above would never end
     for folder, folders, names in os.walk(top, followlinks=True):
         if PREPARED.issubset(names):
             folders.clear()
             where = streams.shown_name(folder)
             if folder == top:
                 hint = "give the files that it was made of, or its train.jsonl"
-                raise UserError(
-                    f"data: {where} is a directory that prepare.py made, not raw data; {hint}"
-                )
+                what = f"{where} is a directory that prepare.py made, not raw data"
+                raise UserError(f"data: {what}; {hint}")
             print(f"data: {where} is left out: prepare.py made it")
             continue
-        real = {
-            name: os.path.realpath(os.path.join(folder, name))
-            for name in folders
-            if not name.startswith(".")
-        }
-        folders[:] = {
-            real[name]: name for name in real if real[name] not in seen
-        }.values()  # of two links, one
-        seen |= set(real.values())
+        entered = {}  # of two links to a folder, one
+        for name in folders:
+            real = os.path.realpath(os.path.join(folder, name))
+            if not name.startswith(".") and real not in seen:
+                entered[real] = name
+        folders[:] = entered.values()
+        seen |= entered.keys()
         for name in names:
-            (files if is_data(name) else others).append(
-                os.path.relpath(os.path.join(folder, name), top)
-            )
+            path = os.path.relpath(os.path.join(folder, name), top)
+            (files if is_data(name) else others).append(path)
     if others := sorted(map(streams.shown_name, others)):
         shown = ", ".join(others[:10]) + (", ..." if len(others) > 10 else "")
-        hint = f"of a directory only {' '.join(DATA_SUFFIXES)} are read, also packed; name other files, or give a glob"
-        print(
-            f"data: {streams.shown_name(top)}: passed over {len(others):,} that are no data by name: {shown}; {hint}"
-        )
+        what = f"passed over {len(others):,} that are no data by name: {shown}"
+        hint = f"of a directory only {' '.join(DATA_SUFFIXES)} are read, also packed"
+        hint += "; name other files, or give a glob"
+        print(f"data: {streams.shown_name(top)}: {what}; {hint}")
     return [os.path.join(top, file) for file in sorted(files, key=os.fsencode)]
 
 
 def is_data(name: str) -> bool:
-    """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE, a suffix of data."""
+    """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE,
+    a suffix of data."""
     stem, suffix = os.path.splitext(unpacked_name(name))
     # of Hugging Face's and LLaMA-Factory's folders
     about = ("readme", "license", "dataset_info", "dataset_infos")
@@ -183,8 +162,9 @@ def is_over_lines(head: bytes) -> bool:
 
 
 def lines_of_arrays(head: bytes, named: bool) -> bool:
-    """Return whether a file that begins with "[" has an array in each line, such as the messages of a conversation.
-    named: its name says that it has lines; its only line is then a row, not an array of rows."""
+    """Return whether a file that begins with "[" has an array in each line, such as the messages of
+    a conversation. named: its name says that it has lines; its only line is then a row, not an
+    array of rows."""
     first, *rest = (line.strip() for line in head.split(b"\n"))
     following = next(filter(None, rest), b"")
     if re.match(rb"\[\s*\{", first) and not re.search(rb'"(role|from)"', first):
@@ -197,20 +177,22 @@ def lines_of_arrays(head: bytes, named: bool) -> bool:
 def read_records(
     path: str, txt_split: str = "file", begin: int = 0, end: int | None = None,
     columns: list[str] | None = None, names: Sequence[str] = (), encoding: str = "",
-    tally: Counter[str] | None = None,
+    report: "Report | None" = None,
 ) -> Iterator[Record]:  # fmt: skip
     """Yield all records of a part of a file (see `work_units`), in order, with problems.
 
     columns: to read, of parquet. names: of the columns of a CSV file whose first row is not their
-    names. encoding: of lines that are not UTF-8, where the user gave it. tally: gets how many
-    unpacked bytes were read or are lost, under "bytes", when all records were taken.
+    names. encoding: of lines that are not UTF-8, where the user gave it. report: gets the
+    number of unpacked bytes that were read or are lost when all records were taken, and their
+    sha256 if it asks for it.
 
     A line belongs to the part that holds its first byte, a paragraph to the part that holds the
     blank line before it: wherever the cuts are, every record is read once.
     """
-    tally = Counter() if tally is None else tally
+    report = report if report is not None else Report()
     if begin and is_parquet(path):
-        yield from tallied(parquet.parquet_records(path, begin, end, columns), tally)
+        report.sha256 = None
+        yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
         return
     stream = streams.open_stream(path, max(begin - 1, 0), encoding, check=True)
     with stream:
@@ -223,8 +205,10 @@ def read_records(
             head = stream.peek()
             kind = container(path, head, txt_split)
         decoder = Decoder(raw.verdict)
+        if report.sha256 and raw.file:  # of parquet the whole file, with its first part
+            streams.hash_part(raw.file, begin, None if kind == "parquet" else end, report.sha256)
         if kind == "parquet":
-            yield from tallied(parquet.parquet_records(path, begin, end, columns), tally)
+            yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
             return
         if kind in ("array", "values"):
             yield from records.json_records(stream, decoder)
@@ -246,9 +230,9 @@ def read_records(
             yield from records.jsonl_records(lines) if kind == "jsonl" else lines
         if raw.plain and raw.file:
             size = os.fstat(raw.file.fileno()).st_size
-            tally["bytes"] += (size if end is None else min(end, size)) - begin
+            report.n_bytes += (size if end is None else min(end, size)) - begin
         else:
-            tally["bytes"] += raw.n_made + (raw.damage[2] if raw.damage else 0)
+            report.n_bytes += raw.n_made + (raw.damage[2] if raw.damage else 0)
 
 
 def is_parquet(path: str) -> bool:
@@ -256,9 +240,9 @@ def is_parquet(path: str) -> bool:
         return container(path, f.read(4), "file") == "parquet"
 
 
-def tallied(rows: Iterator[tuple[Record, int]], tally: Counter[str]) -> Iterator[Record]:
+def counted_rows(rows: Iterator[tuple[Record, int]], report: "Report") -> Iterator[Record]:
     for record, n_bytes in rows:
-        tally["bytes"] += n_bytes
+        report.n_bytes += n_bytes
         yield record
 
 
@@ -276,13 +260,17 @@ class Report:
     bad_csv, too_long, truncated_file (damaged or cut; what came before was read), not_text (another
     kind of file). mended {encoding or surrogates: documents}
     places: (path, line, byte offset, "reason: detail") of the first max_places problems
+    digest: also hash the bytes that are read
     """
 
-    def __init__(self, strict: bool = False, max_places: int = 10_000) -> None:
+    def __init__(
+        self, strict: bool = False, max_places: int = 10_000, digest: bool = False
+    ) -> None:
         self.strict, self.max_places = strict, max_places
         self.problems, self.mended = Counter(), Counter()
         self.n_bytes = 0  # of the files, unpacked: those of documents and those lost
         self.lost_bytes = 0  # of what no document was made of
+        self.sha256 = hashlib.sha256() if digest else None
         self.places: list[tuple[str, int, int, str]] = []
 
     def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
@@ -324,8 +312,7 @@ def read_rows(
     the file cannot be opened.
     """
     report = report if report is not None else Report()
-    tally: Counter[str] = Counter()
-    found = read_records(path, txt_split, begin, end, columns, encoding=encoding, tally=tally)
+    found = read_records(path, txt_split, begin, end, columns, (), encoding, report)
     for record in found:
         reason, detail, value = record.problem, record.detail, None
         if not reason:
@@ -342,7 +329,6 @@ def read_rows(
         if row != record.value:
             report.mended["surrogates"] += 1
         yield Row(value, path, record.offset, record.piece)
-    report.n_bytes += tally["bytes"]
 
 
 counted: dict[str, tuple[int, int]] = {}  # path: (a place, the line ends before it), of one file

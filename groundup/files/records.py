@@ -361,7 +361,7 @@ def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
 
 
 def several_values(text: str) -> list:
-    """Return the JSON values that stand in a text one behind the other; [] if it is not all JSON."""
+    """Return the JSON values that stand in a text one behind the other; [] if not all is JSON."""
     values, end, decoder = [], 0, json.JSONDecoder()
     while text := text[end:].lstrip():
         try:
@@ -409,12 +409,12 @@ def json_texts(stream: io.BufferedReader, decoder: Decoder) -> Iterator[str]:
 
 
 class JsonStream:
-    """The elements of a JSON array, or JSON objects one after the other, from text in pieces; bytes that could not be
-    decoded are surrogates in it.
+    """The elements of a JSON array, or JSON values one after the other, from text in pieces, in
+    which bytes that could not be decoded are surrogates. Holds the pieces of one element.
 
-    Holds the pieces of one element. After what is not JSON, goes on at the next text that opens as an element before it
-    did: with the same key and, if elements begin lines, the same indentation.
-    """
+    After what is not JSON, resynchronises at text that begins like an earlier element: with the
+    same key and, if elements begin lines, the same indentation. So a bad byte costs one element of
+    an array of gigabytes, not the rest of it."""
 
     DECODER = json.JSONDecoder()
     WHITE_SPACE = re.compile("[ \t\n\r\ufeff]*")
@@ -452,8 +452,8 @@ class JsonStream:
             yield Record(None, self.line, self.offset, problem=problem, detail=detail, lost=1)
 
     def _element(self, array: bool, behind: bool) -> tuple[Record | None, bool]:
-        """Return the element that begins here, or None if only a separator is damaged, and whether it was parsed.
-        behind: the array has ended."""
+        """Return the element that begins here, or None if only a separator is damaged, and whether
+        it was parsed. behind: the array has ended."""
         line, offset = self.line, self.offset
         try:
             if array and behind:
@@ -490,8 +490,8 @@ class JsonStream:
         return Record(value, line, offset, name), True
 
     def _opening(self) -> str:
-        """Return a pattern of how the element at hand begins, with the white space before it if that has a line end; ""
-        if any text could begin so."""
+        """Return a pattern of how the element at hand begins, with the white space before it if
+        that has a line end; "" if any text could begin so."""
         found = self.OPENING.match(self.text, self.pos)
         lead = re.escape(self.space) if "\n" in self.space else ""
         if found and found[0]:
@@ -499,8 +499,8 @@ class JsonStream:
         return lead + r'(?=["\d\-])' if found and lead else r'(?<=[^\\]",)\s*(?=")' if found else ""
 
     def _skip(self) -> tuple[int, bool]:
-        """Go on to the next opening, or to the end. Return how many characters are left out, and whether bytes that
-        could not be decoded are among them."""
+        """Go on to the next opening, or to the end. Return how many characters are left out, and
+        whether bytes that could not be decoded are among them."""
         pattern, at = re.compile("|".join(sorted(self.openings - {""})) or r"(?!)"), self.pos + 1
         n_skipped, undecoded, ended = 0, False, False
         while True:
@@ -518,7 +518,7 @@ class JsonStream:
             try:
                 value, end = self.DECODER.raw_decode(self.text, self.pos)
             except json.JSONDecodeError as error:
-                # More text may help: a string is open, or a word, number or escape may be cut off at the end.
+                # More text may help: a string is open, or a word, number or escape may be cut off.
                 near_end = error.pos >= len(self.text) - len("-Infinity") - 1
                 if not (near_end or error.msg.startswith("Unterminated string")):
                     raise
@@ -563,7 +563,8 @@ class JsonStream:
         return self.pos < len(self.text) or self._read()
 
     def _read(self) -> bool:
-        """Read at least as much as is held: so an element that is parsed again and again takes linear time in all."""
+        """Read at least as much as is held: an element that is parsed again and again then takes
+        linear time in all."""
         held = [self.text[self.pos :]]
         wanted = max(1, len(held[0]))
         while wanted > 0 and (chunk := next(self.chunks, "")):

@@ -1,12 +1,13 @@
 """Split data by a keyed hash of each text: train, val, test, or held out."""
 
+import math
 from hashlib import blake2b
 
 import numpy as np
 
 SPLITS = ("train", "val", "test")
 SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
-FEW = 10  # documents: of so many a hash may give all or nothing to a split, so each of them is cut
+FEW = 10  # with so few documents, or fewer, cut each one instead of hashing
 
 
 def dialogue_text(messages: list[dict]) -> str:
@@ -20,30 +21,38 @@ def first_question(messages: list[dict]) -> str:
     return next((m["content"] for m in messages if m["role"] == "user"), "")
 
 
-def is_held_out(question: str, fraction: float) -> bool:
-    """Return whether a conversation is kept out of training, by its first question: tuning learns the answer to each
-    turn. Another hash than that of the splits decides. A conversation without a question never is."""
+def held_out_position(question: str) -> int:
+    """Return the position in [0, 2**64) of a conversation by a hash of its first question. The
+    lowest share is held out: tuning learns the answer to each turn. Another hash than that of the
+    splits decides. A conversation without a question is never held out."""
+    if not question.strip():
+        return 2**64 - 1
     digest = blake2b(question.strip().encode(), digest_size=8, key=HOLD_OUT_KEY).digest()
-    return bool(question.strip()) and int.from_bytes(digest, "little") < fraction * 2**64
+    return int.from_bytes(digest, "little")
+
+
+def are_held_out(positions: np.ndarray, fraction: float) -> np.ndarray:
+    """Return which conversations are held out of training, from their positions (n,) uint64."""
+    return positions < np.uint64(math.ceil(fraction * 2**64))
 
 
 def split_position(raw: bytes) -> int:
-    """Return the position in [0, 2**64) of a document by a hash of its text, or of a pair by that of its prompt: other
-    rows do not move it, and copies of a text or prompt are in one split."""
+    """Return the position in [0, 2**64) of a document by a hash of its text, or of a pair by that
+    of its prompt: other rows do not move it, and copies of a text or prompt are in one split."""
     return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
 
 
 def cut_places(length: int, val_fraction: float, test_fraction: float) -> tuple[int, int]:
-    """Return where val and test begin in a text of so many characters that is cut into train, val and test. With
-    val_fraction=0.1 that is nanoGPT's text[: int(n * 0.9)] and text[int(n * 0.9) :]."""
+    """Return where val and test begin in a text of so many characters that is cut into train, val
+    and test. With val_fraction=0.1 that is nanoGPT's text[: int(n * 0.9)], text[int(n * 0.9) :]."""
     return int(length * (1 - test_fraction - val_fraction)), int(length * (1 - test_fraction))
 
 
 def split_of(
     positions: np.ndarray, val_fraction: float, test_fraction: float = 0.0, fold: str = ""
 ) -> np.ndarray:
-    """Return the index in SPLITS (n,) uint8 of each document, from its position (n,) uint64 alone. Test is in front,
-    then val, or val is the fold 'i/k'; the rest is train."""
+    """Return the index in SPLITS (n,) uint8 of each document, from its position (n,) uint64 alone.
+    The lowest positions are test, the next val, or val is the fold 'i/k'; the rest is train."""
     test_end = int(test_fraction * 2**64)
     ends = test_end, test_end, int((test_fraction + val_fraction) * 2**64)
     if fold:
@@ -62,8 +71,8 @@ def assign(
     fold: str = "",
     by_prompt: bool = False,
 ) -> tuple[np.ndarray, bool]:
-    """Return `split_of` the documents, and whether val was empty and got one. A single document, or with by_prompt a
-    single prompt, is for training."""
+    """Return `split_of` the documents, and whether val was empty and got one. A single document, or
+    with by_prompt a single prompt, is for training."""
     if len(positions) == 1 or (by_prompt and len(np.unique(positions)) == 1):
         return np.zeros(len(positions), np.uint8), False
     splits = split_of(positions, val_fraction, test_fraction, fold)

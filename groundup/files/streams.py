@@ -110,9 +110,7 @@ def open_stream(
     if first.startswith(LFS_POINTER):
         raise UserError(f"data: {shown_name(path)} is {POINTER_HINT}")
 
-    named = os.path.splitext(path.lower())[1][1:]
-    starts = (name for magic, name in MAGIC.items() if first.startswith(magic))
-    compression = next(starts, named if named in MAGIC.values() else "")
+    compression = compression_of(first, path)
     chunks = iter(lambda: file.read(READ_BYTES), b"")
     head, damage = first, None
     if compression:
@@ -145,6 +143,33 @@ def open_stream(
         chunks = refusal(reason, verdict.refused, n_bytes)
     opened = Chunks(chunks, verdict, plain, None if path == "-" else file)
     return io.BufferedReader(opened, READ_BYTES)
+
+
+def compression_of(first: bytes, path: str) -> str:
+    """Return how a file is packed, by its first bytes or else by its name; "" = it is not."""
+    named = os.path.splitext(path.lower())[1][1:]
+    by_magic = (name for magic, name in MAGIC.items() if first.startswith(magic))
+    return next(by_magic, named if named in MAGIC.values() else "")
+
+
+def unpacked_head(first: bytes, path: str) -> bytes:
+    """Return the text that a file begins with, as far as its first bytes have it."""
+    compression = compression_of(first, path)
+    if not compression:
+        return first
+    head, _ = read_head(decompress(iter([first]), path, compression))
+    return head
+
+
+def hash_part(file: BinaryIO, begin: int, end: int | None, digest: Any) -> None:
+    """Add the bytes [begin, end) of a file to a digest. Its position stays."""
+    position = file.tell()
+    file.seek(begin)
+    left = sys.maxsize if end is None else end - begin
+    while block := file.read(min(READ_BYTES, left)):
+        digest.update(block)
+        left -= len(block)
+    file.seek(position)
 
 
 def read_head(chunks: Iterator[bytes]) -> tuple[bytes, Damage | None]:
@@ -243,7 +268,7 @@ def decompress(chunks: Iterator[bytes], path: str, compression: str) -> Iterator
 
 
 def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tuple[bytes, bool]]:
-    """Yield (unpacked bytes, whether the stream that they are from ends with them). Raise Damage."""
+    """Yield (unpacked bytes, whether they are the last of their stream). Raise Damage."""
     new, errors = decompressors(path, compression)
     decompressor, n_read, n_made = new(), 0, 0
     for chunk in chunks:

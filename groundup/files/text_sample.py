@@ -1,4 +1,4 @@
-"""A sample of all files for tokenizer.py: of each about the same share, from all over large ones."""
+"""A sample of all files for tokenizer.py: the same share of each, from all over large ones."""
 
 import os
 from collections.abc import Iterator

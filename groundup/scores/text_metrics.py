@@ -20,14 +20,14 @@ from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import split_over_ranks
-from groundup.text import cleaning
-from groundup.tokens.chat_files import ChatReader
-from groundup.tokens.row_reader import read_source
+from groundup.text import clean
+from groundup.tokens.conversations import ChatReader
+from groundup.tokens.rows import read_source
 from model import Transformer
 from tokenizer import Tokenizer
 
 # Words, and single characters of Chinese
-WORDS = re.compile(f"[{cleaning.HAN}]|[^\\W_{cleaning.HAN}]+")
+WORDS = re.compile(f"[{clean.HAN}]|[^\\W_{clean.HAN}]+")
 NO_PROMPT = "no prompt before the answer"
 TOO_LONG = "prompt longer than the context"
 
@@ -169,7 +169,7 @@ def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float |
 
     texts: dict[str, list[tuple[str, str]]] = {"13a": [], "zh": []}
     for answer, reference in zip(answers, references, strict=True):
-        texts["zh" if cleaning.language(reference) == "zh" else "13a"].append((answer, reference))
+        texts["zh" if clean.language(reference) == "zh" else "13a"].append((answer, reference))
     found = {}
     for name, pairs in texts.items():
         if pairs:

@@ -1,6 +1,12 @@
-"""Decide which documents to keep, for prepare.py.
+"""Decide which documents to keep, for prepare.py and any other pipeline.
 
-In: files of documents, conversations or pairs. Out: a prepared directory with tokens or rows, and a report. Read first
-recipe; then what works on one document: cleaning, quality, decontaminate, documents, pipeline; then what compares and
-writes all of them: dedup, selection, report. Read prepared_dir, show and answer_pairs when you need them.
+In: files of documents, conversations or pairs. Out: a prepared directory with tokens or rows, and a
+report. Read recipe (settings, sources, files) first, then the steps in their order: clean, quality,
+dedup and decontaminate look at one document; unit applies them to a part of the input; select
+compares all documents and writes the splits; report says what happened. Read workers,
+prepared_dir, show and answer_pairs when you need them.
+
+What another pipeline calls per document: clean.clean, quality.Rules.check, decontaminate.Evals,
+dedup.exact_key, dedup.units with dedup.signatures, or all of these by unit.Judge. What it calls on
+all documents: dedup.first_copies, dedup.near_duplicates.
 """

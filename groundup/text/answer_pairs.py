@@ -1,11 +1,14 @@
-"""Make preference pairs for prepare.py from a file of answers that sample.py has written (see answer_files.py).
+"""Make preference pairs for prepare.py from a file of answers that sample.py has written (see
+answer_files.py).
 
-    python prepare.py --kind=preference --pair_by=dataset ...    # (the data set's answer, a model's answer)
-    python prepare.py --kind=preference --pair_by=reward ...     # (best, worst of a model's answers by their reward)
+    python prepare.py --kind=preference --pair_by=dataset ...   # data set's answer, model's answer
+    python prepare.py --kind=preference --pair_by=reward,margin=0.5,length_within=0.2 ...
+                                                                # best, worst of a model's answers
 
-A line has the fields of its prompt and "completions": [{"text", "finish_reason", and with a reward model "reward"}].
-The prompt is the messages that the model answered; a last message of the assistant is the data set's own answer. Only
-completions with finish_reason "stop" are used: nobody knows how the others would have ended.
+A line has the fields of its prompt and "completions": [{"text", "finish_reason", and with a reward
+model "reward"}]. The prompt is the messages that the model answered; a last message of the
+assistant is the data set's own answer. Only completions with finish_reason "stop" are used: nobody
+knows how the others would have ended.
 """
 
 import itertools
@@ -16,21 +19,29 @@ from pathlib import Path
 
 from groundup.errors import UserError
 from groundup.files import answer_files, readers
-from groundup.files.answer_files import BadLine, NoPair, conversation_of, is_answers, reward_of, row_of, text_of
+from groundup.files.answer_files import (
+    BadLine,
+    NoPair,
+    conversation_of,
+    is_answers,
+    reward_of,
+    row_of,
+    text_of,
+)
 from groundup.files.text_keys import as_score
-from groundup.text.documents import ANSWER_PLACE, PAIR_NUMBERS
-from groundup.text.pipeline import Problems
-from groundup.text.recipe import Counts, Input, parse_score
+from groundup.text.inputs import Input
+from groundup.text.recipe import parse_pair_by, parse_score
+from groundup.text.unit import ANSWER_PLACE, PAIR_NUMBERS, Counts, Problems
 from groundup.tokens.token_files import file_sha256
 
 
-def replace_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list[Input], list[dict], Counts]:
-    """Return (the inputs with files of answers replaced by files of pairs in `work`, their entries for the manifest,
-    counts of what could not be read). config: pair_by, pair_margin, length_within, score and strict of prepare.py.
-    Raise UserError if there are no answers, or no pairs.
-    """
+def replace_answers(
+    inputs: list[Input], pair_by: str, score: str, strict: bool, work: Path
+) -> tuple[list[Input], list[dict], Counts]:
+    """Return (the inputs with files of answers replaced by files of pairs in `work`, their entries
+    for the manifest, counts of what could not be read). Raise UserError if there are no answers, or
+    no pairs."""
     found, infos, lost = [], [], Counts()
-    settings = [config[key] for key in ("pair_by", "pair_margin", "length_within", "score", "strict")]
     for file in inputs:
         if answer_files.is_settings_file(file.path):
             continue
@@ -41,49 +52,50 @@ def replace_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list
             hint = f"write them to a file, its {answer_files.SUFFIX} beside it"
             raise UserError(f"prepare: answers cannot come from standard input (-); {hint}")
         path = work / f"pairs_{len(infos)}.jsonl"
-        info, problems = write_pairs(file.path, path, *settings)
+        info, counts = write_pairs(file.path, path, pair_by, score, strict)
         infos.append(info | {"sha256": file_sha256(Path(file.path))})
-        lost += problems
-        found.append(file._replace(path=str(path), size=path.stat().st_size, stamp=file_sha256(path)))
+        lost.add(counts)
+        size, stamp = path.stat().st_size, file_sha256(path)
+        found.append(file._replace(path=str(path), size=size, stamp=stamp, parts=((0, None),)))
     if not infos:
-        what = f"pair_by={config['pair_by']} needs answers of sample.py, rows with completions; no input has them"
-        raise UserError(f"prepare: {what}; leave pair_by out if the rows are pairs")
+        what = f"pair_by={pair_by} needs answers of sample.py, rows with completions"
+        hint = "no input has them; leave pair_by out if the rows are pairs"
+        raise UserError(f"prepare: {what}; {hint}")
     if len(infos) == len(found) and not any(info["pairs"] for info in infos):
         raise UserError(f"prepare: no pair: {'; '.join(describe(infos))}")
     return found, infos, lost
 
 
 def write_pairs(
-    path: str, out: Path, pair_by: str, margin: float = 0.0, within: float = 0.0, score: str = "", strict: bool = False
+    path: str, out: Path, pair_by: str, score: str = "", strict: bool = False
 ) -> tuple[dict, Counts]:
-    """Write the pairs of a file of answers to `out`, and lines that are no answers to `out`.problems in pipeline.py's
-    format; return (entry for the manifest, counts of such lines).
+    """Write the pairs of a file of answers to `out`, and lines that are no answers to
+    `out`.problems in the format of unit.py; return (entry for the manifest, counts of such lines).
 
-    pair_by: dataset | reward. margin: least difference of two rewards, 0 = any. within: see `lengths_fit`. score: also
-    keep the numbers of these keys. Raise UserError if pair_by is reward and no answer has one, if `strict` and a line
-    is no answer, or if FILE.config.json is missing or damaged.
-    """
+    score: also keep the numbers of these keys. Raise UserError if pair_by is reward and no answer
+    has one, if `strict` and a line is no answer, or if FILE.config.json is missing or damaged."""
+    by = parse_pair_by(pair_by)
     settings = answer_files.need_settings(path)
-    keys = [key for key in PAIR_NUMBERS if key != "margin"] + [key for key, *_ in parse_score(score)]
+    keys = [key for key in PAIR_NUMBERS if key != "margin"]
+    keys += [one.key for one in parse_score(score)]
     lines, answers = Counter(), Counter()  # left out, by reason
     n_lines, n_answers, n_pairs, n_scored = 0, 0, 0, 0
-    with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as problems_file:
-        problems = Problems(path, problems_file, strict)
-        tally, n_lost = Counter(), 0
-        for record in readers.read_records(path, tally=tally):
+    with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as p:
+        problems = Problems(path, p, strict)
+        for record in readers.read_records(path, report=problems):
             n_lines += 1
-            n_lost += record.lost
+            problems.lost_bytes += record.lost
             finished = []
             try:
                 row = row_of(record)
                 prompt, own = conversation_of(row, settings)
                 n_answers += len(row["completions"])
                 n_scored += sum(reward_of(answer) is not None for answer in row["completions"])
-                finished = usable(row["completions"], pair_by, answers)
-                if pair_by == "dataset":
-                    pairs = pairs_by_dataset(finished, own, within, answers)
+                finished = usable(row["completions"], by.how, answers)
+                if by.how == "dataset":
+                    pairs = pairs_by_dataset(finished, own, by.length_within, answers)
                 else:
-                    pairs = pairs_by_reward(finished, margin, within, answers)
+                    pairs = pairs_by_reward(finished, by.margin, by.length_within, answers)
             except BadLine as problem:
                 lines[str(problem)] += 1
                 reason, detail = record.problem or "bad_field", record.detail or str(problem)
@@ -91,52 +103,58 @@ def write_pairs(
                 continue
             except NoPair as problem:
                 lines[str(problem)] += 1
-                answers += Counter({"in a line that gives no pair": len(finished)})
+                answers["in a line that gives no pair"] += len(finished)
                 continue
             if not pairs:
                 lines["no answer to set against the data set's"] += 1
-            numbers = {key: number for key in keys if math.isfinite(number := as_score(row, key))}
-            about = numbers | {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
+            numbers = {key: as_score(row, key) for key in keys}
+            row_fields = {key: number for key, number in numbers.items() if math.isfinite(number)}
+            row_fields |= {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
             for pair in pairs:
-                f.write(json.dumps(about | pair | {"made_by": settings["model"]}) + "\n")
+                pair = row_fields | pair | {"made_by": settings["model"]}
+                f.write(json.dumps(pair) + "\n")
             n_pairs += len(pairs)
-    if pair_by == "reward" and n_answers and not n_scored:
-        hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them: reward.py --score=FILE"
-        raise UserError(f"prepare: no answer in {path} has a reward, which pair_by=reward needs; {hint}")
+    if by.how == "reward" and n_answers and not n_scored:
+        hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them"
+        what = f"no answer in {path} has a reward, which pair_by=reward needs"
+        raise UserError(f"prepare: {what}; {hint}: reward.py --score=FILE")
     n_bad = problems.problems.total()
-    info = {"path": path, "settings": settings, "lines": n_lines, "answers": n_answers, "pairs": n_pairs}
-    info |= {"lines_bad": n_bad, "lines_left_out": dict(lines), "answers_left_out": dict(answers)}
+    info = {
+        "path": path, "settings": settings, "lines": n_lines, "answers": n_answers,
+        "pairs": n_pairs, "lines_bad": n_bad, "lines_left_out": dict(lines),
+        "answers_left_out": dict(+answers),
+    }  # fmt: skip
+    counts = Counts(shown=problems.shown)
     # The pairs are read next, as an input. Together they count as the bytes of the answers.
-    n_bytes = tally["bytes"] - out.stat().st_size
-    unusable = Counter({"bad_field": problems.problems.pop("bad_field", 0)})
-    return info, Counts(
-        n_bad, +problems.problems, +unusable, input_bytes=n_bytes,
-        lost_bytes=+Counter({path: n_lost}), bad=+Counter({path: n_bad}),
-        passed=Counter({path: n_lines - n_bad}), shown=problems.shown,
-    )  # fmt: skip
+    problems.n_bytes -= out.stat().st_size
+    counts.add_report(problems, path, n_lines - n_bad)
+    return info, counts
 
 
 def describe(infos: list[dict]) -> list[str]:
-    """Return lines for people on each file: its pairs, and lines and answers left out. infos: of write_pairs."""
+    """Return lines for people on each file: its pairs, and lines and answers left out. infos: of
+    write_pairs."""
     found = []
     for info in infos:
-        made = f"{info['lines']:,} lines with {info['answers']:,} answers give {info['pairs']:,} pairs"
-        left_out = [(what, *one) for what in ("lines", "answers") for one in info[f"{what}_left_out"].items()]
-        lines = [made, *(f"{n:,} {what} left out: {reason}" for what, reason, n in left_out)]
-        found += [f"{info['path']}: {line}" for line in lines]
+        path, n_pairs = info["path"], info["pairs"]
+        lines = f"{info['lines']:,} lines with {info['answers']:,} answers"
+        found.append(f"{path}: {lines} give {n_pairs:,} pairs")
+        for what in ("lines", "answers"):
+            for reason, n in info[f"{what}_left_out"].items():
+                found.append(f"{path}: {n:,} {what} left out: {reason}")
     return found
 
 
-def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dict]:
-    """Return the finished answers (if pair_by is reward, those with a reward), without a literal end of turn at their
-    end. Count the others in `left_out`."""
+def usable(completions: list[dict], how: str, left_out: Counter) -> list[dict]:
+    """Return the finished answers (if pairs are made by reward, those with one), without a literal
+    end of turn at their end. Count the others in `left_out`."""
     found = []
     for answer in completions:
         if answer.get("finish_reason") != "stop":
             left_out["unfinished"] += 1
         elif not answer["text"].strip():
             left_out["empty"] += 1
-        elif pair_by == "reward" and reward_of(answer) is None:
+        elif how == "reward" and reward_of(answer) is None:
             left_out["no reward"] += 1
         else:
             found.append(answer | {"text": text_of(answer)})
@@ -144,13 +162,15 @@ def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dic
 
 
 def lengths_fit(first: str, second: str, within: float) -> bool:
-    """Return whether the longer text has at most (1 + within) times the characters of the other; within=0: any."""
+    """Return whether the longer text has at most (1 + within) times the characters of the other;
+    within=0: any."""
     least, most = sorted((len(first), len(second)))
     return not within or most <= least * (1 + within) + 1e-9  # 0.2 * 5 is not exactly 1
 
 
 def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Counter) -> list[dict]:
-    """Return pairs of the data set's own answer with each different one of the model. Raise NoPair."""
+    """Return pairs of the data set's own answer with each different one of the model. Raise
+    NoPair."""
     if not own.strip():
         raise NoPair("no answer of the data set")
     pairs, seen = [], set()
@@ -167,11 +187,18 @@ def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Cou
     return pairs
 
 
-def pairs_by_reward(answers: list[dict], margin: float, within: float, left_out: Counter) -> list[dict]:
-    """Return the pair whose rewards differ most, of those that differ enough and fit in length. Raise NoPair."""
+def pairs_by_reward(
+    answers: list[dict], margin: float, within: float, left_out: Counter
+) -> list[dict]:
+    """Return the pair whose rewards differ most, of those that differ enough and fit in length.
+    Raise NoPair."""
     ranked = sorted(answers, key=reward_of, reverse=True)
     pairs = [
-        {"chosen": better["text"], "rejected": worse["text"], "margin": reward_of(better) - reward_of(worse)}
+        {
+            "chosen": better["text"],
+            "rejected": worse["text"],
+            "margin": reward_of(better) - reward_of(worse),
+        }
         for better, worse in itertools.combinations(ranked, 2)
         if better["text"].strip() != worse["text"].strip()
     ]
@@ -183,5 +210,5 @@ def pairs_by_reward(answers: list[dict], margin: float, within: float, left_out:
     pairs = [pair for pair in pairs if lengths_fit(pair["chosen"], pair["rejected"], within)]
     if not pairs:
         raise NoPair("the lengths differ too much")
-    left_out += Counter({"neither best nor worst": len(answers) - 2})
+    left_out["neither best nor worst"] += len(answers) - 2
     return [max(pairs, key=lambda pair: pair["margin"])]

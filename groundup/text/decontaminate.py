@@ -1,6 +1,7 @@
-"""Find evaluation questions in training text, by runs of units that both have, to drop or cut them out.
+"""Find evaluation questions in training text, to drop the document or cut them out.
 
-Reads CMMLU, C-Eval and MMLU in their own CSV files, and JSON lines, JSON and parquet with a question, prompt or text.
+A question is found by a run of units (see dedup.py) that both texts have. Read CMMLU, C-Eval and
+MMLU in their own CSV files, and JSON lines, JSON and parquet with a question, prompt or text.
 """
 
 import os
@@ -10,11 +11,12 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files import readers, streams
-from groundup.text.cleaning import code_points
+from groundup.text.clean import code_points
 from groundup.text.dedup import SINGLE, SLICE, UNSPACED, Units, unit_codes, units, windows
 
-RUN = 13  # units of question and choices in a row; a fifth of CMMLU's questions alone have fewer
-RUN_HAN = 26  # of text in Chinese characters or kana: two are like a word, and 13 are often a phrase, see docs/data.md
+RUN = 13  # units of question and choices; a fifth of CMMLU's questions alone have fewer
+# Chinese characters or kana: two are like a word, and 13 are often a phrase (docs/data.md).
+RUN_HAN = 26
 RUN_UNSPACED = 65  # characters of Thai, Lao, Burmese, Khmer, whose words have about five
 WHOLE = 8  # units; a shorter evaluation item is too common a phrase to look for
 CUT_CHARS = 200  # removed on each side of an evaluation question
@@ -24,20 +26,23 @@ MMLU = ("question", "a", "b", "c", "d", "answer")  # its files do not name their
 
 
 class Evals:
-    """Evaluation items, found in a text by `run_of` consecutive units of question and choices together.
+    """Evaluation items. A text contains one if it has `run_of` consecutive units of question and
+    choices.
 
-    An item of fewer units is found by all of them; one of fewer than WHOLE is only listed, in `unprotected`. A Chinese
-    question that is shorter than a run is also found without its choices, from RUN units on.
-    """
+    A shorter item is found by all its units; one of fewer than WHOLE is only listed, in
+    `unprotected`. A Chinese question shorter than a run is also found without its choices, from RUN
+    units on."""
 
     def __init__(self, n_items: int, unprotected: list[str], hashes: dict[int, np.ndarray]) -> None:
-        self.n_items, self.unprotected, self.hashes = n_items, unprotected, hashes  # by length in units: sorted uint64
+        self.n_items, self.unprotected = n_items, unprotected
+        self.hashes = hashes  # by length in units: sorted uint64
         self.tables = {length: Table(known) for length, known in hashes.items()}
 
     @classmethod
     def from_files(cls, paths: list[str]) -> "Evals":
-        """Read CSV with the columns question, A, B, C, D (CMMLU, C-Eval) or six columns without names (MMLU); JSON or
-        parquet with question and choices, or with prompt, text or instruction. Raise UserError for anything else."""
+        """Read CSV with the columns question, A, B, C, D (CMMLU, C-Eval) or six unnamed columns
+        (MMLU); JSON or parquet with question and choices, or with prompt, text or instruction.
+        Raise UserError for anything else."""
         found: dict[int, list[np.ndarray]] = {}
         n_items, unprotected = 0, []
         for path in paths:
@@ -46,9 +51,11 @@ class Evals:
                 raise UserError(f"decontaminate: {path}: no items; not an evaluation file?")
             n_items += len(items)
             these = units([text for *_, text in items])
-            for (place, question, text), begin, end in zip(items, these.starts[:-1], these.starts[1:], strict=True):
-                run, n_question = run_of(text, int(end - begin)), int((these.ends[begin:end] <= len(question)).sum())
-                length = min(run, int(end - begin))
+            bounds = zip(these.starts[:-1], these.starts[1:], strict=True)
+            for (place, question, text), (begin, end) in zip(items, bounds, strict=True):
+                n_question = int((these.ends[begin:end] <= len(question)).sum())
+                n_units = int(end - begin)
+                length = min(run_of(text, n_units), n_units)
                 if length < WHOLE:
                     unprotected.append(f"{place}: {' '.join(text.split())[:80]}")
                     continue
@@ -57,7 +64,8 @@ class Evals:
                 if RUN <= n_question < length:
                     *_, runs = windows(these.hashes[begin : begin + n_question], n_question)
                     found.setdefault(n_question, []).append(runs)
-        return cls(n_items, unprotected, {length: np.unique(np.concatenate(runs)) for length, runs in found.items()})
+        hashes = {length: np.unique(np.concatenate(runs)) for length, runs in found.items()}
+        return cls(n_items, unprotected, hashes)
 
     def save(self, path: str) -> None:
         """Write an .npz for the other processes."""
@@ -73,7 +81,8 @@ class Evals:
             return cls(int(file["n_items"]), file["unprotected"].tolist(), hashes)
 
     def find(self, units: Units) -> tuple[np.ndarray, np.ndarray]:
-        """Return all runs of evaluation items: indices of their first units, ascending, and lengths in units."""
+        """Return all runs of evaluation items in some texts: indices of their first units,
+        ascending, and lengths in units."""
         places, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         longest = max(self.tables, default=1)
         for begin in range(0, len(units.hashes), SLICE):
@@ -87,23 +96,33 @@ class Evals:
         order = np.argsort(np.concatenate(places), kind="stable")
         return np.concatenate(places)[order], np.concatenate(lengths)[order]
 
+    def found_in(self, texts: list[str], units: Units) -> dict[int, str]:
+        """Return {index of a text: its part that is in an evaluation file}. units: of texts."""
+        found: dict[int, str] = {}
+        for place, length in zip(*self.find(units), strict=True):
+            i = int(np.searchsorted(units.starts, place, "right")) - 1
+            found.setdefault(i, texts[i][units.begins[place] : units.ends[place + length - 1]])
+        return found
+
     def cut(self, text: str) -> str:
-        """Return the text without the runs of evaluation items and CUT_CHARS characters on each side; none is left."""
+        """Return the text without any run of an evaluation item, and without CUT_CHARS characters
+        on each side of one."""
         found = units([text])
         places, lengths = self.find(found)
+        begins = found.begins[places] - CUT_CHARS
+        ends = found.ends[places + lengths - 1] + CUT_CHARS
         kept, end = [], 0
-        begins, ends = found.begins[places] - CUT_CHARS, found.ends[places + lengths - 1] + CUT_CHARS
         for first, last in zip(begins.tolist(), ends.tolist(), strict=True):
             kept.append(text[end : max(end, first)])
             end = max(end, last)
         if not end:
             return text
         rest = "\n".join(part.strip() for part in [*kept, text[end:]] if part.strip())
-        return self.cut(rest)  # parts that are now adjacent may form an item again
+        return self.cut(rest)  # parts that are adjacent now may form an item again
 
 
 def run_of(text: str, n_units: int) -> int:
-    """Return how many units in a row are a match; more if most are characters that are units by themselves."""
+    """Return how many units in a row are a match: more if most units are single characters."""
     codes = unit_codes()[code_points(text)]
     codes = codes[codes >= SINGLE] - SINGLE
     n_unspaced = sum(np.count_nonzero((codes >= begin) & (codes < end)) for begin, end in UNSPACED)
@@ -113,11 +132,13 @@ def run_of(text: str, n_units: int) -> int:
 
 
 class Table:
-    """Finds known hashes among many: first by flags for their leading bits, then by binary search."""
+    """Finds known hashes among many: first by flags for their leading bits, then by binary
+    search."""
 
     def __init__(self, known: np.ndarray) -> None:
         bits = max(10, len(known).bit_length() + 4)
-        self.known, self.shift, self.flags = known, np.uint64(64 - bits), np.zeros(2**bits, bool)
+        self.known, self.shift = known, np.uint64(64 - bits)
+        self.flags = np.zeros(2**bits, bool)
         self.flags[known >> self.shift] = True
 
     def find(self, hashes: np.ndarray) -> np.ndarray:
@@ -127,16 +148,19 @@ class Table:
         return places[self.known[nearest] == hashes[places]]
 
 
+# ---- evaluation files ----------------------------------------------------------------------------
+
+
 def read_items(path: str) -> Iterator[tuple[str, str, str]]:
-    """Yield ("path:line", question, question and choices) of each item of an evaluation file. Raise UserError."""
+    """Yield ("path:line", question, question and choices) of each item of an evaluation file.
+    Raise UserError."""
     with streams.open_stream(path) as stream:
         kind = readers.container(path, stream.peek(), "file")
     if kind == "file":
-        raise UserError(f"decontaminate: {path}: evaluation files are .csv, .tsv, .json, .jsonl or .parquet")
-    first = next(readers.read_records(path, names=MMLU), None) if kind in ("csv", "tsv") else None
-    headless = first and not first.problem and first.value["answer"] in tuple("ABCD")
-    headless = headless and first.value["question"].strip().lower() not in PROMPTS
-    for record in readers.read_records(path, names=MMLU if headless else ()):
+        hint = "evaluation files are .csv, .tsv, .json, .jsonl or .parquet"
+        raise UserError(f"decontaminate: {path}: {hint}")
+    names = MMLU if kind in ("csv", "tsv") and has_no_head(path) else ()
+    for record in readers.read_records(path, names=names):
         place = f"{path}:{record.line}"
         if record.problem:
             detail = " ".join(record.detail.split())
@@ -144,19 +168,30 @@ def read_items(path: str) -> Iterator[tuple[str, str, str]]:
         yield place, *item_text(record.value, place)
 
 
+def has_no_head(path: str) -> bool:
+    """Return whether the first row of a CSV file is a question of MMLU, not names of columns."""
+    first = next(readers.read_records(path, names=MMLU), None)
+    if first is None or first.problem or first.value["answer"] not in tuple("ABCD"):
+        return False
+    return first.value["question"].strip().lower() not in PROMPTS
+
+
 def item_text(value: object, place: str) -> tuple[str, str]:
-    """Return (question, question and choices, one per line). Answers are left out: many items have the same."""
+    """Return (question, question and choices, one per line). Answers are left out: many items have
+    the same."""
     value = value if isinstance(value, dict) else {"text": value}
     row = {str(key).strip().lower(): found for key, found in value.items()}
     question = next((row[name] for name in PROMPTS if isinstance(row.get(name), str)), None)
     if question is None:
         what = f"no question, prompt, text or instruction in {', '.join(row)[:200]}"
         raise UserError(f"decontaminate: {place}: {what}; not an evaluation file?")
-    return question, "\n".join([question, *(text for name in CHOICES for text in strings(row.get(name)))])
+    choices = [text for name in CHOICES for text in strings(row.get(name))]
+    return question, "\n".join([question, *choices])
 
 
 def strings(value: object) -> list[str]:
-    """Return all texts in a JSON value: choices are a list, {"A": ..} or {"text": [..], "label": [..]}."""
+    """Return all texts in a JSON value: choices are a list, {"A": ..} or {"text": [..],
+    "label": [..]}."""
     if isinstance(value, dict):
         value = value.get("text", list(value.values()))
     if isinstance(value, list | tuple):

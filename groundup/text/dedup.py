@@ -1,8 +1,8 @@
-"""Find the same text twice: exact copies by a hash, near duplicates by MinHash.
+"""Find the same text twice: exact copies by a hash, near copies by MinHash.
 
-All but the exact key works on units: a unit is one character of Han, Hiragana or Katakana, or of a script that puts no
-spaces between words (Thai, Lao, Burmese, Khmer), or a run of letters, marks and digits of any other script. This serves
-Chinese, English and mixed text without a word segmenter.
+MinHash compares sets of units. A unit is one character of Chinese or Japanese, or of a script that
+puts no spaces between words (Thai, Lao, Burmese, Khmer); in any other script it is a run of
+letters, marks and digits. So Chinese, English and mixed text need no word segmenter.
 """
 
 import hashlib
@@ -17,17 +17,18 @@ import numpy as np
 
 from groundup.errors import UserError
 
-SHINGLE = 5  # units; unrelated Chinese texts share half of their single characters, but hardly any run of five
-N_PERM = 128
-NO_UNITS = np.uint32(2**32 - 1)  # all values of the signature of a text without units, as in datasketch
+SHINGLE = 5  # units; unrelated Chinese texts share half of their characters, but few runs of five
+N_PERM = 128  # values of a signature
+NO_UNITS = np.uint32(2**32 - 1)  # all values of the signature of a text without units
 COMPARED = 64  # most kept documents per bucket that a document is compared with
-SLICE = 2**16  # characters or units processed at once, so that they stay in the processor's L2 cache
+MOST_DOCUMENTS = 2**31 - 1  # that are compared in one run: their numbers are int32
+SLICE = 2**16  # characters or units processed at once, so that they stay in the L2 cache
 CHARACTER_FACTOR = 0x9E3779B97F4A7C15  # of the polynomial hash of a unit; any odd number serves
 UNIT_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)  # of the hash of a run of units
 
 
 class Units(NamedTuple):
-    """The units of several texts, one text after the other. Text t has the units starts[t] .. starts[t + 1] - 1."""
+    """The units of several texts. Text t has the units starts[t] .. starts[t + 1] - 1."""
 
     hashes: np.ndarray  # (n,) uint64
     starts: np.ndarray  # (n_texts + 1,) int64
@@ -35,30 +36,35 @@ class Units(NamedTuple):
     ends: np.ndarray  # (n,) int64
 
 
-# Script=Han, Hiragana and Katakana in Unicode, with the marks of length and voice that these share. Planes 2 and 3 are
-# Han throughout, so that characters of a newer Unicode than Python's are known too.
+# Script=Han, Hiragana and Katakana in Unicode, with the marks of length and voice that they share.
+# Planes 2 and 3 hold Han only, so characters of a newer Unicode than Python's are included.
+# fmt: off
 ONE_CHARACTER_UNITS = (
-    (0x2E80, 0x2FD6), (0x3005, 0x3006), (0x3007, 0x3008), (0x3021, 0x302A), (0x3038, 0x303C), (0x3041, 0x3100),
-    (0x31F0, 0x3200), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0xFF66, 0xFFA0), (0x16FE3, 0x16FE4),
-    (0x16FF0, 0x16FF7), (0x1AFF0, 0x1B170), (0x20000, 0x3FFFE),
-)  # fmt: skip
-UNSPACED = ((0xE00, 0xE80), (0xE80, 0xF00), (0x1000, 0x10A0), (0x1780, 0x1800))  # Thai, Lao, Burmese, Khmer
+    (0x2E80, 0x2FD6), (0x3005, 0x3006), (0x3007, 0x3008), (0x3021, 0x302A), (0x3038, 0x303C),
+    (0x3041, 0x3100), (0x31F0, 0x3200), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00),
+    (0xFF66, 0xFFA0), (0x16FE3, 0x16FE4), (0x16FF0, 0x16FF7), (0x1AFF0, 0x1B170),
+    (0x20000, 0x3FFFE),
+)
+# fmt: on
+# Thai, Lao, Burmese, Khmer
+UNSPACED = ((0xE00, 0xE80), (0xE80, 0xF00), (0x1000, 0x10A0), (0x1780, 0x1800))
 SINGLE = np.uint32(2**31)  # added to the code of such a character
 
 
 @lru_cache(maxsize=1)
 def unit_codes() -> np.ndarray:
-    """Return for each code point (0x110000,) uint32: 0 if it separates units, else its lower case (plus SINGLE).
+    """Return for each code point, (0x110000,) uint32, 0 if it separates units, else its lower case
+    (plus SINGLE).
 
-    Characters are lowered one by one and full width becomes half width, so that offsets into the text do not change.
-    """
+    Characters are lowered one by one, and full width becomes half width, so offsets into the text
+    stay the same."""
     codes = np.arange(0x110000, dtype=np.uint32)
     lower = [c.lower() for c in map(chr, range(0x20000))]  # no script beyond has cases
     codes[: len(lower)] = [ord(c) if len(c) == 1 else i for i, c in enumerate(lower)]
     is_unit = np.zeros(0x110000, bool)
     is_unit[:0x20000] = [unicodedata.category(chr(i))[0] in "LMN" for i in range(0x20000)]
     is_unit[0xE0100:0xE01F0] = True  # variation selectors, which are marks
-    is_unit[0x2E80:0x2FD6] = True  # radicals, which stand for characters in text extracted from PDF
+    is_unit[0x2E80:0x2FD6] = True  # radicals stand for characters in text extracted from PDF
     is_unit[0x20000:0x3FFFE] = True
     for table in (codes, is_unit):
         table[0xFF01:0xFF5F] = table[0x21:0x7F]
@@ -70,16 +76,17 @@ def unit_codes() -> np.ndarray:
 @lru_cache(maxsize=1)
 def character_powers() -> tuple[np.ndarray, np.ndarray]:
     """Return CHARACTER_FACTOR ** i and CHARACTER_FACTOR ** -i modulo 2**64 for i = 0 .. SLICE."""
-    factors = np.array([[CHARACTER_FACTOR], [pow(CHARACTER_FACTOR, -1, 2**64)]], np.uint64).repeat(SLICE + 1, axis=1)
+    both = [[CHARACTER_FACTOR], [pow(CHARACTER_FACTOR, -1, 2**64)]]
+    factors = np.array(both, np.uint64).repeat(SLICE + 1, axis=1)
     factors[:, 0] = 1
     return tuple(np.multiply.accumulate(factors, axis=1))
 
 
 def units(texts: list[str]) -> Units:
-    """Return the units of texts in lower case, full width as half width. A hash depends on the unit's characters alone.
+    """Return the units of texts, in lower case and half width. A hash depends on its unit alone.
 
-    A run of more than SLICE letters becomes several units. Surrogates and control characters separate units.
-    """
+    A run of more than SLICE letters becomes several units. Surrogates and control characters
+    separate units."""
     characters = np.frombuffer("\n".join([*texts, ""]).encode("utf-32-le", "surrogatepass"), "<u4")
     text_begins = np.cumsum([0] + [len(text) + 1 for text in texts])
     columns = [[np.empty(0, dtype)] for dtype in (np.uint64, np.int64, np.int64)]
@@ -87,13 +94,15 @@ def units(texts: list[str]) -> Units:
     while begin < len(characters):
         hashes, begins, ends = scan(characters[begin : begin + SLICE])
         end, n = begin + SLICE, len(ends)
-        if n and ends[-1] == SLICE and begins[-1]:  # the last unit may go on: read it again with the next slice
+        if n and ends[-1] == SLICE and begins[-1]:
+            # The last unit may continue: read it again with the next slice.
             n -= 1
             end = begin + int(begins[n])
         for column, values in zip(columns, (hashes, begins + begin, ends + begin), strict=True):
             column.append(values[:n])
         begin = end
-    hashes, begins, ends = (np.concatenate(columns.pop(0)) for _ in range(3))  # free each before making the next
+    # Free the pieces of each column before the next is joined.
+    hashes, begins, ends = (np.concatenate(columns.pop(0)) for _ in range(3))
     starts = np.searchsorted(begins, text_begins)
     shift = np.repeat(text_begins[:-1], np.diff(starts))
     begins -= shift
@@ -104,12 +113,13 @@ def units(texts: list[str]) -> Units:
 def scan(characters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return hashes, begins and ends of the units in at most SLICE characters.
 
-    The hash of a unit is a polynomial of its characters. The difference of two prefix sums gives the sum over the unit;
-    a negative power of the factor moves it to the first place.
-    """
+    The hash of a unit is a polynomial of its characters: the difference of two prefix sums, moved
+    to the first place by a negative power of the factor."""
     codes = unit_codes()[characters]
     single = codes >= SINGLE
-    spaced = np.zeros(len(codes) + 2, bool)  # in a unit that may be longer; nothing is before and behind the slice
+    spaced = np.zeros(
+        len(codes) + 2, bool
+    )  # part of a unit of several characters; one more each side
     spaced[1:-1] = (codes > 0) > single
     begins = np.flatnonzero(single | (spaced[1:-1] > spaced[:-2]))
     ends = np.flatnonzero(single | (spaced[1:-1] > spaced[2:])) + 1
@@ -129,7 +139,8 @@ def mix64(h: np.ndarray) -> np.ndarray:
 
 
 def windows(hashes: np.ndarray, n: int) -> Iterator[np.ndarray]:
-    """Yield the hashes of all runs of 1, 2, .. n units along the last axis; entry i is the run that begins at i."""
+    """Yield the hashes of all runs of 1, 2, .. n units along the last axis; entry i is the run
+    that begins at i."""
     h = hashes
     yield h
     for length in range(2, n + 1):
@@ -137,6 +148,8 @@ def windows(hashes: np.ndarray, n: int) -> Iterator[np.ndarray]:
         h += hashes[..., length - 1 :]
         yield h
 
+
+# ---- exact copies --------------------------------------------------------------------------------
 
 CJK_RANGES = ((0x2E80, 0x3100), *ONE_CHARACTER_UNITS, (0xFF01, 0xFF65))
 CJK = "".join(f"{chr(begin)}-{chr(end - 1)}" for begin, end in CJK_RANGES)
@@ -146,11 +159,12 @@ BESIDE_HAN = re.compile(f" (?:(?=[{CJK}])|(?<=[{CJK}] ))")  # also beside full-w
 
 
 def exact_key(text: str) -> bytes:
-    """Return 16 bytes that are equal for texts which differ only in the amount of white space, case or composition.
+    """Return 16 bytes that are equal for texts that differ only in case, composition or the amount
+    of white space.
 
-    White space beside a Chinese or Japanese character is ignored. Indentation is not: in code it is a part of the text.
-    text may be a row as JSON. With 64 bits a false pair among a billion documents would be likely (n**2 / 2**65).
-    """
+    White space beside a Chinese or Japanese character does not count. Indentation does: it is a
+    part of code. text may be a row as JSON. 128 bits, because with 64 a false pair among a billion
+    documents is likely (n**2 / 2**65)."""
     text = unicodedata.normalize("NFC", text).lower().strip()
     if "\\n" in text:
         text = text.replace("\\n", "\n").replace("\\t", "\t")
@@ -164,8 +178,8 @@ def exact_key(text: str) -> bytes:
 
 
 def first_copies(keys: np.ndarray) -> np.ndarray:
-    """Return for each row of keys (n, 2) uint64, made of exact_key, the index of the first equal row: (n,) int64.
-    Takes 41 bytes of memory per row."""
+    """Return for each row of keys (n, 2) uint64, made of exact_key, the index of the first equal
+    row: (n,) int64. Takes 41 bytes of memory per row."""
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of equal rows comes first
     new = np.ones(len(keys), bool)
     new[1:] = (np.diff(keys[order], axis=0) != 0).any(axis=1)
@@ -174,12 +188,16 @@ def first_copies(keys: np.ndarray) -> np.ndarray:
     return first
 
 
-def signatures(units: Units, n_perm: int = N_PERM) -> np.ndarray:
-    """Return MinHash signatures (n_texts, n_perm) uint32 of the sets of shingles, runs of SHINGLE units.
+# ---- MinHash -------------------------------------------------------------------------------------
 
-    A text of fewer units has one shingle, all of them; a text without units has NO_UNITS everywhere. Equal to
-    datasketch's `MinHash(num_perm=n_perm, seed=1, scheme="affine32")` for 32-bit elements, whatever else is in the
-    batch. Broder, On the resemblance and containment of documents (1997).
+
+def signatures(units: Units, n_perm: int = N_PERM) -> np.ndarray:
+    """Return MinHash signatures (n_texts, n_perm) uint32 of the sets of shingles, which are runs of
+    SHINGLE units.
+
+    A shorter text has one shingle, all of its units; a text without units has NO_UNITS everywhere.
+    Equal to datasketch's `MinHash(num_perm=n_perm, seed=1, scheme="affine32")` for 32-bit elements,
+    whatever else is in the batch. Broder, On the resemblance and containment of documents (1997).
     """
     result = np.full((len(units.starts) - 1, n_perm), NO_UNITS, np.uint32)
     for first in range(0, len(units.hashes), SLICE):
@@ -190,11 +208,12 @@ def signatures(units: Units, n_perm: int = N_PERM) -> np.ndarray:
 
 
 def shingle_block(units: Units, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the shingles that begin at the SLICE units from `first` on: (numbers of the texts that have some, index of
-    each one's first shingle, shingles uint32)."""
+    """Return the shingles that begin at the SLICE units from `first` on: (numbers of the texts that
+    have some, index of each one's first shingle, shingles uint32)."""
     hashes, starts = units.hashes, units.starts
     last = min(first + SLICE, len(hashes))
-    texts = np.arange(np.searchsorted(starts, first, "right") - 1, np.searchsorted(starts, last, "left"))
+    first_text = np.searchsorted(starts, first, "right") - 1
+    texts = np.arange(first_text, np.searchsorted(starts, last, "left"))
     begins, counts = starts[texts], starts[texts + 1] - starts[texts]
     elements = np.zeros(last - first, np.uint64)
     *_, runs = windows(hashes[first : last + SHINGLE - 1], SHINGLE)
@@ -222,9 +241,9 @@ def permutations(n_perm: int) -> np.ndarray:
 
 
 def least(shingles: np.ndarray, begins: np.ndarray, n_perm: int) -> np.ndarray:
-    """Return the least value of each text's shingles, [begins[t], begins[t + 1]), after each permutation:
-    (texts, n_perm) uint32."""
-    h = shingles ^ (shingles >> np.uint32(16))  # MurmurHash3's 32-bit finalizer, which datasketch applies first
+    """Return the least value of each text's shingles, [begins[t], begins[t + 1]), under each
+    permutation: (texts, n_perm) uint32."""
+    h = shingles ^ (shingles >> np.uint32(16))  # MurmurHash3's 32-bit finalizer, as in datasketch
     h *= np.uint32(0x85EBCA6B)
     h ^= h >> np.uint32(13)
     h *= np.uint32(0xC2B2AE35)
@@ -238,43 +257,60 @@ def least(shingles: np.ndarray, begins: np.ndarray, n_perm: int) -> np.ndarray:
     return result.T
 
 
+# ---- near copies ---------------------------------------------------------------------------------
+
+
 class NearDuplicates(NamedTuple):
     dropped: np.ndarray  # (m,) int64, ascending
-    partner: np.ndarray  # (m,) int64, the most similar kept document before it; the first of equally similar ones
+    partner: np.ndarray  # (m,) int64, the most similar kept document before it, the first of equals
     similarity: np.ndarray  # (m,) float32, estimated Jaccard similarity of the two
-    capped: int  # kept documents that some full bucket did not take; later documents do not meet them there
+    capped: int  # kept documents that some full bucket did not take, so later ones miss them there
 
 
 def bands_for(threshold: float) -> tuple[int, int]:
     """Return (bands, rows) for N_PERM values; 16 x 8 for 0.8.
 
-    Two texts of similarity s share a bucket with probability 1 - (1 - s**rows)**bands, which rises most steeply near
-    s = (1 / bands)**(1 / rows). Takes the most rows, so the steepest rise, that still lies 0.07 below the threshold.
-    Rajaraman and Ullman, Mining of Massive Datasets, section 3.4.
-    """
+    Two texts of similarity s share a bucket with probability 1 - (1 - s**rows)**bands, which rises
+    most steeply near s = (1 / bands)**(1 / rows). More rows rise more steeply: take the most whose
+    rise lies 0.07 below the threshold. Rajaraman and Ullman, Mining of Massive Datasets, 3.4."""
     if not 0 < threshold <= 1:
-        raise UserError(f"dedup: the similarity of near duplicates must be above 0 and at most 1, got {threshold}")
+        what = "the similarity of near duplicates must be above 0 and at most 1"
+        raise UserError(f"dedup: {what}, got {threshold}")
+    rise = max(threshold - 0.07, 1 / N_PERM)
     shapes = [(N_PERM // rows, rows) for rows in range(1, 33)]
-    return [shape for shape in shapes if (1 / shape[0]) ** (1 / shape[1]) <= max(threshold - 0.07, 1 / N_PERM)][-1]
+    return [(bands, rows) for bands, rows in shapes if (1 / bands) ** (1 / rows) <= rise][-1]
 
 
-def near_duplicates(signatures: np.ndarray, threshold: float, bands: int, rows: int) -> NearDuplicates:
-    """Return which documents to drop, given signatures (n, n_perm) uint32, which may be a memory-mapped file.
+def check_number(n_documents: int) -> None:
+    """Raise UserError if so many documents cannot be compared in one run."""
+    if n_documents > MOST_DOCUMENTS:
+        hint = "prepare them in parts, or with near=0"
+        raise UserError(
+            f"dedup: {n_documents:,} documents are more than {MOST_DOCUMENTS:,}; {hint}"
+        )
 
-    Documents are taken in order. One is dropped if an earlier kept one has the same `rows` values in some band and at
-    least `threshold` of the whole signature. The first copy survives, a chain A~B~C does not drop C because of B, and
-    appended documents never change earlier results. Documents without units are kept. Takes 90 to 230 bytes of memory
-    per document. Raises UserError if the bands do not fit.
-    """
-    if bands < 1 or rows < 1 or bands * rows > signatures.shape[1]:
-        raise UserError(f"dedup: {bands} bands of {rows} rows do not fit in {signatures.shape[1]} values; use fewer")
-    if len(signatures) * bands >= 2**32:
-        raise UserError(f"dedup: {len(signatures):,} documents are too many for {bands} bands; dedup them in parts")
+
+def near_duplicates(
+    signatures: np.ndarray, threshold: float, bands: int, rows: int
+) -> NearDuplicates:
+    """Return which documents to drop, given signatures (n, n_perm) uint32, a memory-mapped file if
+    you like.
+
+    Documents are taken in order. One is dropped if an earlier kept one has the same `rows` values
+    in some band and at least `threshold` of the whole signature. So the first copy survives, a
+    chain A~B~C does not drop C because of B, and documents added at the end never change earlier
+    results. Documents without units are kept. Takes 90 to 230 bytes of memory per document. Raise
+    UserError if the bands do not fit."""
+    n_perm = signatures.shape[1]
+    if bands < 1 or rows < 1 or bands * rows > n_perm:
+        what = f"{bands} bands of {rows} rows do not fit in {n_perm} values"
+        raise UserError(f"dedup: {what}; use fewer")
+    check_number(len(signatures))
     signatures = np.asarray(signatures)  # rows of a memmap are slow
-    index = Buckets(signatures, bands, rows)
-    dropped, partner, similarity = array("q"), array("q"), array("f")  # a tenth of the memory of lists
-    for i in memoryview(index.documents):
-        others = index.kept_beside(i)
+    buckets = Buckets(signatures, bands, rows)
+    dropped, partner, similarity = array("q"), array("q"), array("f")  # small, unlike lists
+    for i in memoryview(buckets.documents):
+        others = buckets.kept_beside(i)
         if len(others):
             same = (signatures[others] == signatures[i]).mean(axis=1)
             best = int(same.argmax())
@@ -283,42 +319,55 @@ def near_duplicates(signatures: np.ndarray, threshold: float, bands: int, rows: 
                 partner.append(others[best])
                 similarity.append(same[best])
                 continue
-        index.keep(i)
-    columns = (np.array(*column) for column in ((dropped, np.int64), (partner, np.int64), (similarity, np.float32)))
-    return NearDuplicates(*columns, index.capped)
+        buckets.keep(i)
+    return NearDuplicates(
+        np.array(dropped, np.int64),
+        np.array(partner, np.int64),
+        np.array(similarity, np.float32),
+        buckets.capped,
+    )
 
 
 class Buckets:
-    """Kept documents by bucket, in flat arrays. A bucket is a value of a band that several documents have."""
+    """Kept documents by bucket, in flat arrays. A bucket is a value of a band that several
+    documents have."""
 
     def __init__(self, signatures: np.ndarray, bands: int, rows: int) -> None:
         hashes, has_units = band_hashes(signatures, bands, rows)
-        self.table = hashes.view(np.int32)  # (document, band): the bucket or -1; reuses the memory of the hashes
+        # (document, band): bucket of that band, or -1; reuses the memory of the hashes
+        self.table = hashes.view(np.int32)
         shared = np.zeros(len(hashes), bool)
-        room = [np.empty(0, np.uint8)]
+        room, firsts = [np.empty(0, np.uint8)], [0]
         for band in range(bands):
             documents, bucket, sizes = common_values(hashes[:, band], has_units)
             self.table[:, band] = -1
-            self.table[documents, band] = bucket + sum(map(len, room))
+            self.table[documents, band] = bucket
             shared[documents] = True
             room.append(np.minimum(sizes, COMPARED).astype(np.uint8))
+            firsts.append(firsts[-1] + len(sizes))
+        self.first = np.array(firsts[:-1], np.int64)  # bucket of each band, among those of all
         room = np.concatenate(room)
         self.member = np.empty(room.sum(dtype=np.int64), np.int32)
-        self.begin = np.cumsum(room, dtype=np.int32 if len(self.member) < 2**31 else np.int64)  # of a bucket
+        self.begin = np.cumsum(room, dtype=np.int32 if len(self.member) < 2**31 else np.int64)
         self.begin -= room
         self.filled = np.zeros(len(room), np.uint8)
         self.documents = np.flatnonzero(shared)
         self.capped = 0
 
+    def of(self, i: int) -> np.ndarray:
+        """Return the buckets of a document."""
+        bucket = self.table[i]
+        return (bucket + self.first)[bucket >= 0]
+
     def kept_beside(self, i: int) -> np.ndarray:
         """Return the kept documents that share a bucket with document i, ascending."""
-        buckets = self.table[i][self.table[i] >= 0]
+        buckets = self.of(i)
         places = zip(self.begin[buckets].tolist(), self.filled[buckets].tolist(), strict=True)
-        held = [self.member[begin : begin + n] for begin, n in places if n]
-        return np.unique(np.concatenate(held)) if held else np.empty(0, np.int32)
+        found = [self.member[begin : begin + n] for begin, n in places if n]
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int32)
 
     def keep(self, i: int) -> None:
-        buckets = self.table[i][self.table[i] >= 0]
+        buckets = self.of(i)
         free = buckets[self.filled[buckets] < COMPARED]
         self.member[self.begin[free] + self.filled[free]] = i
         self.filled[free] += 1
@@ -326,10 +375,10 @@ class Buckets:
 
 
 def band_hashes(signatures: np.ndarray, bands: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return hashes (n, bands) uint32 of each band's values, and (n,) bool: whether the text has units.
+    """Return hashes (n, bands) uint32 of each band's values, and (n,) bool: whether the text has
+    units.
 
-    32 bits are enough: documents that share a hash by chance have different signatures.
-    """
+    32 bits are enough: documents that share a hash by chance have different signatures."""
     hashes = np.empty((len(signatures), bands), np.uint32)
     has_units = np.empty(len(signatures), bool)
     weights = character_powers()[0][1 : rows + 1]
@@ -341,9 +390,11 @@ def band_hashes(signatures: np.ndarray, bands: int, rows: int) -> tuple[np.ndarr
     return hashes, has_units
 
 
-def common_values(values: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Group equal ones among the `wanted` of values (n,) uint32. Return the places of those that are in a group of at
-    least two, the number of each one's group, and the sizes of the groups."""
+def common_values(
+    values: np.ndarray, wanted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Group the equal ones among the `wanted` of values (n,) uint32. Return the places of those in
+    groups of at least two, the number of each one's group, and the sizes of the groups."""
     keys = np.flatnonzero(wanted).view(np.uint64)
     keys |= values[wanted].astype(np.uint64) << np.uint64(32)
     keys.sort()

@@ -1,4 +1,5 @@
-"""Make a prepared directory in a locked, hidden directory beside it, rename it when complete, check it later."""
+"""Make a prepared directory in a locked, hidden directory beside it, rename it when it is complete,
+check it later."""
 
 import os
 import re
@@ -9,24 +10,37 @@ from pathlib import Path
 
 from groundup.errors import UserError, naming
 from groundup.files.disk import free_name, lock_directory
-from groundup.text.pipeline import UNIT_BYTES, WorkerLost, wait_for_workers
-from groundup.text.recipe import read_json
-from groundup.tokens.chat_files import map_tokens
-from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, PackedData, TokenData, read_manifest, token_dtype
+from groundup.text.inputs import UNIT_BYTES
+from groundup.text.recipe import Source
+from groundup.text.unit import read_json
+from groundup.text.workers import WorkerLost, wait_for_workers
+from groundup.tokens.text_tokenizer import FILES
+from groundup.tokens.token_files import (
+    FORMAT,
+    ROWS_FORMAT,
+    PackedData,
+    TokenData,
+    map_tokens,
+    read_manifest,
+    token_dtype,
+)
 from groundup.tokens.token_writer import verify, verify_sha256
-from tokenizer import FILES, Tokenizer
+from tokenizer import Tokenizer
 
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # UserError is a ValueError
-OWN = re.compile(
-    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test|held_out)\.jsonl"
-    r"|manifest\.json|config\.py|errors\.tsv|dropped\.tsv|report\.md|" + "|".join(FILES)
+# What a damaged directory may raise; UserError is a ValueError.
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
+OUR_FILES = re.compile(
+    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)"
+    r"|(train|val|test|held_out)\.jsonl|manifest\.json|config\.py|report\.md"
+    r"|(errors|dropped|inputs)\.tsv|" + "|".join(FILES)
 )
 
 
 @contextmanager
 def work_dir(out_dir: Path) -> Iterator[Path]:
-    """Lock and yield the hidden directory beside `out_dir`. It is removed at the end, and after an error of the user if
-    little was done. It stays after a kill or the loss of a worker, so that the next run can continue."""
+    """Lock and yield the hidden directory beside `out_dir`. It is removed at the end, and after an
+    error of the user if little was done. It stays after a kill or the loss of a worker, so that the
+    next run can continue."""
     work = work_path(out_dir)
     handle = lock(work, out_dir)
     try:
@@ -50,8 +64,8 @@ def work_path(out_dir: Path) -> Path:
 
 
 def remove(work: Path) -> None:
-    """Remove `work`. What a later run would reuse is first renamed as a whole: a kill in the middle of the removal then
-    leaves nothing that looks complete and is not."""
+    """Remove `work`. First rename as a whole what a later run would reuse, so that a kill in the
+    middle leaves nothing that looks complete and is not."""
     aside = free_name(work / "removed", "tmp")
     aside.mkdir()
     for name in ("units", "old"):
@@ -61,72 +75,120 @@ def remove(work: Path) -> None:
 
 
 def lock(work: Path, out_dir: Path) -> int:
-    """Make `work` if needed, lock it and return the handle. Raise UserError if another process has locked it."""
+    """Make `work` if needed, lock it and return the handle. Raise UserError if another process has
+    locked it."""
     try:
         handle = lock_directory(work)
     except BlockingIOError:
-        raise UserError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
+        hint = "wait for it, or stop it"
+        raise UserError(f"prepare: another run is making {out_dir}; {hint}") from None
     wait_for_workers(work)
     return handle
 
 
 def read_prepared(directory: Path, every_byte: bool = False) -> dict:
-    """Return the manifest of a prepared directory after a check of its tokenizer and of the sizes of its files, or with
-    every_byte of their content. Raise one of DAMAGED."""
+    """Return the manifest of a prepared directory after a check of its tokenizer and of the sizes
+    of its files, or with every_byte of their content. Raise one of DAMAGED."""
     manifest = read_manifest(directory, "")
     if manifest.get("format") == ROWS_FORMAT:
-        for entry in manifest["splits"].values():
-            tokens, path = entry.get("tokens", {}), directory / entry["file"]
-            if path.stat().st_size != entry["bytes"]:
-                raise UserError(f"prepare: {path} does not have {entry['bytes']} bytes; rerun prepare.py")
-            if tokens:
-                map_tokens(directory, tokens, token_dtype(manifest.get("vocab_size", 0)).name)
-            if every_byte:
-                for name, sha256 in ({path.name: entry["sha256"]} | tokens.get("sha256", {})).items():
-                    verify_sha256(directory / name, sha256)
+        check_rows(directory, manifest, every_byte)
     else:
         manifest = verify(directory) if every_byte else manifest
         for split in manifest["splits"]:
             TokenData(directory, split)
-        if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:
+        pack = manifest["info"].get("recipe", {}).get("pack")
+        if pack and "train" in manifest["splits"]:
             for name in manifest.get("sources", {"": {}}):
                 PackedData(directory, pack, name)
+    if every_byte and "inputs" in manifest["info"]:
+        verify_sha256(directory / "inputs.tsv", manifest["info"]["inputs"]["sha256"])
     fingerprint = manifest.get("tokenizer_fingerprint")
-    tokenizer = Tokenizer.load(directory) if fingerprint else None
-    if fingerprint and fingerprint not in (tokenizer.fingerprint(), tokenizer.chat_fingerprint()):
-        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
+    if fingerprint:
+        tokenizer = Tokenizer.load(directory)
+        if fingerprint not in (tokenizer.fingerprint(), tokenizer.chat_fingerprint()):
+            what = f"the tokenizer in {directory} did not make its tokens"
+            raise UserError(f"prepare: {what}; rerun prepare.py")
     return manifest
 
 
+def check_rows(directory: Path, manifest: dict, every_byte: bool) -> None:
+    for entry in manifest["splits"].values():
+        tokens, path = entry.get("tokens", {}), directory / entry["file"]
+        if path.stat().st_size != entry["bytes"]:
+            raise UserError(
+                f"prepare: {path} does not have {entry['bytes']} bytes; rerun prepare.py"
+            )
+        if tokens:
+            map_tokens(directory, tokens, token_dtype(manifest.get("vocab_size", 0)).name)
+        if every_byte:
+            sums = {path.name: entry["sha256"]} | tokens.get("sha256", {})
+            for name, sha256 in sums.items():
+                verify_sha256(directory / name, sha256)
+
+
+def what_changed(info: dict, old: dict, old_files: list[dict]) -> str:
+    """Return what differs between this run and a finished directory, "" if nothing does.
+
+    info, old: of their manifests, but info["inputs"] are the lines of inputs.tsv, as old_files."""
+    if not old:
+        return "nothing complete is there yet"
+    if old.get("prepare") != info["prepare"]:
+        return "the version of prepare.py"
+    now, was = described(info, info["inputs"]), described(old, old_files)
+    changed = [name for name in was | now if was.get(name) != now.get(name)]
+    both = was["tokenizer"], now["tokenizer"]
+    if "tokenizer" in changed and all(one.startswith("trained") for one in both):
+        changed[changed.index("tokenizer")] = f"tokenizer ({' -> '.join(both)})"
+    if not changed and list(was) != list(now):
+        return "the order of the inputs"
+    return ", ".join(changed[:5])
+
+
+def described(info: dict, files: list[dict]) -> dict:
+    """Return all that decides the output, by names for people."""
+    found = {"tokenizer": info["tokenizer"], "answers": info.get("answers")}
+    found |= {key: value for key, value in info["recipe"].items() if key != "sources"}
+    for source in info["recipe"]["sources"]:
+        for key, value in source.items():
+            if key != "name" and value != getattr(Source, key):
+                found[f"{key} of {source['name']}".removesuffix(" of ")] = value
+    return found | {f"input {one['path']}": [one["source"], one["sha256"]] for one in files}
+
+
 def check_replaceable(out_dir: Path, overwrite: bool, differs: str, work: Path) -> None:
-    """Raise UserError if `out_dir` holds anything that prepare.py did not write: that is never removed. So it does
-    without `overwrite` if what is there is complete, for a run may need it; differs: in what, "" if not complete.
-    Raise it too for a directory that `publish` could not rename."""
+    """Raise UserError if `out_dir` must not be replaced.
+
+    It holds something that prepare.py did not write; or it is complete and differs (in `differs`)
+    and overwrite is not given, because a run may need it; or `publish` could not rename it."""
     if not out_dir.exists():
         return
     if not out_dir.is_dir():
         raise UserError(f"prepare: out_dir={out_dir} is a file; choose another")
     paths = sorted(path.relative_to(out_dir) for path in out_dir.rglob("*") if not path.is_dir())
-    others = [path for path in paths if not OWN.fullmatch(path.name) or len(path.parts) > 2]
+    others = [path for path in paths if not OUR_FILES.fullmatch(path.name) or len(path.parts) > 2]
     others += [path for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
     if others:
-        raise UserError(f"prepare: {out_dir} holds {others[0]}, which is not ours; move it, or use another out_dir")
+        what = f"{out_dir} holds {others[0]}, which is not ours"
+        raise UserError(f"prepare: {what}; move it, or use another out_dir")
     if differs and not overwrite:
-        ways = "use another --out_dir, or --overwrite=True to replace it"
-        raise UserError(f"prepare: {out_dir} holds a complete corpus that differs in {differs}; {ways}")
-    if paths and not overwrite and read_json(out_dir / "manifest.json").get("format") not in (FORMAT, ROWS_FORMAT):
-        hint = "overwrite=True replaces it"
-        raise UserError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
+        what = f"{out_dir} holds a complete corpus that differs in {differs}"
+        hint = "use another --out_dir, or --overwrite=True to replace it"
+        raise UserError(f"prepare: {what}; {hint}")
+    ours = read_json(out_dir / "manifest.json").get("format") in (FORMAT, ROWS_FORMAT)
+    if paths and not overwrite and not ours:
+        what = f"{out_dir} holds {paths[0]}, but no manifest.json of ours"
+        raise UserError(f"prepare: {what}; overwrite=True replaces it")
     try:
         set_aside(out_dir, work).rename(out_dir)
     except OSError as error:
-        fix = f"if it is a mount point, use --out_dir={out_dir / 'data'}"
-        raise UserError(f"prepare: {out_dir} cannot be replaced ({error.strerror}); {fix}") from None
+        hint = f"if it is a mount point, use --out_dir={out_dir / 'data'}"
+        what = f"{out_dir} cannot be replaced ({error.strerror})"
+        raise UserError(f"prepare: {what}; {hint}") from None
 
 
 def publish(work: Path, out_dir: Path) -> None:
-    """Rename work/out to `out_dir`, and an old `out_dir` to work/old. After a kill between the two renames `out_dir` is
-    missing; `work_dir` puts the old one back."""
+    """Rename work/out to `out_dir`, and an old `out_dir` to work/old. After a kill between the two
+    renames `out_dir` is missing; `work_dir` puts the old one back."""
     if out_dir.exists():
         set_aside(out_dir, work)
     (work / "out").rename(out_dir)

@@ -1,65 +1,38 @@
-"""The settings of prepare.py, the files of its sources, and units of work: parts that are prepared independently.
-
-units/000012.rows      a ROW per document        .docs       the documents that passed, end to end
-units/000012.sigs      their signatures          .problems   what could not be read, a line each
-units/000012.json      written last: key, counts, samples of what was dropped
-units/000012.tokens    ids end to end, and .lengths, ids per document; of conversations .mask, too; then
-                       .tokenized, written last
-"""
+"""What prepare.py is asked to do: its settings, and the sources named in `input`."""
 
 import hashlib
 import math
-import os
 import re
-import shutil
-import sys
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from stat import S_ISREG
 from typing import NamedTuple
 
-import numpy as np
-
-from groundup.demo.bilingual import demo_rows
-from groundup.demo.debug_data import write_rows
-from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import paths, readers, streams, untrusted, usable
-from groundup.text import quality
-from groundup.tokens.token_files import file_sha256
+from groundup.files import paths, readers
+from groundup.files.encodings import check_codec
+from groundup.files.text_keys import parse_names, parse_text_key
+from groundup.text import dedup
+from groundup.text.quality import Bounds, parse_bounds, parse_rules
+from groundup.tokens.training import SMALLEST
 
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
-OWN = {
+CUT = "cut:"  # decontaminate='cut: files'
+# Settings that each source may have of its own.
+SOURCE_KEYS = {
     "weight": float, "text_key": str, "txt_split": str, "encoding": str, "quality": str,
-    "rules_off": str, "rules_on": str, "min_chars": int, "max_chars": int,
+    "rules": str,
 }  # fmt: skip
-MADE = {"python-docs": docs_rows, "demo-en": partial(demo_rows, "en"), "demo-zh": partial(demo_rows, "zh")}  # no files
-BOUND = r"(?:(-?\d*\.?\d+(?:e-?\d+)?)%?)?"
-
-
-SHOWN = 20  # problems that are printed, and samples of each reason in the report
-# Why a document was dropped; the first rule that it breaks. A ROW holds the index.
-REASONS = (
-    "kept", "question_length", "answer_missing", "not_rendered", "unfinished_answer", "other_prompt",
-    *quality.RULE_NAMES, "score", "contaminated", "exact_duplicate", "near_duplicate",
-    *(problem.replace(" ", "_") for problem in usable.CHAT_PROBLEMS if problem != "answer missing"),
-)  # fmt: skip
-KEPT, EXACT, SCORE, NEAR = (REASONS.index(name) for name in ("kept", "exact_duplicate", "score", "near_duplicate"))
-ROW = np.dtype([
-    ("key", "<u8", (2,)),  # of the text, for exact copies
-    ("position", "<u8"),  # where in [0, 2**64) the text falls: decides the split
-    ("begin", "<u8"),  # where in .docs; of a document that passed
-    ("size", "<u4"),  # bytes in .docs; 0 for one that did not pass
-    ("n_bytes", "<u4"),  # of its text
-    ("part", "<u4"),  # which part of the unit it is from
-    ("offset", "<u8"),  # of its record
-    ("score", "<f4"),  # of the first score key; nan if there is none
-    ("reason", "u1"),  # KEPT, or why it did not pass
-    ("held_out", "?"),  # a conversation whose first question is in the hold_out share
-])  # fmt: skip
+CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
+LEAST = {"vocab_size": SMALLEST, "near": -1}  # of other numbers 0
+# Settings of some kinds only, with the value that means "not used".
+KINDS_OF = {
+    "quality": (("text",), "curated"),
+    "pack": (("text",), 0),
+    "hold_out": (("chat",), 0),
+    "prompts_from": (("preference",), ""),
+    "pair_by": (("preference",), ""),
+}
 
 
 @dataclass(frozen=True)
@@ -73,102 +46,104 @@ class Source:
     txt_split: str = "file"
     encoding: str = ""  # of lines that are not UTF-8; "" = found
     quality: str = "curated"
-    rules_off: str = ""
-    rules_on: str = ""
-    min_chars: int = 0
-    max_chars: int = 0
+    rules: str = ""
 
 
 @dataclass(frozen=True)
 class Recipe:
+    """The settings that decide what the output holds."""
+
     kind: str
     sources: tuple[Source, ...]
-    punctuation: bool
-    keep: str
-    question_min_chars: int
-    question_max_chars: int
     score: str
-    exact: bool
     near: float
     near_bands: int
     near_rows: int
     decontaminate: str
-    decontaminate_action: str
     val_fraction: float
     test_fraction: float
     hold_out: float
     prompts_from: str
     fold: str
-    order: str
     strict: bool
-    shard_tokens: int
-    template: str  # kind=chat: fingerprint of a foreign tokenizer, whose chat template may refuse a conversation
-    aids: str  # sha256 of the files that keep, decontaminate and prompts_from name
+    template: str  # kind=chat: fingerprint of a foreign tokenizer, whose template may refuse a row
+    files_digest: str  # sha256 of the files that rules, decontaminate and prompts_from name
 
     def settings(self) -> dict:
-        """Return the settings as plain values, without the paths of the inputs: only their content matters."""
+        """Return the settings as plain values, without the paths of the inputs: only their content
+        matters."""
         plain = asdict(self)
-        plain["sources"] = [{key: v for key, v in source.items() if key != "input"} for source in plain["sources"]]
+        for source in plain["sources"]:
+            del source["input"]
         return plain
 
     def for_unit(self, source: int) -> dict:
         """Return the settings that decide what `inspect_unit` makes of a unit of this source."""
-        later = ("sources", "exact", "near", "val_fraction", "test_fraction", "fold", "order", "shard_tokens")
-        plain = {key: value for key, value in self.settings().items() if key not in later}
-        own = {key: v for key, v in asdict(self.sources[source]).items() if key not in ("name", "input", "weight")}
-        return plain | own | {"signed": self.near > 0}
+        after_inspection = (
+            "sources", "near", "near_bands", "near_rows", "val_fraction", "test_fraction", "fold",
+            "hold_out",
+        )  # fmt: skip
+        general = {k: v for k, v in self.settings().items() if k not in after_inspection}
+        own = asdict(self.sources[source])
+        return general | {k: v for k, v in own.items() if k not in ("name", "input", "weight")}
+
+    @property
+    def cuts(self) -> bool:
+        """Whether evaluation text is cut out of a document instead of dropping it."""
+        return self.decontaminate.startswith(CUT)
+
+    @property
+    def evaluation_files(self) -> str:
+        return self.decontaminate.removeprefix(CUT)
 
 
-class Range(NamedTuple):
-    """Documents stay if this number of their row is in the range."""
+# ---- numbers of a row ----------------------------------------------------------------------------
+
+
+class Score(NamedTuple):
+    """Documents stay if the number under this key of their row is within the bounds."""
 
     key: str
-    least: float
-    most: float
-    shares: bool  # the bounds are per cent of the documents; selection.py applies them
+    bounds: Bounds
+    in_percent: bool  # the bounds are per cent of the documents; select.py applies them
 
 
-def parse_score(spec: str) -> list[Range]:
+def parse_score(setting: str) -> list[Score]:
     """Return the ranges of 'bpb=0.3..1.5,ifd=5%..95%'; a bound may be empty. Raise UserError."""
-    ranges = []
-    for part in filter(None, (part.strip() for part in spec.split(","))):
-        found, shares = re.fullmatch(rf"([^=]+?)\s*=\s*{BOUND}\.\.{BOUND}", part), "%" in part
-        ends = ("0", "100") if shares else ("-inf", "inf")
-        least, most = (float(found[k + 2] or end) for k, end in enumerate(ends)) if found else (1.0, 0.0)
-        if least > most or (shares and not 0 <= least <= most <= 100):
+    scores = []
+    for part in filter(None, map(str.strip, setting.split(","))):
+        key, _, value = map(str.strip, part.partition("="))
+        bounds, in_percent = parse_bounds(value), "%" in part
+        if bounds and in_percent:
+            least = max(bounds.least, 0.0) if math.isinf(bounds.least) else bounds.least
+            most = min(bounds.most, 100.0) if math.isinf(bounds.most) else bounds.most
+            bounds = Bounds(least, most) if 0 <= least <= most <= 100 else None
+        if not key or not bounds:
             hint = "give bpb=0.3..1.5 or ifd=5%..95%, the least first, per cent from 0 to 100"
             raise UserError(f"prepare: score={part!r} is not key=least..most; {hint}")
-        ranges.append(Range(found[1], least, most, shares))
-    if any(one.shares for one in ranges[1:]):
+        scores.append(Score(key, bounds, in_percent))
+    if any(score.in_percent for score in scores[1:]):
         raise UserError("config: score: only the first key may have bounds in per cent")
-    return ranges
+    return scores
 
 
-def outside_range(scores: tuple[float, ...], ranges: list[Range]) -> str:
-    """Return why a document is dropped by its scores, "" if it is not."""
-    for value, (key, least, most, shares) in zip(scores, ranges, strict=True):
-        if value != value:
+def outside_range(values: tuple[float, ...], scores: list[Score]) -> str:
+    """Return why a document is dropped by its numbers, "" if it is not."""
+    for value, (key, (least, most), in_percent) in zip(values, scores, strict=True):
+        if math.isnan(value):
             return f"no {key}"
-        if not shares and not least <= value <= most:
+        if not in_percent and not least <= value <= most:
             return f"{key} {value:.4g} is outside {least:g}..{most:g}"
     return ""
 
 
-# ---- sources and their files -------------------------------------------------------------------
-
-
-class Input(NamedTuple):
-    path: str  # where the bytes are
-    name: str  # what the user calls it: the path, python-docs or -
-    size: int
-    stamp: str  # changes when the content does
-    source: int = 0  # index of its source
-    problem: str = ""  # why it cannot be opened
+# ---- sources -------------------------------------------------------------------------------------
 
 
 def parse_sources(config: dict) -> tuple[Source, ...]:
-    """Return the sources named in `input` with their settings, or one without a name. Raise UserError."""
-    general = {key: config[key] for key in OWN if key != "weight"}
+    """Return the sources named in `input` with their settings, or one without a name. Raise
+    UserError."""
+    general = {key: config[key] for key in SOURCE_KEYS if key != "weight"}
     parts = [part for part in config["input"].split(";") if part.strip()]
     matches = [NAMED.fullmatch(part) for part in parts]
     if not any(matches):
@@ -188,147 +163,130 @@ def parse_sources(config: dict) -> tuple[Source, ...]:
 
 
 def make_source(name: str, text: str, general: dict) -> Source:
-    """Return a source of 'files, key=value, ...'; its own settings win over the general ones. Raise UserError."""
+    """Return a source of 'files, key=value, ...'; its own settings win over the general ones. A
+    comma ends a setting, so + stands for the commas within one. Raise UserError."""
     files, settings = [], dict(general)
     for item in filter(None, paths.split_names(text)):
-        key, _, value = (word.strip() for word in item.partition("="))
-        if key not in OWN:
+        key, _, value = map(str.strip, item.partition("="))
+        if key not in SOURCE_KEYS:
             files.append(item)
-            continue
-        try:
-            settings[key] = OWN[key](value.replace("+", ",") if OWN[key] is str else value)  # , ends a setting
-            if OWN[key] is not str and not 0 <= settings[key] < math.inf:
-                raise ValueError
-        except ValueError:
-            raise UserError(f"config: input: {key}={value} of source {name} is not a number, 0 or more") from None
+        elif SOURCE_KEYS[key] is str:
+            settings[key] = value.replace("+", ",")
+        else:
+            settings[key] = non_negative(value)
+            if settings[key] is None:
+                what = f"{key}={value} of source {name} is not a number, 0 or more"
+                raise UserError(f"config: input: {what}")
     if not files:
         raise UserError(f"config: input: source {name} names no files")
     return Source(name, ",".join(files), **settings)
 
 
-def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: str = "text") -> list[Input]:
-    """Return the files of all sources, each once, without those in `out_dir`. Standard input and python-docs become
-    files in `work`. Raise UserError if nothing matches."""
-    found: dict[str, Input] = {}
-    for number, source in enumerate(sources):
-        for name in filter(None, paths.split_names(source.input)):
-            if name in ("-", *MADE):
-                made = spool_stdin(work) if name == "-" else write_rows(MADE[name](kind), work / f"{name}.jsonl")
-                files = [look(made, name, number)._replace(stamp=file_sha256(made))]  # each run writes it again
-            else:
-                files = [look(path, streams.shown_name(path), number) for path in readers.find_files(name)]
-                if rows := next(filter(looks_like_rows, files), None):
-                    hint = "if its rows are meant, let its name end in .jsonl"
-                    print(f"prepare: {rows.name} looks like JSON lines but is read as plain text; {hint}")
-            for file in files:
-                if out_dir.name and out_dir.resolve() in Path(file.path).resolve().parents:
-                    continue
-                if found.setdefault(file.path, file).source != number:
-                    print(f"prepare: {file.name} is in an earlier source already, and is left out of {source.name}")
-    return list(found.values())
-
-
-def look(path: str | Path, name: str, source: int) -> Input:
+def non_negative(text: str) -> float | None:
+    """Return the finite number, 0 or more, that a text holds; None if it is none."""
     try:
-        stat = os.stat(path)
-        if not S_ISREG(stat.st_mode):
-            return Input(str(path), name, 0, "", source, problem="not a regular file")
-        with open(path, "rb") as f:
-            head = f.read(64)
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number < math.inf else None
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+class PairBy(NamedTuple):
+    """The setting pair_by."""
+
+    how: str  # dataset | reward
+    margin: float = 0.0  # reward: least difference of the two rewards; 0 = any
+    length_within: float = 0.0  # the longer answer may have 0.2 = 20 % more characters; 0 = any
+
+
+def parse_pair_by(setting: str) -> PairBy:
+    """Return the setting 'dataset' or 'reward', with options behind commas. Raise UserError."""
+    how, *options = map(str.strip, setting.split(","))
+    values = {}
+    for option in options:
+        name, _, value = map(str.strip, option.partition("="))
+        values[name] = non_negative(value)
+    known = {"dataset": {"length_within"}, "reward": {"margin", "length_within"}}
+    if how not in known or not values.keys() <= known[how] or None in values.values():
+        hint = "give dataset or reward, or 'reward, margin=0.5, length_within=0.2'"
+        raise UserError(f"config: pair_by={setting!r} is not understood; {hint}")
+    return PairBy(how, **values)
+
+
+# ---- the whole configuration ---------------------------------------------------------------------
+
+
+def check_config(config: dict) -> Recipe:
+    """Return the recipe of a configuration. Raise UserError if a setting is invalid or has no
+    effect."""
+    kind, near = config["kind"], config["near"]
+    for key in ("input", "out_dir"):
+        if not config[key] and not (key == "out_dir" and config["show"]):
+            raise UserError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
+    sources = parse_sources(config)
+    for key, value in config.items():
+        if isinstance(value, int | float) and value < LEAST.get(key, 0):
+            raise UserError(f"config: {key} must be at least {LEAST.get(key, 0)}, got {value}")
+    if config["val_fraction"] + config["test_fraction"] >= 1:
+        what = f"val_fraction={config['val_fraction']} and test_fraction={config['test_fraction']}"
+        raise UserError(f"config: {what} must leave something for train")
+    if config["hold_out"] >= 1:
+        hold_out = config["hold_out"]
+        raise UserError(f"config: hold_out must be from 0 to below 1, got {hold_out}")
+    if near > 1 or -1 < near < 0:
+        raise UserError(f"config: near must be from 0 (off) to 1, or -1, got {near}")
+    fold = re.fullmatch(r"(\d+)/(\d+)", config["fold"])
+    if config["fold"] and not (fold and 1 <= int(fold[1]) <= int(fold[2]) and int(fold[2]) > 1):
+        what = f"fold={config['fold']!r} is not i/k with 1 <= i <= k, such as 2/5"
+        raise UserError(f"config: {what}")
+    for key, (kinds, unused) in KINDS_OF.items():
+        for settings in (config, *map(vars, sources)):
+            if kind not in kinds and settings.get(key, unused) != unused:
+                what = f"{key}={settings[key]} has no effect with kind={kind}"
+                raise UserError(f"config: {what}; leave it out")
+    for source in sources:
+        check_source(source, kind)
+    if config["pair_by"]:
+        parse_pair_by(config["pair_by"])
+    parse_score(config["score"])
+    bands, rows = dedup.bands_for(near) if near > 0 else (0, 0)
+    derived = {
+        "sources": sources, "near_bands": bands, "near_rows": rows, "template": "",
+        "files_digest": files_digest(config, sources),
+    }  # fmt: skip
+    own = {item.name: config[item.name] for item in fields(Recipe) if item.name in config}
+    return Recipe(**own | derived)
+
+
+def check_source(source: Source, kind: str) -> None:
+    """Raise UserError if a setting of a source is invalid."""
+    for key, allowed in CHOICES.items():
+        value = getattr(source, key)
+        if value not in allowed:
+            raise UserError(f"config: {key} must be one of {', '.join(allowed)}, got {value!r}")
+    changes = parse_rules(source.rules)
+    if kind == "text" and changes.question_length:
+        what = "question_length has no effect with kind=text"
+        raise UserError(f"config: rules: {what}; leave it out")
+    if kind != "text" and source.weight:
+        what = f"weight has no effect with kind={kind}"
+        raise UserError(f"config: input: {what}; weigh when you train")
+    if source.text_key:
+        (parse_text_key if kind == "text" else parse_names)(source.text_key)
+    check_codec(source.encoding)
+
+
+def files_digest(config: dict, sources: Sequence[Source]) -> str:
+    """Return one sha256 of the files that settings name: their content decides the result. Raise
+    UserError."""
+    files = [parse_rules(source.rules).keep.rpartition(":")[0] for source in sources]
+    for key in ("decontaminate", "prompts_from"):
+        files += readers.find_files(config[key].removeprefix(CUT))
+    try:
+        content = b"".join(Path(file).read_bytes() for file in files if file)
     except OSError as error:
-        return Input(str(path), name, 0, "", source, problem=error.strerror)
-    if head.startswith(streams.LFS_POINTER):
-        return Input(str(path), name, 0, "", source, problem=streams.POINTER_HINT)
-    return Input(str(path), name, stat.st_size, str(stat.st_mtime_ns), source)
-
-
-def looks_like_rows(file: Input) -> bool:
-    """Return whether a file of plain text, by its name, begins like a file of JSON lines."""
-    if file.problem:
-        return False
-    with streams.open_stream(file.path) as stream:
-        head = stream.peek()
-    is_row = re.match(rb'\s*\{\s*"[^"\n]*"\s*:', head)
-    return is_row is not None and readers.container(file.path, head, "file") == "file"
-
-
-def spool_stdin(work: Path) -> Path:
-    """Write standard input to a file, which can be read twice and in parts. Return its path, .json or .txt."""
-    path = work / "stdin.txt"
-    with open(path, "wb") as f:
-        shutil.copyfileobj(sys.stdin.buffer, f, 2**20)
-    with streams.open_stream(str(path)) as stream:
-        kind = readers.container("-", stream.peek(), "file")
-    return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
-
-
-# ---- units of work ---------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """The bytes of a file that one call of `readers.read_rows` reads."""
-
-    path: str
-    name: str
-    begin: int
-    end: int | None
-    size: int  # bytes of input, for the progress bar
-    stamp: str
-
-
-class Unit(NamedTuple):
-    number: int
-    source: int
-    parts: list[Part]
-
-    def file(self, work: Path, what: str) -> Path:
-        return work / "units" / f"{self.number:06d}.{what}"
-
-    def key(self, recipe: Recipe, version: int) -> str:
-        """Return a sha256 of everything that decides what `inspect_unit` makes of the unit."""
-        parts = [(part.name, part.begin, part.end, part.stamp) for part in self.parts]
-        return hashlib.sha256(repr((version, recipe.for_unit(self.source), parts)).encode()).hexdigest()
-
-    def fates(self, work: Path) -> np.ndarray:
-        """Return why each document was dropped, or KEPT, after all were compared: (n,) uint8, indices of REASONS."""
-        starts = np.load(work / "starts.npy")
-        return np.load(work / "fates.npy", mmap_mode="r")[starts[self.number] : starts[self.number + 1]]
-
-    def documents(self, work: Path, wanted: np.ndarray) -> Iterator[str]:
-        """Yield the documents that passed and are `wanted`, (n,) bool."""
-        rows = np.fromfile(self.file(work, "rows"), ROW)
-        with open(self.file(work, "docs"), "rb") as f:
-            for i in np.flatnonzero(wanted).tolist():
-                f.seek(int(rows["begin"][i]))
-                yield f.read(int(rows["size"][i])).decode()
-
-
-@dataclass
-class Counts:
-    """Counts of the records of a unit, before documents are compared with each other."""
-
-    records: int = 0  # read, or lost on the way
-    lost: Counter[str] = field(default_factory=Counter)  # records by reason: bad_json, not_text, ...
-    unusable: Counter[str] = field(default_factory=Counter)  # records without a text: empty, bad_field
-    mended: Counter[str] = field(default_factory=Counter)  # records by what was mended; split_huge: pieces more
-    bytes_read: int = 0  # of text in UTF-8
-    bytes_cleaned: int = 0  # of it, taken away by cleaning
-    bytes_cut: int = 0  # of it, taken out because an evaluation file has it
-    marked: int = 0  # records whose text holds the marker of a turn
-    input_bytes: int = 0  # of the files, unpacked: those of documents and those lost
-    lost_bytes: Counter[str] = field(default_factory=Counter)  # of them, by file
-    bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
-    passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
-    unread: Counter[str] = field(default_factory=Counter)  # rows by their keys with content that is not read
-    shown: list[str] = field(default_factory=list)  # the first problems, in words
-
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
-
-
-def read_json(path: Path) -> dict:
-    """Return the object in a JSON file, {} if the file is missing or damaged."""
-    try:
-        return untrusted.read_json(path, most=untrusted.MANIFEST_BYTES)
-    except UserError:
-        return {}
+        raise UserError(f"config: cannot read {error.filename}: {error.strerror}") from None
+    return hashlib.sha256(content).hexdigest()

@@ -1,42 +1,46 @@
-"""Print what the pipeline makes of the first rows of each source: text, tokens, kept or dropped and why.
+"""Print what prepare.py makes of the first rows of each source: text, tokens, kept or dropped and
+why.
 
 python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/tok --show=5
 """
 
 import json
-from collections import Counter
 from itertools import groupby
 from pathlib import Path
 
 from groundup.errors import printable
 from groundup.files.row_formats import describe_unread
-from groundup.text.pipeline import inspect_unit, plan_units
-from groundup.text.recipe import KEPT, REASONS, Input, Recipe, Unit, read_json
+from groundup.text.inputs import Input
+from groundup.text.recipe import Recipe
 from groundup.text.report import detail_of, read_document
-from groundup.text.selection import Selection, select
+from groundup.text.select import Selection, select
+from groundup.text.unit import KEPT, REASONS, Counts, Unit, inspect_unit, plan_units, read_json
 from tokenizer import Tokenizer, split_answer
 
 MAX_TOKENS = 120  # shown of one text
 MAX_CHARS = 600  # likewise, without a tokenizer
 
 
-def show_rows(inputs: list[Input], recipe: Recipe, n: int, tokenizer: Tokenizer | None, work: Path) -> int:
-    """Print n rows of each source, n / files of each of its files; return the exit status, 1 if one cannot be read."""
-    units, limits = [], []
-    for _, own in groupby((file for file in inputs if not file.problem), key=lambda file: file.source):
+def show_rows(
+    inputs: list[Input], recipe: Recipe, n: int, tokenizer: Tokenizer | None, work: Path
+) -> int:
+    """Print n rows of each source, n / files of each of its files; return the exit status, 1 if one
+    cannot be read."""
+    units, limits, counts = [], [], Counts()
+    readable = (file for file in inputs if not file.problem)
+    for _, own in groupby(readable, key=lambda file: file.source):
         files = list(own)
         for file in files[:n]:
-            unit = plan_units([file], recipe)[0]
+            unit = plan_units([file])[0]
             units.append(unit._replace(number=len(units), parts=unit.parts[:1]))
             limits.append(-(-n // len(files)))
-    counts = [inspect_unit(unit, recipe, 0, work, n) for unit, n in zip(units, limits, strict=True)]
+    for unit, limit in zip(units, limits, strict=True):
+        counts.add(inspect_unit(unit, recipe, 0, work, limit))
     chosen, n_rows = select(units, recipe, work), 0
     for unit, limit in zip(units, limits, strict=True):
         print(f"\n==== {unit.parts[0].name}")
-        errors = unit.file(work, "problems").read_text(encoding="utf-8").split("\n")[:-1]
-        found = [(int(place), [f"NOT UNDERSTOOD: {reason}: {detail}"]) for _, _, place, reason, detail in
-                 (line.split("\t") for line in errors)]  # fmt: skip
-        found = sorted(found[:limit] + rows_of(unit, chosen, units, recipe.kind, tokenizer, work))
+        found = problems_of(unit, work)[:limit]
+        found = sorted(found + rows_of(unit, chosen, units, recipe.kind, tokenizer, work))
         n_rows += len(found)
         for offset, lines in found:
             lines = [f"\n-- {unit.parts[0].name} at byte {offset}", *lines]
@@ -44,37 +48,57 @@ def show_rows(inputs: list[Input], recipe: Recipe, n: int, tokenizer: Tokenizer 
     n_kept = int((chosen.fates == KEPT).sum())
     if tokenizer is None:
         print("\nno tokenizer: --tokenizer_dir=DIR shows where its tokens begin and end")
-    unread = sum((one.unread for one in counts), Counter())
-    if unread:
-        print(f"\nkeys not read: {printable(describe_unread(unread))}")
+    if counts.unread:
+        print(f"\nkeys not read: {printable(describe_unread(counts.unread))}")
     print(f"\n{n_rows} rows: {n_kept} would be kept, {n_rows - n_kept} not")
-    return int(any(one.bad for one in counts))
+    return int(bool(counts.bad))
+
+
+def problems_of(unit: Unit, work: Path) -> list[tuple[int, list[str]]]:
+    """Return [(offset, lines to print)] of what could not be read."""
+    found = []
+    for line in unit.file(work, "problems").read_text(encoding="utf-8").split("\n")[:-1]:
+        _, _, offset, reason, detail = line.split("\t")
+        found.append((int(offset), [f"NOT UNDERSTOOD: {reason}: {detail}"]))
+    return found
 
 
 def rows_of(
-    unit: Unit, chosen: Selection, units: list[Unit], kind: str, tokenizer: Tokenizer | None, work: Path
+    unit: Unit,
+    chosen: Selection,
+    units: list[Unit],
+    kind: str,
+    tokenizer: Tokenizer | None,
+    work: Path,
 ) -> list[tuple[int, list[str]]]:
     """Return [(offset, lines to print)] of the rows that could be read."""
-    dropped = [sample for held in read_json(unit.file(work, "json"))["samples"].values() for sample in held]
-    samples, found = {row: (detail, excerpt) for _, row, _, detail, excerpt in dropped}, []
+    samples = {}
+    for dropped in read_json(unit.file(work, "json"))["samples"].values():
+        samples |= {row: (detail, excerpt) for _, row, _, detail, excerpt in dropped}
+    found = []
     for number, row in enumerate(range(chosen.starts[unit.number], chosen.starts[unit.number + 1])):
         detail, excerpt = samples.get(number, (detail_of(row, chosen, units), ""))
-        verdict = "kept" if chosen.fates[row] == KEPT else f"DROPPED: {REASONS[chosen.fates[row]]}: {detail}"
+        verdict = "kept"
+        if chosen.fates[row] != KEPT:
+            verdict = f"DROPPED: {REASONS[chosen.fates[row]]}: {detail}"
         lines = [plain(excerpt)]
         if chosen.rows["reason"][row] == KEPT:
-            lines = lines_of(read_document(row, chosen, units, work, 2**32), kind, tokenizer)
+            document = read_document(row, chosen, units, work, 2**32)
+            lines = lines_of(document, kind, tokenizer)
         found.append((int(chosen.rows["offset"][row]), [verdict, *lines]))
     return found
 
 
 def lines_of(document: str, kind: str, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a document as the model sees it, the tokens that it learns to write between [[ and ]]."""
+    """Return a document as the model sees it, the tokens that it learns between [[ and ]]."""
+    if kind == "text" and tokenizer is None:
+        return [plain(document)]
     if kind == "text":
-        return [plain(document)] if tokenizer is None else [bars(tokenizer.encode(document), tokenizer)]
+        return [bars(tokenizer.encode(document), tokenizer)]
     row = json.loads(document)
     if kind == "chat":
         return turns(row["messages"], tokenizer)
-    lines = turns(row["prompt"], tokenizer, False)
+    lines = turns(row["prompt"], tokenizer, learned=False)
     for name in ("chosen", "rejected"):
         answer = {"role": "assistant", "content": row[name]}
         if tokenizer is None:
@@ -86,19 +110,22 @@ def lines_of(document: str, kind: str, tokenizer: Tokenizer | None) -> list[str]
     return lines
 
 
-def turns(messages: list[dict], tokenizer: Tokenizer | None, learnt: bool = True) -> list[str]:
+def turns(messages: list[dict], tokenizer: Tokenizer | None, learned: bool = True) -> list[str]:
     if tokenizer is None:
         lines = []
         for message in messages:
             text = plain(message["content"] or "")
-            own = learnt and message["role"] == "assistant" and message.get("learn", True)
+            own = learned and message["role"] == "assistant" and message.get("learn", True)
             lines.append(f"{message['role']}: [[{text}]]" if own else f"{message['role']}: {text}")
         return lines
     ids, mask = tokenizer.render(messages)
-    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: learnt and pair[1])
-    lines = [(m, bars([i for i, _ in run], tokenizer)) for m, run in runs]
-    counted = [f"({sum(mask)} of {len(ids)} tokens are learnt: those between [[ and ]])"] if learnt else []
-    return [f"[[{text}]]" if m else text for m, text in lines] + counted
+    lines = []
+    for own, run in groupby(zip(ids, mask, strict=True), key=lambda pair: learned and pair[1]):
+        text = bars([i for i, _ in run], tokenizer)
+        lines.append(f"[[{text}]]" if own else text)
+    if learned:
+        lines.append(f"({sum(mask)} of {len(ids)} tokens are learnt: those between [[ and ]])")
+    return lines
 
 
 def plain(text: str) -> str:
@@ -106,18 +133,21 @@ def plain(text: str) -> str:
 
 
 def bars(ids: list[int], tokenizer: Tokenizer) -> str:
-    """Return the tokens with | between them. Tokens that form one character are joined, with their number: ~3."""
-    shown, held = [], []
+    """Return the tokens with | between them. Tokens that form one character are joined, with their
+    number: ~3."""
+    shown, waiting = [], []
     for i in ids[:MAX_TOKENS]:
-        held.append(i)
-        raw = tokenizer.decode_bytes(held)
+        waiting.append(i)
+        raw = tokenizer.decode_bytes(waiting)
         try:
             text = raw.decode()
         except UnicodeDecodeError:
             if len(raw) < 8:
                 continue
             text = repr(raw)[2:-1]  # not UTF-8
-        shown.append(repr(text)[1:-1] + (f"~{len(held)}" if len(held) > 1 else ""))
-        held = []
-    shown += [repr(tokenizer.decode_bytes(held))[2:-1]] if held else []
-    return "|".join(shown) + (f" ... {len(ids) - MAX_TOKENS} more" if len(ids) > MAX_TOKENS else "")
+        shown.append(repr(text)[1:-1] + (f"~{len(waiting)}" if len(waiting) > 1 else ""))
+        waiting = []
+    if waiting:
+        shown.append(repr(tokenizer.decode_bytes(waiting))[2:-1])
+    n_more = len(ids) - MAX_TOKENS
+    return "|".join(shown) + (f" ... {n_more} more" if n_more > 0 else "")

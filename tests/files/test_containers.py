@@ -18,7 +18,7 @@ from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.encodings import check_codec
 from groundup.files.readers import Report
-from groundup.text import pipeline
+from groundup.text import unit
 
 
 def read(path: Path, report: Report | None = None, **options) -> list[str]:
@@ -274,9 +274,9 @@ def test_a_long_text_comes_in_pieces(
 def test_pieces_and_line_numbers_take_linear_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "HUGE_CHARS", 100)
+    monkeypatch.setattr(unit, "HUGE_CHARS", 100)
     text = "word " * 20_000
-    pieces = pipeline.pieces_of(text)
+    pieces = unit.pieces_of(text)
     assert "".join(pieces) == text and max(map(len, pieces)) <= 100
 
     path = tmp_path / "a.jsonl"

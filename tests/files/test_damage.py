@@ -14,7 +14,7 @@ from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.readers import Report
 from groundup.files.row_formats import messages_of
-from groundup.text.cleaning import CURATED, clean
+from groundup.text.clean import CURATED, clean
 
 N = 60  # records of a planted file
 WORDS = "the quick brown fox jumps over a lazy dog while nobody in the garden looks 春 江 潮 水 连 海 平".split()
@@ -151,6 +151,25 @@ def test_nothing_garbled_is_kept(tmp_path: Path, encoding: str) -> None:
     assert given == [text]
 
 
+SHORT = ["一个人在家里看书", "他们说这个问题很重要。", "好好学习\n天天向上\n我们都来", "这是第1个"]
+
+
+def test_a_small_file_of_everyday_chinese_in_gbk_is_read(tmp_path: Path) -> None:
+    """Whole; with a byte missing anywhere its line is left out, or all of it."""
+    path = tmp_path / "a.txt"
+    for text in SHORT:
+        raw = text.encode("gb18030")
+        for place in (None, *range(len(raw))):
+            path.write_bytes(raw if place is None else raw[:place] + raw[place + 1 :])
+            kept = [row.value for row in readers.read_documents(str(path), txt_split="line")]
+            lines = text.split("\n")
+            if place is None:
+                assert kept == (lines if text != SHORT[-1] else [])  # too short to tell
+            less = {line[:k] + line[k + 1 :] for line in lines for k in range(len(line)) if line[k].isascii()}
+            joined = {a + b for a, b in zip(lines, lines[1:], strict=False)}
+            assert set(kept) <= {*lines, *less, *joined}, (text, place, kept)
+
+
 PAGES = {  # lines of prose, most of them different
     "gb18030": [f"{SAMPLES['gb18030'][k:]}{SAMPLES['gb18030'][:k]}" for k in range(0, 40, 2)],
     "big5": [f"{SAMPLES['big5'][k:]}{SAMPLES['big5'][:k]}" for k in range(0, 40, 2)],
@@ -236,7 +255,7 @@ def test_a_lost_byte_costs_its_line(tmp_path: Path, encoding: str, name: str) ->
         assert len(kept) + report.problems["bad_encoding"] == len(lines)
 
 
-@pytest.mark.parametrize("line", ["维他命C有益", "我们用\u2013和镕基", "2010\u20132015年", "每日5\u338e"])
+@pytest.mark.parametrize("line", ["维他命C有益", "我们用\u2013和镕基", "2010\u20132015年", "每日5\u338e", "答\u2014好"])
 def test_rare_characters_and_letters_of_the_text_are_kept(tmp_path: Path, line: str) -> None:
     for encoding, page in (("gb18030", PAGES["gb18030"]), ("gb18030", PAGES["big5"])):
         lines = [*page, line, f"再说{line}"]
@@ -367,5 +386,5 @@ def test_names_that_are_not_utf8_or_break_lines(tmp_path: Path) -> None:
 def test_cleaning_keeps_words_apart_and_counts_what_it_adds(tmp_path: Path, capsys) -> None:
     assert clean("one\ftwo\x0bthree\x1efour\0five", CURATED) == "one\ntwo\nthree\nfourfive"
     raw = "\n".join(f'{{"text": "第{i}句很长很长的话,又是一句话."}}' for i in range(50)).encode()
-    assert status(tmp_path, "a.jsonl", raw, ("punctuation", True), ("near", 0.0)) == 0
+    assert status(tmp_path, "a.jsonl", raw, ("rules", "punctuation=on"), ("near", 0.0)) == 0
     assert "- 100 added by cleaning" in capsys.readouterr().out

@@ -42,10 +42,15 @@ def write(path: Path, rows: list, settings: dict | None = SETTINGS) -> str:
     return str(path)
 
 
+def setting_of(by: str, margin: float, within: float) -> str:
+    margin = f", margin={margin}" if margin else ""
+    return f"{by}{margin}" + (f", length_within={within}" if within else "")
+
+
 def pairs_of(tmp_path: Path, rows: list, by: str, margin: float = 0.0, within: float = 0.0, settings: dict = SETTINGS):
     """(the rows made, what the manifest says)."""
     path = Path(write(tmp_path / "a.jsonl", rows, settings))
-    info, _ = write_pairs(str(path), tmp_path / "out.jsonl", by, margin, within)
+    info, _ = write_pairs(str(path), tmp_path / "out.jsonl", setting_of(by, margin, within))
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
     for row in found:
         line, byte = row.pop("@answers")
@@ -56,7 +61,7 @@ def pairs_of(tmp_path: Path, rows: list, by: str, margin: float = 0.0, within: f
 
 def prepared(out: Path, **settings) -> tuple[dict[str, list[dict]], dict]:
     """({split: rows}, manifest) of what prepare.py makes."""
-    plain = {"workers": 1, "near": 0.0, "min_chars": 1, "kind": "preference", "out_dir": str(out), "val_fraction": 0.0}
+    plain = {"workers": 1, "near": 0.0, "kind": "preference", "out_dir": str(out), "val_fraction": 0.0}
     assert prepare.main(KEYS | plain | settings) == 0
     manifest = json.loads((out / "manifest.json").read_text("utf-8"))
     found = {}
@@ -195,7 +200,7 @@ def test_the_pair_is_that_of_the_largest_gap_that_fits(tmp_path):
 def test_rewards_that_are_missing_altogether_are_one_line(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "completions": [answer("a"), answer("b", reward=True)]}])
     with pytest.raises(UserError, match="no answer in .*a.jsonl has a reward, which pair_by=reward needs; .*score"):
-        write_pairs(path, tmp_path / "out", "reward", 0.0, 0.0)
+        write_pairs(path, tmp_path / "out", "reward")
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ def test_answers_of_unknown_origin_are_refused(tmp_path, settings, said):
         text = settings if isinstance(settings, str) else json.dumps(settings)
         Path(f"{path}.config.json").write_text(text, "utf-8")
     with pytest.raises(UserError, match=f"a.jsonl.config.json {said}") as caught:
-        write_pairs(path, tmp_path / "out", "dataset", 0.0, 0.0)
+        write_pairs(path, tmp_path / "out", "dataset")
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
 
 
@@ -226,7 +231,7 @@ def test_half_a_surrogate_pair_reaches_prepare_as_it_is(tmp_path):
     rows = ['{"prompt": "q", "answer": "good", "completions": [{"text": "bad \\ud83d", "finish_reason": "stop"}]}']
     write(tmp_path / "a.jsonl", rows)
     found, manifest = prepared(tmp_path / "out", input=str(tmp_path / "a.jsonl"), pair_by="dataset",
-                               rules_off="replacement_characters")  # fmt: skip
+                               rules="replacement_characters=off")  # fmt: skip
     assert manifest["info"]["documents"]["mended"] == {"surrogates": 1} and len(found["train"]) == 1
 
 
@@ -262,8 +267,8 @@ def test_answers_become_prepared_pairs_beside_rows_that_are_pairs(tmp_path, caps
     settings["overwrite"] = True
     prepared(tmp_path / "out", **settings)
     assert "is made anew: answers" in capsys.readouterr().out
-    prepared(tmp_path / "out", **settings | {"length_within": 1.0})
-    assert "is made anew: length_within" in capsys.readouterr().out
+    prepared(tmp_path / "out", **settings | {"pair_by": "dataset, length_within=1"})
+    assert "is made anew: pair_by" in capsys.readouterr().out
 
 
 def test_what_gives_no_pair_is_one_line(tmp_path):
@@ -279,21 +284,17 @@ def test_what_gives_no_pair_is_one_line(tmp_path):
     assert "no pair: " in error(input=cut, pair_by="dataset") and "1 answers left out: unfinished" in error(
         input=cut, pair_by="dataset"
     )
-    assert "pair_margin=0.5 has no effect without pair_by=reward" in error(
-        input=cut, pair_by="dataset", pair_margin=0.5
-    )
-    assert "length_within=0.2 has no effect without pair_by" in error(input=cut, length_within=0.2)
+    for wrong in ("dataset, margin=0.5", "reward, margin=-1", "reward, length_within=", "best", "reward, within=1"):
+        assert f"pair_by={wrong!r} is not understood; give dataset or reward" in error(input=cut, pair_by=wrong)
     assert "pair_by=dataset has no effect with kind=chat" in error(input=cut, kind="chat", pair_by="dataset")
     assert "answers of sample.py: prepare.py --pair_by=dataset" in error(input=cut)
-    for key in ("pair_margin", "length_within"):
-        assert f"{key} must be at least 0, got -1.0" in error(input=cut, pair_by="reward", **{key: -1.0})
     broken = write(tmp_path / "b.jsonl", [{"prompt": "q", "answer": "a", "completions": [answer("b")]}, "{"])
     assert "b.jsonl:2: bad_json" in error(input=broken, pair_by="dataset", strict=True)
 
 
 def test_show_tells_what_answers_become(tmp_path, capsys):
     write(tmp_path / "a.jsonl", [{"prompt": "问？", "answer": "好答案", "completions": [answer("坏答案")]}])
-    shown = {"input": str(tmp_path / "a.jsonl"), "kind": "preference", "pair_by": "dataset", "show": 3, "min_chars": 1}
+    shown = {"input": str(tmp_path / "a.jsonl"), "kind": "preference", "pair_by": "dataset", "show": 3}
     assert prepare.main(KEYS | shown) == 0
     out = capsys.readouterr().out
     assert "rejected : assistant: [[坏答案]]" in out and "1 rows: 1 would be kept" in out
@@ -304,7 +305,7 @@ def test_places_are_those_of_the_answers(tmp_path, capsys):
     wrong = [answer("短"), answer("坏坏")]
     rows = [{"prompt": f"问{k}？", "answer": "好的", "completions": wrong} for k in (2, 25, 3)]
     path = write(tmp_path / "a.jsonl", rows)
-    settings = {"input": path, "pair_by": "dataset", "question_max_chars": 3}
+    settings = {"input": path, "pair_by": "dataset", "rules": "question_length=..3"}
     _, manifest = prepared(tmp_path / "out", **settings)
     assert manifest["info"]["documents"]["dropped"] == {"question_length": 2}
     dropped = [line.split("\t")[:3] for line in (tmp_path / "out" / "dropped.tsv").read_text("utf-8").splitlines()[1:]]
@@ -312,7 +313,7 @@ def test_places_are_those_of_the_answers(tmp_path, capsys):
     assert dropped == [[path, str(byte), "question_length"]] * 2
     assert f"{path} at byte {byte}: 4 characters" in (tmp_path / "out" / "report.md").read_text("utf-8")
     capsys.readouterr()
-    assert prepare.main(KEYS | settings | {"kind": "preference", "show": 9, "min_chars": 1}) == 0
+    assert prepare.main(KEYS | settings | {"kind": "preference", "show": 9}) == 0
     shown = capsys.readouterr().out
     assert f"==== {path}\n" in shown and shown.count(f"-- {path} at byte {byte}\n") == 2 and "pairs_0" not in shown
 
@@ -338,7 +339,7 @@ def test_lines_that_are_no_answers_are_told_as_those_of_other_files(tmp_path, ca
     report = (tmp_path / "out" / "report.md").read_text("utf-8")
     assert f"{path}: 5 lines with 12 answers give 12 pairs" in report and "| lost: bad_json | 1 |" in report
     assert f"{path}:2: bad_json" in capsys.readouterr().out
-    few = {"kind": "preference", "out_dir": str(tmp_path / "out"), "near": 0.0, "min_chars": 1, "val_fraction": 0.0}
+    few = {"kind": "preference", "out_dir": str(tmp_path / "out"), "near": 0.0, "val_fraction": 0.0}
     assert prepare.main(KEYS | few | settings | {"workers": 1, "max_bad_fraction": 0.39}) == 1
     assert "2 of 5 records could not be read" in capsys.readouterr().out
 

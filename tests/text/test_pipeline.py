@@ -4,14 +4,13 @@ import hashlib
 import itertools
 import json
 import os
-import random
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 from planted import UNIT, Planted, jaccard, plant, score
@@ -20,9 +19,9 @@ import prepare
 from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import documents, pipeline, selection
-from groundup.tokens import chat_files, pairs
-from groundup.tokens.row_reader import Unusable
+from groundup.text import select, unit
+from groundup.tokens import conversations, pairs
+from groundup.tokens.rows import Unusable
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
@@ -155,16 +154,21 @@ def test_any_number_of_workers_and_units_gives_the_same_bytes(planted_files, pre
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import prepare
-from groundup.text import pipeline
-pipeline.UNIT_BYTES, pipeline.BATCH_CHARS = 2**14, 2**11
+from groundup.text import inputs, unit
+inputs.UNIT_BYTES, unit.BATCH_CHARS = 2**14, 2**11
 if __name__ == "__main__":
     sys.exit(prepare.main({KEYS | {"out_dir": str(tmp_path / "out"), "tokenizer_dir": tok, "workers": workers,
                        "max_bad_fraction": 1.0}
              | planted_files}))
 """
-    (tmp_path / "go.py").write_text(code, encoding="utf-8")
-    subprocess.run([sys.executable, tmp_path / "go.py"], check=True, capture_output=True, cwd=ROOT)
-    assert content(tmp_path / "out") == content(prepared)
+    (tmp_path / "prepare_all.py").write_text(code, encoding="utf-8")
+    forks.run([sys.executable, tmp_path / "prepare_all.py"], check=True, capture_output=True, cwd=ROOT)
+    found, expected = content(tmp_path / "out"), content(prepared)
+    for one in (found, expected):  # inputs.tsv has a hash of each part
+        manifest = json.loads(one.pop("manifest.json"))
+        del one["inputs.tsv"], manifest["info"]["inputs"], manifest["crc32"]
+        one["manifest"] = manifest
+    assert found == expected
 
 
 def test_contaminated_places_can_be_cut_out(tmp_path, tok):
@@ -179,7 +183,7 @@ def test_contaminated_places_can_be_cut_out(tmp_path, tok):
     settings = {"input": path, "tokenizer_dir": tok, "decontaminate": questions, "near": 0.0, "val_fraction": 0.0}
     run(tmp_path / "dropped", **settings)
     assert texts_of(tmp_path / "dropped") == around
-    run(tmp_path / "cut", decontaminate_action="cut", **settings)
+    run(tmp_path / "cut", **settings | {"decontaminate": f"cut: {questions}"})
     kept = texts_of(tmp_path / "cut")
     assert kept[1:] == around and "rivers" in kept[0] and "NILE" not in kept[0] and "mail" in kept[0]
     info = manifest_of(tmp_path / "cut")["info"]
@@ -196,7 +200,7 @@ def test_sources_have_settings_and_files_of_their_own(tmp_path, tok):
     lines = "二\n" + "".join(f"第{i}行也有几个字，比第一行长多了吧？\n" for i in range(11))
     (tmp_path / "lines.txt").write_text(lines, "utf-8")
     spec = (f"wiki: {tmp_path}/wudao.json, weight=0.5, text_key=content; qa: {tmp_path}/qa.jsonl, weight=0.3, "
-            f'text_key=ask+answer; zh: {tmp_path}/lines.txt, txt_split=line, weight=0.2, min_chars=5')
+            f'text_key=ask+answer; zh: {tmp_path}/lines.txt, txt_split=line, weight=0.2, rules=length=5..')
     run(tmp_path / "out", input=spec, tokenizer_dir=tok, val_fraction=0.1, near=0.0)
     both = {s: texts_of(tmp_path / "out", "train", s) + texts_of(tmp_path / "out", "val", s)
             for s in ("wiki", "qa", "zh")}  # fmt: skip
@@ -207,7 +211,7 @@ def test_sources_have_settings_and_files_of_their_own(tmp_path, tok):
     assert {name: entry["weight"] for name, entry in sources.items()} == {"wiki": 0.5, "qa": 0.3, "zh": 0.2}
     assert (tmp_path / "out" / "qa" / "train_00000.npy").exists()
     assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
-    assert run(tmp_path / "out", input=spec.replace("min_chars=5", "min_chars=1"), tokenizer_dir=tok, near=0.0) == 0
+    assert run(tmp_path / "out", input=spec.replace("length=5", "length=1"), tokenizer_dir=tok, near=0.0) == 0
     assert len(texts_of(tmp_path / "out", "train", "zh") + texts_of(tmp_path / "out", "val", "zh")) == 12
 
 
@@ -232,14 +236,15 @@ def test_rules_and_hook_drop_and_are_counted(tmp_path, tok):
     (tmp_path / "rules.py").write_text("def keep(text):\n    return 'parachute' not in text\n", "utf-8")
     documents = [*pieces(30), "A parachute opens, and the one below it is glad of that."]
     path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents] + [{"text": "short"}])
-    settings = {"keep": f"{tmp_path}/rules.py:keep", "tokenizer_dir": tok}
+    settings = {"rules": f"keep={tmp_path}/rules.py:keep", "tokenizer_dir": tok}
     run(tmp_path / "out", input=path, **settings)
     dropped = {"min_length": 1, "keep": 1}
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == dropped
     (tmp_path / "rules.py").write_text("def keep(text):\n    return True\n", "utf-8")
     run(tmp_path / "out", input=path, **settings)  # what a setting's file holds counts, too
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"min_length": 1}
-    run(tmp_path / "out", input=path, rules_off="min_length", **settings)
+    settings["rules"] += ", min_length=off"
+    run(tmp_path / "out", input=path, **settings)
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {}
 
 
@@ -259,27 +264,6 @@ def test_scores_filter_by_value_and_by_share(tmp_path, tok):
             run(tmp_path / "no", score=wrong, **common)
 
 
-@pytest.mark.parametrize("order", ["hash", "length", "score"])
-def test_documents_can_be_ordered(tmp_path, tok, order):
-    rng = random.Random(0)
-    rows = [{"text": t[: rng.randint(60, 200)], "loss": rng.random()} for t in pieces(80)]
-    path = write_rows(tmp_path / "x.jsonl", rows)
-    common = {"input": path, "tokenizer_dir": tok, "near": 0.0, "exact": False, "score": "loss=.."}
-    run(tmp_path / "out", order=order, **common)
-    found = texts_of(tmp_path / "out")
-    tokenizer = Tokenizer.load(tok)
-    ids = [tokenizer.encode(text) for text in found]
-    if order == "hash":
-        digests = [hashlib.blake2b(t.encode(), key=b"split-v1", digest_size=8).digest() for t in found]
-        keys = [float(int.from_bytes(digest, "little")) for digest in digests]
-    elif order == "length":
-        keys = [len(i) for i in ids]
-    else:
-        loss = {row["text"]: row["loss"] for row in rows}
-        keys = [loss[text] for text in found]
-    assert len(found) > 60 and (np.diff(keys) >= 0).all()
-
-
 def test_folds_cover_every_document_once(tmp_path, tok):
     path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(120)])
     vals = []
@@ -295,11 +279,11 @@ def test_folds_cover_every_document_once(tmp_path, tok):
 
 
 def test_huge_documents_are_cut_at_paragraphs(tmp_path, tok, monkeypatch):
-    monkeypatch.setattr(pipeline, "HUGE_CHARS", 1000)
+    monkeypatch.setattr(unit, "HUGE_CHARS", 1000)
     paragraphs = [t.replace("\n\n", "\n") for t in pieces(12)]
     documents = ["\n\n".join(paragraphs), "x" * 2500, paragraphs[0]]
     path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents])
-    run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.0, exact=False, val_fraction=0.0)
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, near=-1, val_fraction=0.0)
     found = texts_of(tmp_path / "out")
     info = manifest_of(tmp_path / "out")["info"]["documents"]
     assert info["mended"]["split_huge"] == len(found) - 3 and info["read"] == info["kept"] == len(found)
@@ -328,7 +312,7 @@ def test_conversations_are_filtered_by_question_and_answer(tmp_path):
     rows += [talk("这个问题没有回答，怎么办呢？", "")]
     rows += [talk("第7个问题是什么？请说说看。", answers[7] + "。"), {"messages": "none"}]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    run(tmp_path / "out", input=path, kind="chat", question_min_chars=5, val_fraction=0.2)
+    run(tmp_path / "out", input=path, kind="chat", rules="question_length=5..", val_fraction=0.2)
     manifest = manifest_of(tmp_path / "out")
     dropped = {"bad_field": 1, "exact_duplicate": 1, "question_length": 1, "empty_answer": 1, "near_duplicate": 1}
     assert manifest["info"]["documents"]["dropped"] == dropped
@@ -338,7 +322,7 @@ def test_conversations_are_filtered_by_question_and_answer(tmp_path):
     expected = [{"messages": [q, {"role": "assistant", "content": a}]} for q, a in zip(questions, answers, strict=True)]
     assert sorted(map(str, found)) == sorted(map(str, expected))
     assert {split: entry["rows"] for split, entry in manifest["splits"].items()}["val"] > 0
-    assert run(tmp_path / "out", input=path, kind="chat", question_min_chars=5, val_fraction=0.2) == 0
+    assert run(tmp_path / "out", input=path, kind="chat", rules="question_length=5..", val_fraction=0.2) == 0
     assert run(tmp_path / "again", input=tmp_path / "out" / "train.jsonl", kind="chat") == 0  # its own output
 
 
@@ -366,7 +350,7 @@ def test_short_answers_are_kept(tmp_path):
     run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0)
     assert rows_in(tmp_path / "out")["train"] == rows[:2]
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"replacement_characters": 1}
-    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, min_chars=9, rules_off="replacement_characters")
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, rules="length=9.., replacement_characters=off")
     assert rows_in(tmp_path / "out")["train"] == rows[1:2]
     rows = [{"prompt": "2+2?", "chosen": "4", "rejected": answer} for answer in ("5", "4\ufffd4")]
     run(tmp_path / "pairs", input=write_rows(path, rows), kind="preference", val_fraction=0.0)
@@ -386,7 +370,8 @@ def test_prepare_keeps_what_the_trainers_keep(tmp_path, tok):
     kept = {}
     for kind in ("chat", "preference"):
         recipe = prepare.check_config(KEYS | {"input": "x", "out_dir": "x", "kind": kind})
-        judge, reader = documents.Judge(recipe.sources[0], recipe, tmp_path), chat_files.ChatReader(Tokenizer.load(tok))
+        judge = unit.Judge(recipe.sources[0], recipe, tmp_path)
+        reader = conversations.ChatReader(Tokenizer.load(tok))
         if kind == "preference":
             prompts = [row["messages"] for row in rows if row["messages"][-1]["role"] != "assistant"]
             rows = [{"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in prompts]
@@ -448,7 +433,7 @@ def test_bad_answers_of_kto_are_dropped(tmp_path, tok, label):
     expected = [talk(f"Question {k}?", f"answer {k}") for k in (0, 3)]
     expected += [talk("P?", "c"), talk("In turns?", "yes")]
     assert rows_in(tmp_path / "out")["train"] == expected
-    source = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0)
+    source = conversations.read_chat(str(path), Tokenizer.load(tok), 0.0)
     assert len(source.train) == 4 and source.reader.dropped == {"bad answer": 6}
 
 
@@ -463,9 +448,9 @@ def test_answers_not_to_learn_from_have_no_mask(tmp_path, tok):
     path = write_rows(tmp_path / "x.jsonl", rows)
     run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, tokenizer_dir=tok)
     tokenizer = Tokenizer.load(tok)
-    raw = chat_files.read_chat(str(path), tokenizer, 0.0).train
-    mapped = chat_files.read_chat(str(tmp_path / "out"), tokenizer, 0.0).train
-    again = chat_files.read_chat(str(tmp_path / "out" / "train.jsonl"), tokenizer, 0.0).train
+    raw = conversations.read_chat(str(path), tokenizer, 0.0).train
+    mapped = conversations.read_chat(str(tmp_path / "out"), tokenizer, 0.0).train
+    again = conversations.read_chat(str(tmp_path / "out" / "train.jsonl"), tokenizer, 0.0).train
     for k in range(len(flags)):
         ids, mask = raw.ids(k)
         learned = tokenizer.decode([int(i) for i, one in zip(ids, mask, strict=True) if one])
@@ -490,7 +475,7 @@ def test_keys_that_are_not_read_are_named_once(tmp_path, tok, capsys):
     assert f"Keys {of_sources}." in (tmp_path / "out" / "report.md").read_text()
     run(tmp_path / "out2", input=path, kind="chat", show=3)
     assert "keys not read: summary in 3 rows, messages.name in 1 row" in capsys.readouterr().out
-    reader = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
+    reader = conversations.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
     assert reader.report("x.jsonl") == [f"x.jsonl: {named}"]
 
 
@@ -511,7 +496,7 @@ def test_an_unknown_format_is_said_once(tmp_path, tok, capsys):
     path = write_rows(tmp_path / "x.jsonl", [*rows, talk("Question?", "answer")])
     run(tmp_path / "out", input=path, kind="chat")
     assert capsys.readouterr().out.count("unknown format") == 1
-    reader = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
+    reader = conversations.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
     assert "".join(reader.report("x")).count("unknown format") == 1
     assert reader.dropped == {"not understood": 30}
 
@@ -539,7 +524,7 @@ def rows_in(out_dir: Path) -> dict[str, list[dict]]:
 
 
 def place(text: str, key: bytes) -> float:
-    """Where in [0, 1) the hash of a text falls, as the comments of pipeline.py have it."""
+    """Where in [0, 1) the hash of a text falls, as the comments of splits.py have it."""
     return int.from_bytes(hashlib.blake2b(text.encode(), key=key, digest_size=8).digest(), "little") / 2**64
 
 
@@ -555,7 +540,7 @@ def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
             prompts[str(rows[-1])] = f"第{k}个问题？"
     rows += [{"messages": [{"role": "assistant", "content": f"I am number {k}."}]} for k in range(40)]  # nothing asked
     path = write_rows(tmp_path / "x.jsonl", rows)
-    settings = {"kind": "chat", "min_chars": 1, "near": 0.0, "val_fraction": 0.2, "tokenizer_dir": tok}
+    settings = {"kind": "chat", "rules": "length=1..", "near": 0.0, "val_fraction": 0.2, "tokenizer_dir": tok}
     run(tmp_path / "out", input=path, hold_out=0.25, **settings)
     found = rows_in(tmp_path / "out")
     held_out = [row for row in rows if str(row) in prompts and place(prompts[str(row)], b"hold-out-v1") < 0.25]
@@ -569,7 +554,7 @@ def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
     assert manifest["info"]["documents"]["kept"] == len(rows) == sum(e["rows"] for e in manifest["splits"].values())
     assert "tokens" in manifest["splits"]["val"] and "tokens" not in manifest["splits"]["held_out"]
     assert f"held_out{len(held_out):>12} rows" in capsys.readouterr().out
-    learnt = chat_files.read_chat(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
+    learnt = conversations.read_chat(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
     assert len(learnt.train) + len(learnt.val) == len(rows) - len(held_out)
     assert run(tmp_path / "out", input=path, hold_out=0.25, **settings) == 0
     assert "is up to date" in capsys.readouterr().out
@@ -586,7 +571,7 @@ def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
 def test_more_conversations_and_other_splits_do_not_move_what_is_held_out(tmp_path):
     def held_out(rows: list, **settings) -> list:
         path = write_rows(tmp_path / "x.jsonl", rows)
-        run(tmp_path / "out", input=path, kind="chat", min_chars=1, near=0.0, hold_out=0.3, **settings)
+        run(tmp_path / "out", input=path, kind="chat", rules="length=1..", near=0.0, hold_out=0.3, **settings)
         return rows_in(tmp_path / "out")["held_out"]
 
     rows = [{"messages": [{"role": "user", "content": f"q {k}"}, {"role": "assistant", "content": "a"}]}
@@ -606,7 +591,7 @@ def test_no_first_question_that_is_held_out_is_learnt(tmp_path):
         spaced = [asked[0] | {"content": asked[0]["content"] + " \n"}, asked[1]]
         rows += [asked, asked + more, [{"role": "system", "content": "brief"}, *asked], spaced]
     path = write_rows(tmp_path / "x.jsonl", [{"messages": row} for row in rows])
-    run(tmp_path / "out", input=path, kind="chat", min_chars=1, near=0.0, hold_out=0.25, val_fraction=0.1, exact=False)
+    run(tmp_path / "out", input=path, kind="chat", rules="length=1..", near=-1, hold_out=0.25, val_fraction=0.1)
     found = rows_in(tmp_path / "out")
     asked = {split: {next(m["content"] for m in row["messages"] if m["role"] == "user").strip() for row in own}
              for split, own in found.items()}  # fmt: skip
@@ -619,7 +604,7 @@ def test_too_few_conversations_to_hold_out_are_told(tmp_path, capsys):
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = write_rows(tmp_path / "x.jsonl", [{"messages": talk}])
     share = place("q", b"hold-out-v1")
-    settings = {"input": path, "kind": "chat", "min_chars": 1, "val_fraction": 0.0}
+    settings = {"input": path, "kind": "chat", "rules": "length=1..", "val_fraction": 0.0}
     run(tmp_path / "out", hold_out=share * 0.99, **settings)
     assert "takes none of so few conversations" in capsys.readouterr().out
     with pytest.raises(UserError, match="no document is left for train; lower val_fraction or hold_out"):
@@ -638,21 +623,22 @@ def test_pairs_keep_their_numbers_and_their_prompts_together(tmp_path):
         expected.append({"prompt": prompt} | pair | kept[k % 4])
     rows.append(rows[0] | {"margin": 0.75})  # the same pair, if not the same row
     path = write_rows(tmp_path / "x.jsonl", rows)
-    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.2, test_fraction=0.1)
+    settings = {"kind": "preference", "rules": "length=1..", "near": 0.0}
+    run(tmp_path / "out", input=path, val_fraction=0.2, test_fraction=0.1, **settings)
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"exact_duplicate": 1}
     found = rows_in(tmp_path / "out")
     for split, least, most in (("test", 0, 0.1), ("val", 0.1, 0.3), ("train", 0.3, 1)):
         own = [row for row in expected if least <= place(row["prompt"][1]["content"], b"split-v1") < most]
         assert found[split] == own and 3 <= len(own)
     again = tmp_path / "out" / "train.jsonl"
-    run(tmp_path / "again", input=again, kind="preference", min_chars=1, near=0.0, val_fraction=0.0)
+    run(tmp_path / "again", input=again, kind="preference", rules="length=1..", near=0.0, val_fraction=0.0)
     assert rows_in(tmp_path / "again")["train"] == found["train"]  # its own output
 
 
 def test_pairs_of_one_prompt_are_learnt(tmp_path):
     rows = [{"prompt": "The only one?", "chosen": f"good {k}", "rejected": f"bad {k}"} for k in range(5)]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.5)
+    run(tmp_path / "out", input=path, kind="preference", rules="length=1..", near=0.0, val_fraction=0.5)
     assert {split: len(own) for split, own in rows_in(tmp_path / "out").items()} == {"train": 5}
 
 
@@ -664,7 +650,7 @@ def test_no_prompt_of_two_sources_is_in_two_splits(tmp_path):
     for n in range(2, 12):
         first = write_rows(tmp_path / "a.jsonl", rows(range(n), "bad"))
         second = write_rows(tmp_path / "b.jsonl", rows(range(1, n, 2), "worse"))
-        settings = {"kind": "preference", "min_chars": 1, "near": 0.0, "val_fraction": 0.02}
+        settings = {"kind": "preference", "rules": "length=1..", "near": 0.0, "val_fraction": 0.02}
         run(tmp_path / "out", input=f"a: {first}; b: {second}", **settings)
         found = rows_in(tmp_path / "out")
         train, val = ({row["prompt"][0]["content"] for row in found.get(split, [])} for split in ("train", "val"))
@@ -680,7 +666,7 @@ def test_only_pairs_to_listed_questions_are_kept(tmp_path):
     asked[4] += [{"role": "assistant", "content": "好"}, {"role": "user", "content": "然后呢？"}]
     rows = [{"prompt": prompt, "chosen": f"好 {k}", "rejected": f"坏 {k}"} for k, prompt in enumerate(asked)]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    settings = {"input": path, "kind": "preference", "min_chars": 1, "near": 0.0, "val_fraction": 0.0}
+    settings = {"input": path, "kind": "preference", "rules": "length=1..", "near": 0.0, "val_fraction": 0.0}
     run(tmp_path / "out", prompts_from=questions, **settings)
     assert rows_in(tmp_path / "out")["train"] == rows[::4]
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"other_prompt": 30}
@@ -701,7 +687,7 @@ def test_pairs_with_an_answer_that_was_cut_off_are_dropped(tmp_path):
     whole = [{"finish_reason": "stop"}, {"completions": [{"text": "another", "finish_reason": "length"}]}, {}]
     rows = [{"prompt": f"Question {k}?"} | pair | mark for k, mark in enumerate(marks + whole)]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.0)
+    run(tmp_path / "out", input=path, kind="preference", rules="length=1..", near=0.0, val_fraction=0.0)
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"unfinished_answer": 4}
     kept = [row["prompt"][0]["content"] for row in rows_in(tmp_path / "out")["train"]]
     assert kept == ["Question 4?", "Question 5?", "Question 6?"]
@@ -797,14 +783,14 @@ def test_what_another_run_rewrote_is_not_taken_for_done(tmp_path, tok, monkeypat
     first = {"input": path, "tokenizer_dir": tok, "near": 0.0}
     run(tmp_path / "straight", **first)
     killed_in(monkeypatch, prepare, "select", tmp_path / "out", **first)
-    killed_in(monkeypatch, pipeline.dedup, "exact_key", tmp_path / "out", at=9, **first | {"rules_on": "stop_words"})
+    killed_in(monkeypatch, unit.dedup, "exact_key", tmp_path / "out", at=9, **first | {"rules": "stop_words=on"})
     run(tmp_path / "out", **first)
     assert content(tmp_path / "out") == content(tmp_path / "straight")
     (tmp_path / "small").mkdir()
     train(pieces(60), 400).save(tmp_path / "small")
     killed_in(monkeypatch, prepare, "write_splits", tmp_path / "again", **first)
     other = first | {"tokenizer_dir": tmp_path / "small"}
-    killed_in(monkeypatch, pipeline.np, "array", tmp_path / "again", at=3, **other)
+    killed_in(monkeypatch, unit.np, "array", tmp_path / "again", at=3, **other)
     run(tmp_path / "again", **first)
     assert content(tmp_path / "again") == content(tmp_path / "straight")
 
@@ -875,7 +861,7 @@ def test_conversations_are_cleaned_like_texts(tmp_path):
     talk = {"messages": [{"role": "user", "content": "Tell\u200b me about\r\ncafe\u0301s, please."},
                          {"role": "assistant", "content": "\ufeffThey serve coffee,\x00 mostly in the morning."}]}
     path = write_rows(tmp_path / "x.jsonl", [talk] * 2)
-    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, exact=False, near=0.0)
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, near=-1)
     row = json.loads((tmp_path / "out" / "train.jsonl").read_text("utf-8").splitlines()[0])
     expected = ["Tell me about\ncaf\u00e9s, please.", "They serve coffee, mostly in the morning."]
     assert [message["content"] for message in row["messages"]] == expected
@@ -928,15 +914,15 @@ def test_numbers_of_csv_count_as_scores(tmp_path, tok):
 def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
     import resource
 
-    monkeypatch.setattr(pipeline, "GROUP_BYTES", 0)
-    monkeypatch.setattr(selection.Tokens, "OPEN", 8)
+    monkeypatch.setattr(unit, "GROUP_BYTES", 0)
+    monkeypatch.setattr(select.Tokens, "OPEN", 8)
     (tmp_path / "in").mkdir()
     for i, text in enumerate(pieces(90)):
         (tmp_path / "in" / f"{i:03d}.txt").write_text(text, "utf-8")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 60, hard))
     try:
-        run(tmp_path / "out", input=tmp_path / "in", tokenizer_dir=tok, near=0.0, order="length")
+        run(tmp_path / "out", input=tmp_path / "in", tokenizer_dir=tok, near=0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(texts_of(tmp_path / "out") + texts_of(tmp_path / "out", "val")) == 90
@@ -945,17 +931,17 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"kind": "chat", "order": "length"}, "order=length has no effect with kind=chat"),
-        ({"kind": "preference", "order": "length"}, "order=length has no effect"),
+        ({"kind": "chat", "pack": 8}, "pack=8 has no effect with kind=chat"),
+        ({"near": -0.5}, "near must be from 0 (off) to 1, or -1, got -0.5"),
         ({"hold_out": 0.25}, "hold_out=0.25 has no effect with kind=text"),
         ({"kind": "preference", "hold_out": 0.25}, "hold_out=0.25 has no effect with kind=preference"),
         ({"kind": "chat", "prompts_from": "x"}, "prompts_from=x has no effect with kind=chat"),
         ({"kind": "chat", "hold_out": 1.0}, "hold_out must be from 0 to below 1, got 1.0"),
-        ({"question_min_chars": 3}, "question_min_chars=3 has no effect with kind=text"),
+        ({"rules": "question_length=3.."}, "rules: question_length has no effect with kind=text"),
         ({"kind": "chat", "input": "a: x, weight=1"}, "weight has no effect with kind=chat; weigh when you train"),
         ({"input": "a: -; b: -"}, "standard input (-) can be read once only"),
         ({"input": "a: x, weight=nan; b: y, weight=1"}, "weight=nan of source a is not a number, 0 or more"),
-        ({"input": "a: x, min_chars=-5"}, "min_chars=-5 of source a is not a number, 0 or more"),
+        ({"input": "a: x, rules=length=5"}, "rules: 'length=5' is not length=least..most"),
         ({"score": "bpb=5%..950%"}, "per cent from 0 to 100"),
         ({"score": "bpb=3..1"}, "the least first"),
     ],
@@ -982,8 +968,8 @@ def test_threads_keep_the_order_and_pass_errors_on() -> None:
 
     asked = []
     texts = (asked.append(i) or str(i) for i in range(40))
-    found = pipeline.in_threads(slow, texts, 3)
+    found = unit.in_threads(slow, texts, 3)
     assert next(found) == "00" and len(asked) == 6
     assert list(found) == [str(i) * 2 for i in range(1, 40)] and most == 3
     with pytest.raises(ValueError, match="invalid literal"):
-        list(pipeline.in_threads(slow, ["1", "x", "2"], 2))
+        list(unit.in_threads(slow, ["1", "x", "2"], 2))

@@ -1,4 +1,4 @@
-"""cleaning.py and quality.py: cleaning against its promises, every rule on either side of its limit, measures against
+"""clean.py and quality.py: cleaning against its promises, every rule on either side of its limit, measures against
 brute force."""
 
 import glob
@@ -10,6 +10,7 @@ import re
 import sysconfig
 import unicodedata
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groundup.errors import UserError
-from groundup.text import cleaning, quality
-from groundup.text.cleaning import CURATED, WEB, Cleaning, clean
+from groundup.text import clean as cleaning
+from groundup.text import quality
+from groundup.text.clean import CURATED, WEB, Cleaning, clean
 from groundup.text.quality import RULE_NAMES, RULES, Features, Rules
 
 PUNCTUATION = Cleaning(punctuation=True)
@@ -133,9 +135,13 @@ def chinese(n: int, per_line: int = 40, seed: int = 0) -> list[str]:
     return ["".join(characters[i : i + per_line - 1]) + "。" for i in range(0, n, per_line - 1)]
 
 
-def only(name: str, **more: str | int) -> Rules:
+def off(names: Iterable[str]) -> str:
+    return ",".join(f"{name}=off" for name in names)
+
+
+def only(name: str, more: str = "") -> Rules:
     """The rules of a setting with one rule on."""
-    return Rules("web", on=name, off=",".join(rule for rule in RULE_NAMES if rule != name), **more)
+    return Rules("web", ",".join([f"{name}=on", off(set(RULE_NAMES) - {name}), more]))
 
 
 def test_good_texts_pass_all_rules() -> None:
@@ -361,8 +367,8 @@ def test_language() -> None:
     "text", ["", "a", "好", "。", "...", "\n\n\n", " ", "。，！" * 50, "#", "\ufffd", "\ud800", "\0", "1", "-\n-\n-"]
 )
 def test_degenerate_texts(text: str) -> None:
-    for off in ("", "min_length", "min_length,letters,stop_words,han_share,mean_line_length"):
-        name, detail = Rules("web", off=off).check(text)
+    for names in ("", "min_length", "min_length,letters,stop_words,han_share,mean_line_length"):
+        name, detail = Rules("web", off(filter(None, names.split(",")))).check(text)
         assert "nan" not in detail and "inf" not in detail and name in RULE_NAMES
     features = Features(text)
     for rule in RULES:
@@ -375,8 +381,8 @@ def test_degenerate_texts(text: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=80), st.text(PIECES, max_size=80)), st.integers(1, 60))
 def test_no_text_raises(text: str, times: int) -> None:
-    for off in ("", "min_length,letters,stop_words,han_share,mean_line_length,replacement_characters"):
-        name, detail = Rules("web", off=off).check(text * times)
+    for names in ("", "min_length,letters,stop_words,han_share,mean_line_length,replacement_characters"):
+        name, detail = Rules("web", off(filter(None, names.split(",")))).check(text * times)
         assert bool(name) == bool(detail) and "nan" not in detail
 
 
@@ -390,18 +396,20 @@ def test_curated_rules_are_few() -> None:
 
 
 def test_lengths_of_your_own() -> None:
-    rules = Rules("web", min_chars=10, max_chars=20, off=",".join(set(RULE_NAMES) - {"min_length", "max_length"}))
+    rules = Rules("web", "length=10..20," + off(set(RULE_NAMES) - {"min_length", "max_length"}))
     assert [rules.check("x" * n)[0] for n in (9, 10, 20, 21)] == ["min_length", "", "", "max_length"]
     assert [rules.check("好" * n)[0] for n in (9, 10, 20, 21)] == ["min_length", "", "", "max_length"]
-    assert Rules("curated", max_chars=20).check("x" * 21) == ("max_length", "21 > 20")
+    assert Rules("curated", "length=..20").check("x" * 21) == ("max_length", "21 > 20")
+    assert Rules("curated", "length=..20").check("x" * 14)[0] == "min_length"
+    assert Rules("rows", "length=..20").check("x") == ("", "")
 
 
 def test_order_and_switches() -> None:
     bad = "{ # - "  # too short, no stop words, no sentence
     assert Rules("web").check(bad)[0] == "min_length"
-    assert Rules("web", off="min_length").check(bad)[0] == "short_words"
-    assert Rules("curated", off="min_length", on="letters, stop_words").check(bad)[0] == "letters"
-    fired = [Rules("web", off=",".join(RULE_NAMES[:i])).check(bad)[0] for i in range(len(RULE_NAMES))]
+    assert Rules("web", "min_length=off").check(bad)[0] == "short_words"
+    assert Rules("curated", "min_length=off, letters=on, stop_words=on").check(bad)[0] == "letters"
+    fired = [Rules("web", off(RULE_NAMES[:i])).check(bad)[0] for i in range(len(RULE_NAMES))]
     places = [RULE_NAMES.index(name) if name else len(RULE_NAMES) for name in fired]
     assert places == sorted(places)
 
@@ -410,10 +418,12 @@ def test_order_and_switches() -> None:
     ("settings", "said"),
     [
         ({"quality": "best"}, "curated or web, got 'best'"),
-        ({"off": "stop_words,shortlines"}, "no rule 'shortlines' in off="),
-        ({"on": "c5"}, "no rule 'c5' in on="),
-        ({"keep": "/nowhere/rules.py:keep"}, "there is no file '/nowhere/rules.py'"),
-        ({"keep": "keep"}, "there is no file 'keep'"),
+        ({"changes": "stop_words=off,shortlines=off"}, "no rule 'shortlines' in 'stop_words=off,shortlines=off'"),
+        ({"changes": "stop_words"}, "'stop_words' is not understood; give NAME=on, NAME=off, length=5..300"),
+        ({"changes": "length=5"}, "'length=5' is not length=least..most, such as 5..300"),
+        ({"changes": "length=9..5"}, "is not length=least..most"),
+        ({"changes": "keep=/nowhere/rules.py:keep"}, "there is no file '/nowhere/rules.py'"),
+        ({"changes": "keep=keep"}, "there is no file 'keep'"),
     ],
 )
 def test_wrong_settings(settings: dict, said: str) -> None:
@@ -425,10 +435,10 @@ def test_wrong_settings(settings: dict, said: str) -> None:
 def test_hook(tmp_path: Path) -> None:
     path = tmp_path / "rules.py"
     path.write_text("def keep(text):\n    return 1 / len(text) < 0.02\n\nlimit = 3\n", encoding="utf-8")
-    rules = Rules(keep=f"{path}:keep", min_chars=1, off="min_length")
+    rules = Rules(changes=f"keep={path}:keep, length=1.., min_length=off")
     assert rules.check("x" * 51) == ("", "")
     assert rules.check("x" * 50) == ("keep", f"{path}:keep returns False")
-    assert Rules(keep=f"{path}:keep", off="min_length,keep").check("x" * 50) == ("", "")
+    assert Rules(changes=f"keep={path}:keep, min_length=off, keep=off").check("x" * 50) == ("", "")
     with pytest.raises(
         UserError, match="rules.py:keep' failed on a text of 0 characters: ZeroDivisionError"
     ) as error:
@@ -436,10 +446,10 @@ def test_hook(tmp_path: Path) -> None:
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     for wrong in ("limit", "none", ""):
         with pytest.raises(UserError, match="has no function"):
-            Rules(keep=f"{path}:{wrong}")
+            Rules(changes=f"keep={path}:{wrong}")
     path.write_text("import nothing_like_this", encoding="utf-8")
     with pytest.raises(UserError, match="ModuleNotFoundError"):
-        Rules(keep=f"{path}:keep")
+        Rules(changes=f"keep={path}:keep")
 
 
 # ---- n-grams ------------------------------------------------------------------------------------------

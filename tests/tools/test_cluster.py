@@ -5,18 +5,19 @@ Most tests call the stages in this process, for which datatrove is not needed.""
 import gzip
 import importlib.util
 import json
+import os
 import random
-import shutil
 from pathlib import Path
 
 import cluster
-import numpy as np
 import pytest
 
 import prepare
 from configurator import is_key
 from groundup.errors import UserError
-from groundup.text import pipeline
+from groundup.text import inputs
+from groundup.text import select as selection
+from groundup.text import unit as units
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.token_writer import verify
 from groundup.tokens.training import train
@@ -39,7 +40,7 @@ def documents(n: int) -> list[str]:
             text = f" {r.choice(texts).upper()}  "
         if i > 20 and i % 10 == 5:
             text = r.choice(texts).replace("river", "brook") + "末尾"
-        texts.append("" if i % 50 == 9 else text)
+        texts.append("" if i % 50 == 9 else text * 40 if i == 33 else text)  # 33 fills a shard of 3,000 tokens
     return texts
 
 
@@ -61,8 +62,8 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    monkeypatch.setattr(pipeline, "UNIT_BYTES", 2**13)
-    monkeypatch.setattr(pipeline, "GROUP_BYTES", 2**12)
+    monkeypatch.setattr(inputs, "UNIT_BYTES", 2**13)
+    monkeypatch.setattr(units, "GROUP_BYTES", 2**12)
 
 
 def settings(corpus: Path, out: Path, **own) -> dict:
@@ -83,16 +84,22 @@ def arrays(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*.npy"))}
 
 
+def run_prepare(config: dict) -> Path:
+    config = dict(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "SHARD_TOKENS", config.pop("shard_tokens"))
+        assert prepare.main(PREPARE | {"workers": 1} | config) == 0
+    return Path(config["out_dir"])
+
+
 @pytest.fixture(scope="module")
 def prepared(corpus, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("prepared") / "out"
-    assert prepare.main(PREPARE | {"workers": 1} | settings(corpus, out)) == 0
-    return out
+    return run_prepare(settings(corpus, tmp_path_factory.mktemp("prepared") / "out"))
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
 def test_the_files_are_those_of_prepare_for_any_number_of_tasks(corpus, prepared, tmp_path, tasks):
-    manifest = run_stages(settings(corpus, tmp_path / "out", tasks=tasks))
+    manifest = run_stages(settings(corpus, tmp_path / "out", tasks=tasks, parts=7 - 2 * tasks))
     assert arrays(tmp_path / "out") == arrays(prepared)
     expected = verify(prepared)
     assert manifest["splits"] == expected["splits"]
@@ -103,3 +110,130 @@ def test_the_files_are_those_of_prepare_for_any_number_of_tasks(corpus, prepared
     assert dropped["exact_duplicate"] > 20 and dropped["near_duplicate"] > 10
     assert manifest["info"]["documents"]["lost"] == {"bad_json": 3}
     assert (tmp_path / "out" / "errors.tsv").read_bytes() == (prepared / "errors.tsv").read_bytes()
+
+
+def test_named_sources_keep_their_weights(corpus, tmp_path):
+    raw = f"{corpus}/raw"
+    sources = f"one: {raw}/a.jsonl, {raw}/c.txt, weight=0.7; two: {raw}/d.jsonl, weight=0.3"
+    own = {"input": sources, "val_fraction": 0.2, "test_fraction": 0.2}
+    run_prepare(settings(corpus, tmp_path / "whole", **own))
+    manifest = run_stages(settings(corpus, tmp_path / "parts", **own, tasks=2))
+    assert arrays(tmp_path / "parts") == arrays(tmp_path / "whole")
+    expected = verify(tmp_path / "whole")
+    assert (manifest["sources"], manifest["splits"]) == (expected["sources"], expected["splits"])
+    assert TokenData(tmp_path / "parts" / "two", "train").n_tokens > 0  # as pretrain.py opens it
+
+
+def test_files_elsewhere_give_the_same_result(corpus, prepared, tmp_path):
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    for path in (corpus / "raw").iterdir():
+        memory.pipe(f"/web/{path.name}", path.read_bytes())
+    memory.pipe("/web/README.md", b"no data")
+    manifest = run_stages(settings(corpus, tmp_path / "out", input="memory://web", tasks=2))
+    assert arrays(tmp_path / "out") == arrays(prepared)
+    assert list(manifest["info"]["input"]["files"])[0] == "memory:///web/a.jsonl"
+    memory.rm("/web", recursive=True)
+    with pytest.raises(UserError, match="no file matches 'memory://web/none-"):
+        run_stages(settings(corpus, tmp_path / "none", input="memory://web/none-*"))
+
+
+def test_nothing_is_compared_if_nothing_is_to_be_dropped(corpus, tmp_path):
+    own = {"near": -1.0}
+    run_prepare(settings(corpus, tmp_path / "whole", **own))
+    run_stages(settings(corpus, tmp_path / "parts", **own, tasks=2))
+    assert arrays(tmp_path / "parts") == arrays(tmp_path / "whole")
+
+
+def test_a_plan_with_other_settings_starts_again_and_the_same_one_goes_on(corpus, tmp_path):
+    config = KEYS | settings(corpus, tmp_path / "out", tasks=2)
+    job = cluster.make_plan(config)
+    cluster.inspect(job, 0, 2)
+    (job.work / "log").mkdir()
+    first = [path.stat().st_mtime_ns for path in sorted((job.work / "units").glob("*.json"))]
+    assert first
+    cluster.make_plan(config)
+    assert (job.work / "log").exists() and (job.work / "keys").exists()
+    job = cluster.make_plan(config | {"near": 0.0, "tasks": 1})
+    assert not (job.work / "log").exists() and not (job.work / "keys").exists()
+    assert [path.stat().st_mtime_ns for path in sorted((job.work / "units").glob("*.json"))] == first
+
+
+@pytest.mark.parametrize(
+    "own, message",
+    [
+        ({"tokenizer_dir": "none"}, "no tokenizer in tokenizer_dir='none'; make one with prepare.py"),
+        ({"near": 2.0}, "got 2.0"),
+        ({"rules": "length=1000000.."}, "no document is kept"),
+        ({"rules": "length=2000.."}, "1 documents are few"),
+    ],
+)
+def test_what_cannot_be_prepared_is_said_in_one_line(corpus, tmp_path, own, message):
+    with pytest.raises(UserError) as error:
+        run_stages(settings(corpus, tmp_path / "out", **own))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_without_datatrove_the_command_says_how_to_install_it(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "PipelineStep", object)
+    with pytest.raises(UserError, match="pip install -r requirements-cluster.txt"):
+        cluster.main(KEYS | settings(corpus, tmp_path / "out"))
+
+
+# ---- with datatrove ------------------------------------------------------------------------------
+
+KEEP = """
+import os, pathlib
+mark = pathlib.Path(__file__).with_suffix(".mark")
+
+def keep(text):
+    if "HILLS" in text and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), 9)
+    return True
+"""
+
+
+@needs_datatrove
+@pytest.mark.slow
+def test_a_killed_task_is_started_again_alone(corpus, prepared, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(KEEP, encoding="utf-8")
+    config = KEYS | settings(corpus, tmp_path / "out", tasks=2, workers=2, rules=f"keep={tmp_path}/own.py:keep")
+    with pytest.raises(UserError, match="1 of 2 tasks of inspect did not finish"):
+        cluster.main(config)
+    (done,) = (tmp_path / ".out.cluster.tmp" / "log" / "inspect" / "completions").iterdir()
+    log = done.parent.parent / "logs" / f"task_{done.name}.log"
+    os.link(log, tmp_path / "log")  # datatrove begins the log of a task anew
+    before = log.read_bytes()
+    assert cluster.main(config) == 0
+    assert (tmp_path / "log").read_bytes() == before
+    assert arrays(tmp_path / "out") == arrays(prepared)
+    assert not (tmp_path / ".out.cluster.tmp").exists()
+    assert cluster.main(config) == 0  # up to date
+    with pytest.raises(UserError, match="holds something else"):
+        cluster.main(config | {"near": 0.0})
+
+
+@needs_datatrove
+def test_slurm_gets_a_job_for_each_stage_that_waits_for_the_one_before(corpus, tmp_path, monkeypatch):
+    fake, scripts = tmp_path / "bin" / "sbatch", tmp_path / "scripts"
+    fake.parent.mkdir()
+    scripts.mkdir()
+    save = f'n=$(ls {scripts} | wc -l)\n{{ echo "$@"; cat "${{@: -1}}"; }} > {scripts}/$(printf %02d $n)'
+    fake.write_text(f"#!/bin/bash\n{save}\necho Submitted batch job $((100 + n))\n", encoding="utf-8")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    own = {"executor": "slurm", "partition": "cpu", "tasks": 3, "workers": 2, "sbatch": "account=me"}
+    config = KEYS | settings(corpus, tmp_path / "out", **own)
+    with pytest.raises(UserError, match="executor=slurm needs partition"):
+        cluster.main(config | {"partition": ""})
+    assert cluster.main(config) == 0
+    texts = [path.read_text(encoding="utf-8") for path in sorted(scripts.iterdir())]
+    jobs = [text for text in texts if "launch_pickled_pipeline" in text]
+    names = "inspect equal sign link join compare tokenize cut write finish".split()
+    for k, (text, name, n) in enumerate(zip(jobs, names, [3, 16, 3, 16, 1, 16, 3, 1, 3, 1], strict=True)):
+        for line in (f"job-name=out-{name}", f"array=0-{n - 1}%2", "partition=cpu", "account=me", "time=1440"):
+            assert f"#SBATCH --{line}\n" in text
+        assert f"{cluster.ROOT}/tools" in text and f"log/{name}/executor.pik" in text
+        # two scripts for each stage: its own, and one that adds its statistics
+        waits = f"--dependency=afterok:{100 + 2 * (k - 1)} "
+        assert (waits in text.splitlines()[0] + " ") == (k > 0)

@@ -86,8 +86,10 @@ def runs(tmp_path_factory) -> Path:
     pairs = [{"prompt": talk(i)[:-1], "chosen": f"It is {2 * i}, 请.", "rejected": f"{2 * i}, fool"} for i in range(80)]
     write(out / "pairs.jsonl", pairs)
     for backend, size in (("bpe", 512), ("sentencepiece", 384)):
-        common = [f"--input={out}/texts.jsonl", "--near=0", "--val_fraction=0.1", "--workers=1"]
-        command("prepare", *common, f"--backend={backend}", f"--vocab_size={size}", f"--out_dir={out}/{backend}")
+        common = [f"--input={out}/texts.jsonl", f"--vocab_size={size}"]
+        command("tokenizer", *common, f"--backend={backend}", f"--out_dir={out}/tok_{backend}")
+        common += ["--near=0", "--val_fraction=0.1", "--workers=1", f"--tokenizer_dir={out}/tok_{backend}"]
+        command("prepare", *common, f"--out_dir={out}/{backend}")
     for name, of, *flags in (
         ("pretrain", "bpe"),
         ("qwen", "bpe", "--qk_norm=True", "--tie_embeddings=False", "--rope_theta=1e6"),

@@ -1,0 +1,197 @@
+"""The files that prepare.py reads: find them, look at each once, and remember what they were.
+
+inputs.tsv of the output has a line for each file. Its sha256 is that of the file; of one that was
+read in several parts it is the sha256 of the parts' sha256 in hex, end to end.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from stat import S_ISREG
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from groundup.demo.bilingual import demo_rows
+from groundup.demo.debug_data import write_rows
+from groundup.demo.python_talks import docs_rows
+from groundup.files import paths, readers, streams
+from groundup.text.recipe import Source
+from groundup.tokens.token_files import file_sha256
+
+UNIT_BYTES = 2**26  # a large file is cut into parts of this size
+COLUMNS = ("path", "source", "size", "stamp", "sha256")  # of inputs.tsv
+BUILT_IN = {  # sources that need no files
+    "python-docs": docs_rows,
+    "demo-en": partial(demo_rows, "en"),
+    "demo-zh": partial(demo_rows, "zh"),
+}
+
+
+class Input(NamedTuple):
+    """A file to read."""
+
+    path: str  # where the bytes are
+    name: str  # what the user calls it: the path, python-docs or -
+    size: int = 0
+    stamp: str = ""  # changes when the content does
+    source: int = 0  # index of its source
+    problem: str = ""  # why it cannot be opened
+    parts: tuple[tuple[int, int | None], ...] = ((0, None),)  # see readers.work_units
+
+    def is_unchanged(self) -> bool:
+        stat = os.stat(self.path)
+        return (stat.st_size, str(stat.st_mtime_ns)) == (self.size, self.stamp)
+
+
+def find_inputs(
+    sources: tuple[Source, ...], out_dir: Path, work: Path, kind: str = "text"
+) -> list[Input]:
+    """Return the files of all sources, each once, without those in `out_dir`. Standard input and
+    built-in sources become files in `work`. Raise UserError if nothing matches."""
+    found: dict[str, Input] = {}
+    inside = f"{out_dir.resolve()}{os.sep}" if out_dir.name else None
+    for number, source in enumerate(sources):
+        for file in files_of(source, number, work, kind):
+            if inside and os.path.realpath(file.path).startswith(inside):
+                continue
+            if found.setdefault(file.path, file).source != number:
+                where = f"is in an earlier source already, and is left out of {source.name}"
+                print(f"prepare: {file.name} {where}")
+    return list(found.values())
+
+
+def files_of(source: Source, number: int, work: Path, kind: str) -> Iterator[Input]:
+    said = False
+    for name in filter(None, paths.split_names(source.input)):
+        if name in ("-", *BUILT_IN):
+            made = spool_stdin(work) if name == "-" else work / f"{name}.jsonl"
+            if name != "-":
+                write_rows(BUILT_IN[name](kind), made)
+            # Each run writes it again, so its time says nothing.
+            yield look(made, name, number, source)[0]._replace(stamp=file_sha256(made))
+            continue
+        for path in readers.find_files(name):
+            file, is_rows = look(path, streams.shown_name(path), number, source)
+            if is_rows and not said:
+                hint = "if its rows are meant, let its name end in .jsonl"
+                print(
+                    f"prepare: {file.name} looks like JSON lines but is read as plain text; {hint}"
+                )
+                said = True
+            yield file
+
+
+def look(path: str | Path, name: str, number: int, source: Source) -> tuple[Input, bool]:
+    """Return the input at a path, and whether it is plain text by its name, but begins like JSON
+    lines. Opens the file once, and again only if it is large."""
+    path = str(path)
+    failed = Input(path, name, source=number)
+    try:
+        stat = os.stat(path)
+        if not S_ISREG(stat.st_mode):
+            return failed._replace(problem="not a regular file"), False
+        with open(path, "rb") as f:
+            first = f.read(2**16)
+    except OSError as error:
+        return failed._replace(problem=error.strerror), False
+    if first.startswith(streams.LFS_POINTER):
+        return failed._replace(problem=streams.POINTER_HINT), False
+    parts = [(0, None)]
+    if stat.st_size > UNIT_BYTES or first.startswith(b"PAR1"):
+        parts = readers.work_units(path, source.txt_split, UNIT_BYTES, source.encoding)
+    file = Input(path, name, stat.st_size, str(stat.st_mtime_ns), number, "", tuple(parts))
+    head = streams.unpacked_head(first, path)
+    begins_like_row = re.match(rb'\s*\{\s*"[^"\n]*"\s*:', head)
+    return file, bool(begins_like_row) and readers.container(path, head, "file") == "file"
+
+
+def spool_stdin(work: Path) -> Path:
+    """Write standard input to a file, which can be read twice and in parts. Return its path, .json
+    or .txt."""
+    path = work / "stdin.txt"
+    with open(path, "wb") as f:
+        shutil.copyfileobj(sys.stdin.buffer, f, 2**20)
+    with streams.open_stream(str(path)) as stream:
+        kind = readers.container("-", stream.peek(), "file")
+    return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
+
+
+# ---- inputs.tsv ----------------------------------------------------------------------------------
+
+
+def describe(inputs: list[Input], before: list[dict]) -> list[dict]:
+    """Return the lines of inputs.tsv. The sha256 of a file is that of an earlier run, if size and
+    time are the same; where only the time differs, the file is hashed; else it is "" until the file
+    was read. before: the lines of an earlier run."""
+    known = {(one["path"], one["size"], one["stamp"]): one["sha256"] for one in before}
+    sizes = {(one["path"], one["size"]) for one in before}
+    entries, touched = [], []
+    for file in inputs:
+        sha256 = file.problem or known.get((file.name, file.size, file.stamp), "")
+        entry = dict(
+            zip(COLUMNS, (file.name, file.source, file.size, file.stamp, sha256), strict=True)
+        )
+        entries.append(entry)
+        if not sha256 and (file.name, file.size) in sizes:
+            touched.append((file, entry))
+    total = sum(file.size for file, _ in touched)
+    bar = {"total": total, "unit": "B", "unit_scale": True, "desc": "compare"}
+    with tqdm(**bar, disable=None if touched else True) as progress:
+        for file, entry in touched:
+            entry["sha256"] = sha256_of(file)
+            progress.update(file.size)
+    return entries
+
+
+def sha256_of(file: Input) -> str:
+    """Return the sha256 of inputs.tsv, of a file that is not read now."""
+    sums = {}
+    with open(file.path, "rb") as f:
+        whole = f.read(4) == b"PAR1"  # its parts are no ranges of bytes
+        for begin, end in file.parts[:1] if whole else file.parts:
+            digest = hashlib.sha256()
+            streams.hash_part(f, begin, None if whole else end, digest)
+            sums[begin] = digest.hexdigest()
+    return joined_sha256(file, sums)
+
+
+def joined_sha256(file: Input, sums: dict[int, str]) -> str:
+    """Return the sha256 of a file from those of its parts, by where they begin."""
+    found = [sums[begin] for begin, _ in file.parts if begin in sums]
+    return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
+
+
+def add_digests(entries: list[dict], inputs: list[Input], digests: list[list]) -> None:
+    """Fill in the sha256 of the files that were read. digests: (name, begin, sha256) of parts."""
+    sums: dict[str, dict[int, str]] = {}
+    for name, begin, sha256 in digests:
+        sums.setdefault(name, {})[begin] = sha256
+    for entry, file in zip(entries, inputs, strict=True):
+        entry["sha256"] = entry["sha256"] or joined_sha256(file, sums.get(file.name, {}))
+
+
+def write(entries: list[dict], out: Path) -> dict:
+    """Write inputs.tsv and return its entry for the manifest."""
+    path = out / "inputs.tsv"
+    with open(path, "w", encoding="utf-8") as f:
+        f.write("\t".join(COLUMNS) + "\n")
+        for entry in entries:
+            f.write("\t".join(str(entry[key]) for key in COLUMNS) + "\n")
+    n_bytes = sum(entry["size"] for entry in entries)
+    return {"files": len(entries), "bytes": n_bytes, "sha256": file_sha256(path)}
+
+
+def read(out_dir: Path) -> list[dict]:
+    """Return the lines of inputs.tsv; [] if there is none."""
+    try:
+        lines = (out_dir / "inputs.tsv").read_text(encoding="utf-8").split("\n")[1:-1]
+    except OSError:
+        return []
+    entries = (dict(zip(COLUMNS, line.split("\t"), strict=False)) for line in lines)
+    return [one | {"source": int(one["source"]), "size": int(one["size"])} for one in entries]

@@ -1,0 +1,408 @@
+"""Compare the documents that passed the rules with each other, drop copies, assign and write the
+splits.
+
+Of several copies the first in the order of the input is kept. A document is only dropped as a copy
+of one that is kept.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from groundup.errors import UserError
+from groundup.files.splits import FEW, SPLITS, are_held_out, assign, cut_places
+from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
+from groundup.text import dedup
+from groundup.text.recipe import Recipe, Source, parse_score
+from groundup.text.unit import EXACT, KEPT, NEAR, ROW, SCORE, Unit
+from groundup.tokens.token_files import file_sha256, token_dtype
+from groundup.tokens.token_writer import SHARD_TOKENS, ConversationWriter, ShardWriter
+from tokenizer import Tokenizer
+
+# Most times that a small source is read to train a tokenizer; with more, its rarest words would
+# fill the vocabulary.
+MAX_REPEATS = 8
+ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that tuning never sees
+
+
+# ---- which documents are kept --------------------------------------------------------------------
+
+
+@dataclass
+class Selection:
+    """All documents of all units, in order, and why each is kept or dropped."""
+
+    rows: np.ndarray  # (n,) unit.ROW
+    fates: np.ndarray  # (n,) uint8, indices of REASONS
+    starts: np.ndarray  # (units + 1,) int64: unit k has the documents starts[k] .. starts[k + 1]
+    partner: np.ndarray  # (n,) int64: of a dropped copy, the earlier document; else -1
+    similarity: np.ndarray  # (n,) float32: of the two
+    capped: int = 0  # documents not compared with all of a large bucket, see near_duplicates
+
+    def of_unit(self, unit: Unit, values: np.ndarray) -> np.ndarray:
+        """Return the values of the documents of a unit, from those of all."""
+        return values[self.starts[unit.number] : self.starts[unit.number + 1]]
+
+    def unit_of(self, row: int) -> int:
+        return int(np.searchsorted(self.starts, row, side="right")) - 1
+
+    def place(self, row: int, units: list[Unit]) -> tuple[str, int]:
+        """Return (file, byte offset) of the record that a document is from."""
+        part = units[self.unit_of(row)].parts[int(self.rows["part"][row])]
+        return part.name, int(self.rows["offset"][row])
+
+    def named_place(self, row: int, units: list[Unit]) -> str:
+        return "{} at byte {}".format(*self.place(row, units))
+
+
+def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
+    """Drop exact copies, then near copies, of the documents that passed. Write work/fates.npy and
+    starts.npy."""
+    per_unit = [np.fromfile(unit.file(work, "rows"), ROW) for unit in units]
+    rows, starts = np.concatenate(per_unit), np.cumsum([0, *map(len, per_unit)])
+    del per_unit
+    partner, similarity = np.full(len(rows), -1, np.int64), np.ones(len(rows), np.float32)
+    chosen = Selection(rows, rows["reason"].copy(), starts, partner, similarity)
+    drop_by_score(chosen, recipe)
+    if recipe.near >= 0:
+        drop_exact(chosen)
+    if recipe.near > 0:
+        drop_near(chosen, units, recipe, work)
+    np.save(work / "starts.npy", chosen.starts)
+    np.save(work / "fates.npy", chosen.fates)
+    return chosen
+
+
+def drop_by_score(chosen: Selection, recipe: Recipe) -> None:
+    """Drop the documents outside the bounds in per cent, if there are any."""
+    left = np.flatnonzero(chosen.fates == KEPT)
+    for _, bounds, in_percent in parse_score(recipe.score)[:1]:
+        if in_percent and len(left):
+            scores = chosen.rows["score"][left]
+            low, high = np.percentile(scores, bounds)
+            chosen.fates[left[(scores < low) | (scores > high)]] = SCORE
+
+
+def drop_exact(chosen: Selection) -> None:
+    left = np.flatnonzero(chosen.fates == KEPT)
+    if len(left):
+        first = dedup.first_copies(chosen.rows["key"][left])
+        copies = np.flatnonzero(first != np.arange(len(left)))
+        chosen.fates[left[copies]] = EXACT
+        chosen.partner[left[copies]] = left[first[copies]]
+
+
+def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) -> None:
+    n_values = recipe.near_bands * recipe.near_rows
+    candidates = np.flatnonzero(chosen.fates == KEPT)
+    if not len(candidates):
+        return
+    with open(work / "signatures.tmp", "wb") as out:  # one file of all candidates, to be mapped
+        for unit in units:
+            passed = chosen.of_unit(unit, chosen.rows["reason"]) == KEPT
+            wanted = chosen.of_unit(unit, chosen.fates)[passed] == KEPT
+            signatures = np.fromfile(unit.file(work, "sigs"), "<u4").reshape(-1, dedup.N_PERM)
+            assert len(signatures) == passed.sum(), f"{unit.number=} {len(signatures)=}"
+            out.write(np.ascontiguousarray(signatures[wanted, :n_values]).data)
+    shape = (len(candidates), n_values)
+    signatures = np.memmap(work / "signatures.tmp", "<u4", "r", shape=shape)
+    found = dedup.near_duplicates(signatures, recipe.near, recipe.near_bands, recipe.near_rows)
+    copies = candidates[found.dropped]
+    chosen.fates[copies] = NEAR
+    chosen.partner[copies], chosen.similarity[copies] = candidates[found.partner], found.similarity
+    chosen.capped = found.capped
+
+
+# ---- splits --------------------------------------------------------------------------------------
+
+
+class SourceDocs(NamedTuple):
+    """The kept documents of one source."""
+
+    source: Source
+    units: list[Unit]
+    rows: np.ndarray  # (n,) index in Selection.rows, in order
+    splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
+    starts: np.ndarray  # of the documents to cut: index in rows; a huge one has several. Or empty
+
+
+def split_sources(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[SourceDocs]:
+    """Return the kept documents of each source with their splits.
+
+    Pairs of all sources are split together: a prompt may be in several sources, and must not be in
+    two splits. Texts of a source with few documents are cut, each into all splits. Print that, and
+    a warning if val or held_out is empty."""
+    source_of = np.repeat([unit.source for unit in units], np.diff(chosen.starts))
+    kept = np.flatnonzero(chosen.fates == KEPT)
+    rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
+    splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
+    starts_of: dict[str, np.ndarray] = {}
+    if recipe.kind == "preference":
+        split_rows("", kept, splits, chosen, recipe)
+    else:
+        for source, rows in zip(recipe.sources, rows_of, strict=True):
+            starts_of[source.name] = split_rows(source.name, rows, splits, chosen, recipe)
+    none = np.zeros(0, np.int64)
+    return [
+        SourceDocs(
+            source,
+            [unit for unit in units if unit.source == number],
+            rows_of[number],
+            splits[rows_of[number]],
+            starts_of.get(source.name, none),
+        )
+        for number, source in enumerate(recipe.sources)
+    ]
+
+
+def split_rows(
+    name: str, rows: np.ndarray, splits: np.ndarray, chosen: Selection, recipe: Recipe
+) -> np.ndarray:
+    """Write into `splits` the split of the documents `rows` of a source. Return the indices in rows
+    at which documents begin that must be cut; none if there are more than a few."""
+    of_source = f" of source {name}" if name else ""
+    if recipe.hold_out:
+        held_out = are_held_out(chosen.rows["question"][rows], recipe.hold_out)
+        if len(rows) and not held_out.any():
+            few = f"takes none of so few conversations{of_source}"
+            print(f"prepare: warning: hold_out={recipe.hold_out} {few}")
+        rows = rows[~held_out]
+    splits[rows], moved = assign(
+        chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
+        by_prompt=recipe.kind == "preference",
+    )  # fmt: skip
+    none = np.zeros(0, np.int64)
+    starts = few_documents(rows, chosen, recipe) if recipe.kind == "text" else none
+    by_file = recipe.kind == "text" and any(one.txt_split == "file" for one in recipe.sources)
+    hint = "; if a .txt file holds many documents, --txt_split=blank or line separates them"
+    hint = hint if by_file else ""
+    if len(starts):
+        splits[rows] = 0
+        many = f"{len(starts)} documents{of_source}: the end of each"
+        few = many if len(starts) > 1 else f"1 document{of_source}: its end"
+        ends = {"val": recipe.val_fraction, "test": recipe.test_fraction}
+        parts = [f"{split} ({100 * share:g} %)" for split, share in ends.items() if share]
+        print(f"prepare: only {few} becomes {' and '.join(parts)}{hint}")
+    elif moved:
+        n_bytes = chosen.rows["n_bytes"][rows]
+        share = 100 * n_bytes[splits[rows] == 1].sum() / n_bytes.sum()
+        wanted = recipe.fold or recipe.val_fraction
+        few = f"val takes none of so few documents{of_source} ({wanted} of them)"
+        lost = f"one is moved there, {share:.2g} % of the text, and not trained on"
+        print(f"prepare: warning: {few}; {lost}{hint}")
+    return starts
+
+
+def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
+    """Return the indices in `rows` at which documents begin, if they are so few that each must be
+    cut. All pieces of a huge document are from one record. Raise UserError where one document
+    should give several folds."""
+    record = np.vstack([
+        np.searchsorted(chosen.starts, rows, side="right"),
+        chosen.rows["part"][rows],
+        chosen.rows["offset"][rows],
+    ])
+    starts = np.flatnonzero(np.diff(record, axis=1, prepend=-1).any(0))
+    if recipe.fold and len(starts) == 1:
+        hint = "use txt_split=blank"
+        raise UserError(
+            f"prepare: fold={recipe.fold} needs several documents, and there is one; {hint}"
+        )
+    wanted = recipe.val_fraction + recipe.test_fraction > 0 and not recipe.fold
+    return starts if wanted and len(starts) <= FEW else starts[:0]
+
+
+class Piece(NamedTuple):
+    """A part of a document that was cut into the splits."""
+
+    index: int  # in SourceDocs.rows
+    text: str
+    is_whole: bool  # the text is all of that row
+
+
+def cut_document(
+    k: int, part: SourceDocs, chosen: Selection, recipe: Recipe, work: Path
+) -> list[list[Piece]]:
+    """Return, for each split, the pieces of document k of a source that has few."""
+    begin, end = [*part.starts.tolist(), len(part.rows)][k : k + 2]
+    wanted = np.zeros(len(chosen.rows), bool)
+    wanted[part.rows[begin:end]] = True
+    texts = [
+        text for unit in part.units for text in unit.documents(work, chosen.of_unit(unit, wanted))
+    ]
+    length, offset = sum(map(len, texts)), 0
+    places = [0, *cut_places(length, recipe.val_fraction, recipe.test_fraction), length]
+    splits: list[list[Piece]] = [[] for _ in SPLITS]
+    for i, text in enumerate(texts, begin):
+        for number, pieces in enumerate(splits):
+            first, last = (max(place - offset, 0) for place in places[number : number + 2])
+            inside = text[first:last]
+            if inside:
+                pieces.append(Piece(i, inside, len(inside) == len(text)))
+        offset += len(text)
+    return splits
+
+
+# ---- texts to train a tokenizer on ---------------------------------------------------------------
+
+
+def training_texts(
+    parts: list[SourceDocs], chosen: Selection, most: int, recipe: Recipe, work: Path
+) -> Iterator[str]:
+    """Return documents of train: of one source all, or a sample (by hash) of about `most` bytes; of
+    several sources by turns, by their weights, `most` bytes in all. A source too small for its
+    weight is read up to MAX_REPEATS times: in training it is repeated, too."""
+    if len(parts) == 1:
+        return training_texts_of(parts[0], chosen, most, recipe, work)
+    most_chars = MAX_DOC_CHARS  # mix_texts takes no more of each text, so longer ones are cut
+    sizes = [float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
+    weights = [part.source.weight or size for part, size in zip(parts, sizes, strict=True)]
+    ratios = [size / weight for size, weight in zip(sizes, weights, strict=True) if weight]
+    sources = []
+    for part, size, weight in zip(parts, sizes, weights, strict=True):
+        if not weight:
+            continue
+        wanted = min(max(ratios) * weight, most)
+        n_times = max(1, min(MAX_REPEATS, round(wanted / size))) if size else 1
+        texts = [
+            training_texts_of(part, chosen, most, recipe, work, most_chars) for _ in range(n_times)
+        ]
+        label = f"weight {weight:g}" if part.source.weight else "by its size"
+        label = f"source {part.source.name}, {label}"
+        label += f", read {n_times} times" if n_times > 1 else ""
+        sources.append((label, chain.from_iterable(texts), weight))
+    return mix_texts(sources, most)
+
+
+def training_texts_of(
+    part: SourceDocs, chosen: Selection, most: int, recipe: Recipe, work: Path, most_chars: int = 0
+) -> Iterator[str]:
+    """Yield documents of train of a source, all or a sample of about `most` bytes. most_chars: of a
+    text that is cut into the splits; 0 = any."""
+    own = part.rows[part.splits == 0]
+    n_bytes = int(chosen.rows["n_bytes"][own].sum())
+    if n_bytes > most:
+        own = own[chosen.rows["key"][own, 1] / 2.0**64 < most / n_bytes]
+    wanted = np.zeros(len(chosen.rows), bool)
+    wanted[own] = True
+    for k in range(len(part.starts)):
+        for i, text, _ in cut_document(k, part, chosen, recipe, work)[0]:
+            if wanted[part.rows[i]]:
+                step = most_chars or len(text)
+                yield from (text[begin : begin + step] for begin in range(0, len(text), step))
+    if not len(part.starts):
+        for unit in part.units:
+            yield from unit.documents(work, chosen.of_unit(unit, wanted))
+
+
+# ---- the files of each split ---------------------------------------------------------------------
+
+
+class Tokens:
+    """The ids of a source's documents, on disk."""
+
+    OPEN = 64  # files at once: a system allows a process some 1,000
+
+    def __init__(self, docs: SourceDocs, dtype: np.dtype, work: Path) -> None:
+        lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in docs.units]
+        empty = np.zeros(0, np.int64)
+        self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # of document i
+        self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # in its unit
+        self.length = np.concatenate([empty, *lengths])
+        self.empty = np.zeros(0, dtype)
+        self.map = lru_cache(self.OPEN)(
+            lambda unit: np.memmap(docs.units[unit].file(work, "tokens"), dtype, "r")
+        )
+
+    def ids(self, i: int) -> np.ndarray:
+        begin, length = int(self.begin[i]), int(self.length[i])
+        return self.map(int(self.unit[i]))[begin : begin + length] if length else self.empty
+
+
+def write_splits(
+    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path
+) -> list[dict]:
+    """Write the tokens into the shards of their sources and splits; return the shards for the
+    manifest."""
+    dtype, shards = token_dtype(tokenizer.vocab_size), []
+    for part in parts:
+        tokens, n_bytes = Tokens(part, dtype, work), chosen.rows["n_bytes"][part.rows]
+        assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
+        ids = tokenizer.vocab_size, tokenizer.eot_id
+        writers = [
+            ShardWriter(work / "out", split, *ids, SHARD_TOKENS, part.source.name)
+            for split in SPLITS
+        ]
+        for k in range(len(part.starts)):
+            of_splits = cut_document(k, part, chosen, recipe, work)
+            for writer, pieces in zip(writers, of_splits, strict=True):
+                if pieces:
+                    size = sum(len(piece.text.encode()) for piece in pieces)
+                    writer.add(ids_of(pieces, tokens, tokenizer), size)
+        if not len(part.starts):
+            for i, split in enumerate(part.splits.tolist()):
+                writers[split].add(tokens.ids(i), int(n_bytes[i]))
+        for writer in writers:
+            shards += writer.close()
+    return shards
+
+
+def ids_of(pieces: list[Piece], tokens: Tokens, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the ids of the pieces of a document. Those that were not cut have theirs already,
+    unless this tokenizer begins each text with a space."""
+    if tokenizer.encode("\n\nb") != tokenizer.encode("\n\n") + tokenizer.encode("b"):
+        return tokenizer.encode_array("".join(piece.text for piece in pieces))
+    return np.concatenate([
+        tokens.ids(piece.index) if piece.is_whole else tokenizer.encode_array(piece.text)
+        for piece in pieces
+    ])
+
+
+def write_rows(
+    parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer | None, work: Path
+) -> dict:
+    """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and
+    masks of conversations beside them, but for those held out. Return {split: its entry in the
+    manifest}."""
+    entries = {}
+    for number, split in enumerate(ROW_SPLITS):
+        wanted = np.zeros(len(chosen.rows), bool)
+        for part in parts:
+            wanted[part.rows] = part.splits == number
+        if not wanted.any():
+            continue
+        path, writer = work / "out" / f"{split}.jsonl", None
+        if tokenizer and split in SPLITS:
+            writer = ConversationWriter(work / "out", split, token_dtype(tokenizer.vocab_size))
+        with open(path, "w", encoding="utf-8") as f:
+            for part in parts:
+                name = part.source.name
+                for unit in part.units:
+                    own = chosen.of_unit(unit, wanted)
+                    for row in unit.documents(work, own):
+                        row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
+                        f.write(f"{row}\n")
+                    if writer:
+                        copy_conversations(unit, own, writer, work)
+        entry = {"file": path.name, "rows": int(wanted.sum()), "bytes": path.stat().st_size}
+        entry["sha256"] = file_sha256(path)
+        if writer:
+            entry["tokens"] = writer.close()
+        entries[split] = entry
+    return entries
+
+
+def copy_conversations(unit: Unit, own: np.ndarray, writer: ConversationWriter, work: Path) -> None:
+    """Copy the ids and masks of some documents of a unit. own: (n,) bool, which."""
+    ends = np.cumsum(np.fromfile(unit.file(work, "lengths"), "<i8"))
+    tokens = np.fromfile(unit.file(work, "tokens"), writer.tokens.dtype)
+    mask = np.fromfile(unit.file(work, "mask"), "u1")
+    for i in np.flatnonzero(own[unit.fates(work) == KEPT]).tolist():
+        place = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
+        writer.add(tokens[place], mask[place])

@@ -1,0 +1,79 @@
+"""Run a function on every unit in several processes. None of them outlives its parent."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from groundup.errors import UserError
+from groundup.files.disk import lock_directory
+from groundup.text.unit import Unit
+
+
+class WorkerLost(UserError):
+    """A worker was killed, for example because memory ran out; finished units are kept."""
+
+
+def run(
+    function: Callable[[Unit], Any], units: list[Unit], n_workers: int, what: str, work: Path
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number, function(unit)) of every unit as it is done. Raise what a worker raised,
+    WorkerLost if one was killed. function: picklable. what: for the progress bar."""
+    sizes = [sum(part.size for part in unit.parts) for unit in units]
+    n_workers = min(n_workers, len(units))
+    done = enumerate(map(function, units))
+    if n_workers > 1:
+        done = in_processes(function, units, n_workers, work)
+    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None) as progress:
+        for number, result in done:
+            yield number, result
+            progress.update(sizes[number])
+
+
+def in_processes(
+    function: Callable[[Unit], Any], units: list[Unit], n_workers: int, work: Path
+) -> Iterator[tuple[int, Any]]:
+    spawn = multiprocessing.get_context("spawn")
+    watched, lifeline = spawn.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(n_workers, spawn, start_worker, (watched, work))
+    # After an error the lifeline is closed first: the workers end at once, and the pool does not
+    # wait for their units.
+    with pool, lifeline:
+        tasks = {pool.submit(function, unit): number for number, unit in enumerate(units)}
+        try:
+            for task in as_completed(tasks):
+                yield tasks.pop(task), task.result()
+        except BrokenProcessPool:
+            hint = "run again, with fewer workers if memory was short; what is done is kept"
+            raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None
+
+
+def start_worker(watched: Connection, work: Path) -> None:
+    """Make this process end when the parent closes its end of the pipe or ends itself, also by
+    kill -9. The lock tells the next run that this process may still write; it is held until the
+    process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its workers
+    lock_directory(work / "units", shared=True, wait=True)
+    if watched.poll():  # the parent has ended before the lock was taken
+        os._exit(1)
+    threading.Thread(target=end_with, args=(watched,), daemon=True).start()
+
+
+def end_with(watched: Connection) -> None:
+    try:
+        watched.recv()
+    except EOFError:
+        os._exit(1)
+
+
+def wait_for_workers(work: Path) -> None:
+    """Return when the workers of a killed run, which may still write into its units, have ended."""
+    os.close(lock_directory(work / "units", wait=True))
