@@ -192,16 +192,16 @@ def make_plan(config: dict) -> Job:
         found = map(far_unit, files) if far else plan_units(files)
         units += [Unit(len(units) + k, *unit[1:]) for k, unit in enumerate(found)]
     job = Job(work, out_dir, key, checked, inputs, units, config)
-    saved = work / "job.pickle"
-    old = pickle.loads(saved.read_bytes()) if saved.exists() else None
-    if not old or (old.key, old.stages) != (job.key, job.stages):
+    plan = {"key": key, "stages": list(map(list, job.stages))}
+    if read_json(work / "plan.json") != plan:
         for path in work.iterdir():
             if path.is_dir() and path.name != "units":
                 shutil.rmtree(path)
         (work / "out").mkdir()
         prepare.save_evals(checked, work)
         tokenizer.save(work / "out")
-    saved.write_bytes(pickle.dumps(job))
+        write_json(work / "plan.json", plan)
+    (work / "job.pickle").write_bytes(pickle.dumps(job))
     return job
 
 
