@@ -7,7 +7,7 @@ torchrun --standalone --nproc_per_node=4 dpo.py config/dpo.py --init_from=out/sf
 It compares the log-probability of an answer with that by the reference, which is the model before
 the first step. The reference's are computed once, into out_dir/reference.safetensors. The loss is
 the mean over the pairs of a step. With loss='kto' a row is a single answer with a label, good or
-bad (groundup/tokens/labelled.py): below, a pair is then an answer.
+bad (groundup/tokens/pairs.py): below, a pair is then an answer.
 """
 
 if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C prints one line
@@ -39,9 +39,8 @@ from groundup.align.losses import (
 )
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
-from groundup.tokens.labelled import LabelCorpus
-from groundup.tokens.pairs import PairBatch, PairCorpus
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus
+from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (

@@ -21,9 +21,7 @@ it. If the inputs, the settings and the tokenizer are those that out_dir was mad
 done; if they are others, only --overwrite=True replaces it.
 """
 
-if (
-    __name__ == "__main__"
-):  # before the imports, which take seconds: Ctrl-C is one line from here on
+if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C prints one line
     from groundup.errors import end_in_one_line
 
     end_in_one_line()
@@ -83,9 +81,7 @@ quality = "curated"  # curated (empty, tiny, garbled texts) | web (all rules of 
 rules = ""  # 'length=30..5000, stop_words=off, keep=my.py:good, punctuation=on'; see docs/data.md
 score = ""  # keep rows whose own numbers are in these ranges, such as 'bpb=0.3..1.5,ifd=5%..95%'
 near = 0.8  # drop texts this similar to an earlier one; 0 = exact copies only, -1 = keep all copies
-decontaminate = (
-    ""  # evaluation files: .csv of MMLU, CMMLU, C-Eval; .jsonl; 'cut: files' cuts it out
-)
+decontaminate = ""  # evaluation files (.csv of MMLU, C-Eval; .jsonl); 'cut: files' cuts them out
 # what is written
 val_fraction = 0.01  # of the documents; of a text source with at most 10, of each one's characters
 test_fraction = 0.0  # the same for the test split

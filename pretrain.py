@@ -26,6 +26,7 @@ from groundup.errors import UserError, refuse
 from groundup.kernels.cross_entropy import compile_loss
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
+from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
@@ -43,7 +44,6 @@ from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
 # A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
@@ -176,7 +176,7 @@ def evaluate(
 
 
 @torch.no_grad()
-def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int = 64) -> str:
+def sample(model: Transformer, tokenizer: TextTokenizer, prompt: str, n_tokens: int = 64) -> str:
     """Return the prompt with a continuation, drawn with the same random numbers each time."""
     model.eval()
     ids = tokenizer.encode(prompt)
@@ -241,7 +241,7 @@ if __name__ == "__main__":
         warnings = []
     else:
         corpus = TextCorpus(data_dir, block_size, pack, val_data)
-        tokenizer = Tokenizer.load(corpus.dir)
+        tokenizer = TextTokenizer.load(corpus.dir)
         corpus.train[0].check_tokenizer(tokenizer.fingerprint())
         order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
         epochs, warnings = corpus.describe(order, max_steps * rows_per_step)

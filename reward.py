@@ -28,7 +28,7 @@ from groundup.errors import UserError, refuse
 from groundup.scores import rows
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (

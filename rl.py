@@ -33,7 +33,7 @@ from groundup.align.rollouts import AnswerSampler
 from groundup.errors import UserError, refuse
 from groundup.generate.tools import Tools, check_template
 from groundup.tokens.prompts import PromptCorpus
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.config_json import model_fingerprint

@@ -28,10 +28,11 @@ from configurator import configure
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker
 from groundup.errors import UserError
-from groundup.generate.answers import Answers, Rank
+from groundup.generate.answers import Answers, Draw, Rank
+from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat, converse
 from groundup.generate.completion import never_sampled, prompt_ids
-from groundup.generate.engine import Engine, cache_bytes, generate
+from groundup.generate.engine import Engine, cache_bytes, generate_each
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
@@ -93,17 +94,16 @@ def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> Samp
     """Return the parameters among the settings, with the tokenizer's end tokens. If a reward
     model is to rank the samples, ask for all that are drawn."""
     by_reward = config["best_of_by"] == "reward"
-    keys = [field.name for field in dataclasses.fields(SamplingParams) if field.name in config]
-    params = SamplingParams(
-        **{key: config[key] for key in keys}
-        | {
-            "best_of_by": "sum" if by_reward else config["best_of_by"],
-            "stop": stop_texts(config["stop"]),
-            "stop_token_ids": frozenset(map(int, re.findall(r"\d+", config["stop_token_ids"]))),
-            "eos_ids": tokenizer.stop_ids,
-            "banned_ids": never_sampled(tokenizer, vocab_size),
-        }
-    )
+    kind = BeamParams if config["num_beams"] != 1 else SamplingParams
+    keys = [field.name for field in dataclasses.fields(kind) if field.name in config]
+    values = {key: config[key] for key in keys} | {
+        "best_of_by": "sum" if by_reward else config["best_of_by"],
+        "stop": stop_texts(config["stop"]),
+        "stop_token_ids": frozenset(map(int, re.findall(r"\d+", config["stop_token_ids"]))),
+        "eos_ids": tokenizer.stop_ids,
+        "banned_ids": never_sampled(tokenizer, vocab_size),
+    }
+    params = kind(**values)
     return dataclasses.replace(params, n=params.n_samples, best_of=0) if by_reward else params
 
 
@@ -143,6 +143,7 @@ def check_settings(config: dict, talk: bool, as_json: bool) -> None:
         config[key] for key in ("best_of_by", "reward_from", "num_beams", "stop_token_ids")
     )
     in_terminal = talk and not config["prompt"] and not config["prompts"]
+    for_beams = (config["length_penalty"], config["early_stopping"]) != (1, "false")
     for wrong, words in (
         (
             re.search(r"[^\d, ]", ids),
@@ -164,6 +165,8 @@ def check_settings(config: dict, talk: bool, as_json: bool) -> None:
             (by == "reward") != bool(source),
             f"best_of_by=reward and reward_from=DIR go together, got {by}, {source!r}",
         ),
+        (in_terminal and K > 1, "a chat has one answer at a time; leave out num_beams"),
+        (for_beams and K == 1, "length_penalty and early_stopping need num_beams above 1"),
         (source and K > 1, f"best_of_by=reward ranks samples, not beams; got num_beams={K}"),
         (
             source and in_terminal,
@@ -188,10 +191,11 @@ def print_samples(
     prompt: str,
     rank: Rank | None,
     asked: str,
+    draw: Draw,
 ) -> None:
     """Print the samples of one prompt, a single one in pieces as it is generated. `prompt`
     begins each of them; `asked` is what they answer."""
-    if params.n_samples == params.num_beams == 1 and not rank:
+    if params.n_samples == 1 and not rank and draw is generate_each:
         engine = Engine(model, tokenizer, rows=1, compile=compile)
         tokens = engine.stream(ids, params)
         print(prompt, end="", flush=True)
@@ -199,7 +203,7 @@ def print_samples(
             print(token.text, end="", flush=True)
         print(flush=True)
         return
-    result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
+    _, result = next(draw(model, tokenizer, [ids], params, batch_size, compile))
     result = rank(result, asked) if rank else result
     texts = [prompt + completion.text + "\n" for completion in result.completions]
     print(("-" * 80 + "\n").join(texts), end="", flush=True)
@@ -270,10 +274,11 @@ if __name__ == "__main__":
         judge = reward_model.load(reward_dir, torch_device, torch_dtype)
         ranker = Ranker(judge, tokenizer, torch_dtype, system)
     rank = partial(ranker.rank, n=n) if ranker else None  # of (result, question)
+    draw = search_each if num_beams > 1 else generate_each
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
     with autocast(torch_device, torch_dtype):
         if as_json:
-            answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
+            answers.write(model, tokenizer, params, encode, batch_size, compile, rank, draw)
         elif talk and not prompt:
             converse(Chat(model, tokenizer, params, system, compile))
         else:
@@ -288,6 +293,7 @@ if __name__ == "__main__":
                 repeated,
                 rank,
                 prompt,
+                draw,
             )
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)

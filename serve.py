@@ -20,8 +20,6 @@ if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
 
 import asyncio
 import contextlib
-import hmac
-import json
 import queue
 import re
 import secrets
@@ -30,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,9 +41,19 @@ from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.generate import page
 from groundup.generate.completion import Request, Sample, Token, check, never_sampled
-from groundup.generate.connections import KEEP_S, bounded_protocol
 from groundup.generate.engine import Engine
-from groundup.generate.metrics import Metrics
+from groundup.generate.http import (
+    KEEP_S,
+    THIS_MACHINE,
+    CancelOnDisconnect,
+    Guard,
+    Metrics,
+    bounded_protocol,
+    error_response,
+    or_disconnect,
+    read_body,
+    sse,
+)
 from groundup.generate.openai_format import Choice, ParsedRequest, Refused, encode, parse, usage
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
@@ -80,8 +88,6 @@ compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
-BODY_SECONDS = 20  # for a client to send its body
-HERE = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 Event = tuple[Sample, Token, dict[int, float]] | Exception
 
@@ -216,6 +222,7 @@ class Server:
 
     def __init__(self, models: dict[str, Model], config: dict) -> None:
         self.models, self.config, self.metrics = models, config, Metrics()
+        self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
 
     def app(self) -> Any:
@@ -223,99 +230,59 @@ class Server:
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
         from starlette.middleware.cors import CORSMiddleware
-        from starlette.responses import JSONResponse, PlainTextResponse, Response
         from starlette.routing import Route
 
-        html, page_headers = page.read_page()
-
-        async def home(_http: Any) -> Any:
-            return Response(html, headers=page_headers, media_type="text/html")
-
-        async def refused(http: Any, error: Exception) -> Any:
-            if isinstance(error, HTTPException):
-                error = Refused(
-                    error.status_code, f"{error.detail}: {http.method} {http.url.path[:200]}"
-                )
-            elif not isinstance(error, Refused):
-                error = Refused(500, "The server had an error while processing your request")
-            return JSONResponse(
-                error.body, error.status, {"Retry-After": "1"} if error.status == 429 else None
-            )
-
-        async def health(_http: Any) -> Any:
-            alive = all(model.is_alive() for model in self.models.values())
-            return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
-
-        async def metrics(_http: Any) -> Any:
-            engines = [model.engine for model in self.models.values()]
-            running = sum(len(engine.running) + len(engine.reading) for engine in engines)
-            return PlainTextResponse(
-                self.metrics.text(running), media_type="text/plain; version=0.0.4"
-            )
-
-        async def models(_http: Any) -> Any:
-            return JSONResponse({
-                "object": "list",
-                "data": [self.card(name) for name in self.models],
-            })
-
-        async def model(http: Any) -> Any:
-            return JSONResponse(self.card(self.named(http.path_params["name"]).name))
-
         routes = [
-            Route("/", home),
-            Route("/health", health),
-            Route("/metrics", metrics),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
+            Route("/", self.home),
+            Route("/health", self.health),
+            Route("/metrics", self.counts),
+            Route("/v1/models", self.cards),
+            Route("/v1/models/{name:path}", self.one_card),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/preferences", self.prefer, methods=["POST"]),
             Route("/v1/render", self.render, methods=["POST"]),
         ]
-        handlers = {Refused: refused, HTTPException: refused, Exception: refused}
+
+        async def failed(http: Any, error: Exception) -> Any:
+            return error_response(http, error)
+
+        handlers = {Refused: failed, HTTPException: failed, Exception: failed}
         inner = Starlette(routes=routes, exception_handlers=handlers)
-        paths = {route.path for route in routes}
-
-        async def guarded(scope: dict, receive: Any, send: Any) -> None:
-            """Check who asks, and count the answers."""
-            if scope["type"] != "http":
-                return await inner(scope, receive, send)
-
-            async def counted(message: dict) -> None:
-                if message["type"] == "http.response.start":
-                    path = scope["path"] if scope["path"] in paths else "other"
-                    self.metrics.requests[path, message["status"]] += 1
-                await send(message)
-
-            error = self.auth_error(scope)
-            if error is None:
-                return await inner(scope, receive, counted)
-            return await JSONResponse(error.body, error.status)(scope, receive, counted)
-
+        guarded = Guard(inner, {route.path for route in routes}, self.config, self.metrics)
         origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         return CORSMiddleware(guarded, **cors) if origins else guarded
 
-    def auth_error(self, scope: dict) -> Refused | None:
-        """Return why a request is not answered, None if it is.
+    async def home(self, _http: Any) -> Any:
+        from starlette.responses import Response
 
-        Without a key only this machine is answered, and by its own name: a web page that gives its
-        host's name this address cannot talk to the server (DNS rebinding)."""
-        headers = dict(scope["headers"])
-        key = self.config["api_key"]
-        if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not hmac.compare_digest(given, key.encode()):
-                words = "Incorrect API key provided; send it as Authorization: Bearer KEY"
-                return Refused(401, words, None, "invalid_api_key")
-        name = headers.get(b"host", b"").decode("latin-1").lower()
-        name = re.sub(r"(?<=.):\d+\Z", "", name)
-        own = (*HERE, self.config["host"].lower())
-        if not key and not self.config["insecure"] and name not in own:
-            words = f"this server answers to {self.config['host']}, not to {name[:80]!r}"
-            return Refused(403, words)
-        return None
+        html, headers = self.page
+        return Response(html, headers=headers, media_type="text/html")
+
+    async def health(self, _http: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        alive = all(model.is_alive() for model in self.models.values())
+        return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+
+    async def counts(self, _http: Any) -> Any:
+        from starlette.responses import PlainTextResponse
+
+        engines = [model.engine for model in self.models.values()]
+        running = sum(len(engine.running) + len(engine.reading) for engine in engines)
+        text = self.metrics.text(running)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def cards(self, _http: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({"object": "list", "data": [self.card(name) for name in self.models]})
+
+    async def one_card(self, http: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        return JSONResponse(self.card(self.named(http.path_params["name"]).name))
 
     def card(self, name: str) -> dict:
         return {
@@ -341,6 +308,9 @@ class Server:
 
     async def completions(self, http: Any) -> Any:
         return await self.answer(http, chat=False)
+
+    async def read_body(self, http: Any) -> bytes:
+        return await read_body(http, self.config["max_body_kb"])
 
     async def prefer(self, http: Any) -> Any:
         """Keep which of two answers somebody found better."""
@@ -401,33 +371,6 @@ class Server:
         if self.metrics.samples + n_samples > most:
             raise Refused(429, "The server is busy; try again soon", None, "rate_limit_exceeded")
         return Job(n_samples, self.metrics)
-
-    async def read_body(self, http: Any) -> bytes:
-        """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
-        whole."""
-        from starlette.requests import ClientDisconnect
-
-        most = 1024 * self.config["max_body_kb"]
-        # A page of another site may send a form without asking, but not this type.
-        if (
-            http.headers.get("content-type", "").partition(";")[0].strip().lower()
-            != "application/json"
-        ):
-            raise Refused(
-                400, "send the body as JSON, with the header Content-Type: application/json"
-            )
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in http.stream():
-                    raw += chunk
-                    if len(raw) > most:
-                        raise Refused(413, f"the body is larger than {most:,} bytes")
-        except TimeoutError:
-            raise Refused(408, f"the body did not come within {BODY_SECONDS} s") from None
-        except ClientDisconnect:
-            raise Refused(400, "the client went away") from None
-        return bytes(raw)
 
     async def events(self, model: Model, job: Job, began: float) -> AsyncIterator[Event]:
         """Yield the tokens of a job."""
@@ -503,38 +446,6 @@ class Choices:
         return usage(self.n_prompt, self.n_new)
 
 
-class CancelOnDisconnect:
-    """A stream that ends when its client goes away, also while it waits for a token."""
-
-    def __init__(self, response: Any, cancelling: contextlib.AbstractContextManager) -> None:
-        self.response, self.cancelling = response, cancelling
-
-    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
-        with self.cancelling:
-            await or_disconnect(self.response.stream_response(send), receive)
-
-
-async def or_disconnect(work: Awaitable, receive: Any) -> Any:
-    """Return what `work` does, None if the client goes away before."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def sse(body: dict) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
 def directories(value: str) -> dict[str, Path]:
     """Return the checkpoint of each name: "a=out/sft,b=out/dpo", or one directory, which gives
     the name of its run."""
@@ -567,7 +478,7 @@ def check_config(config: dict) -> None:
             raise UserError(
                 f"serve: cors_origins must be like https://a.example, without a path, got {origin!r}"
             )
-    if config["host"] not in HERE and not config["api_key"] and not config["insecure"]:
+    if config["host"] not in THIS_MACHINE and not config["api_key"] and not config["insecure"]:
         raise UserError(
             f"serve: host={config['host']} lets other machines in; give --api_key=SECRET, or --insecure=True"
         )

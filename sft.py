@@ -31,7 +31,7 @@ from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_sc
 from groundup.kernels.distillation import Distillation, distill
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
-from groundup.tokens.row_corpus import paths_of, steps_of
+from groundup.tokens.rows import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
@@ -106,9 +106,7 @@ plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command pl
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step (at least 1)
 eval_steps = 50  # batches over all ranks; 0 = the whole validation split (at least 0)
-eval_answers = (
-    16  # validation questions to answer, to see if answers stop on their own (at least 0)
-)
+eval_answers = 16  # validation questions to answer: do answers stop on their own? (at least 0)
 eval_new_tokens = 128  # most tokens of such an answer (at least 1)
 sample_prompts = ""  # questions that are answered at each evaluation; several separated by |
 log_every = 10  # steps (at least 1)

@@ -4,15 +4,19 @@ Most of the time of a small run is imports, and torch's alone take 1.4 s of CPU.
 for each program. What is torchrun's stays so: its own agent runs in such a fork, and what it starts are forks, too. In
 all else the processes are what subprocess would start: children of the caller with an environment, a directory, pipes
 and signals of their own. A command that a fork cannot stand for is started as usual: another program, other
-settings of the interpreter. Use subprocess where imports, memory or the start itself are tested.
+settings of the interpreter. Use subprocess where imports, memory or the start itself are tested. What
+multiprocessing spawns, here and in the forks, are forks as well once spawn_forks() was called.
 """
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -22,8 +26,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
+import weakref
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +39,7 @@ LATE += ("torch._dynamo",)  # a GradScaler imports it, which takes as long as to
 TORCHRUN = "torch.distributed.run"
 STARTER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 ADDRESS = "TESTS_FORKS"  # in the environment of what is forked: where the server listens
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 INTERPRETER = ("PYTHON", "LC_", "LANG", "OMP_", "LD_")  # names of variables that are read when Python starts
 
 
@@ -68,8 +74,39 @@ def stands_for(command: list[str], env: dict[str, str] | None) -> list[str]:
     same = same and all(theirs[key] == own[key] for key in theirs if key != "PYTHONPATH")
     if words[0] != sys.executable or not same or os.environ.get("OMP_NUM_THREADS") != "1" or sys.platform != "linux":
         return []
-    words = words[2:] if words[1] == "-u" else words[1:]
+    words = words[1:]
+    while words[0] in ("-u", "-B"):
+        words = words[1:]
     return words if words[0].endswith(".py") or words[0] == "-c" or words[:2] == ["-m", TORCHRUN] else []
+
+
+def fork(
+    words: list[str], files: dict[int, int], cwd: str | Path = ".", env: dict | None = None, session: bool = False
+) -> int:
+    """Process id of a fork that plays these words. files: {number there: open file here}."""
+    env = {key: value for key, value in (env or os.environ).items()} | {ADDRESS: server()}
+    order = {"words": words, "cwd": os.path.abspath(cwd or "."), "env": env, "session": session, "files": [*files]}
+    adopt(True)
+    try:
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(env[ADDRESS])
+            text = json.dumps(order).encode()
+            socket.send_fds(line, [len(text).to_bytes(8, "big")], [*files.values()])
+            line.sendall(text)
+            return int(line.recv(20))
+    finally:
+        adopt(False)
+
+
+def spawn_forks() -> None:
+    """Let multiprocessing's "spawn" start forks. Its tracker of resources, which imports nothing, is none."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawn_fork(path: str, args: list, files: list[int]) -> int:
+        words = stands_for([os.fsdecode(word) for word in args], None) if "spawn_main" in str(args) else []
+        return fork(words, {file: file for file in (0, 1, 2, *files)}) if words else spawn(path, args, files)
+
+    multiprocessing.util.spawnv_passfds = spawn_fork
 
 
 class Popen(subprocess.Popen):
@@ -88,20 +125,8 @@ class Popen(subprocess.Popen):
                 session, group,
             )  # fmt: skip
             return
-        address = server()
-        env = {key: value for key, value in (env or os.environ).items()} | {ADDRESS: address}
-        order = {"words": words, "cwd": os.path.abspath(cwd or "."), "env": env, "session": session}
-        files = [ends if ends != -1 else own for own, ends in enumerate((p2cread, c2pwrite, errwrite))]
-        adopt(True)
-        try:
-            with socket.socket(socket.AF_UNIX) as line:
-                line.connect(address)
-                text = json.dumps(order).encode()
-                socket.send_fds(line, [len(text).to_bytes(8, "big")], files)
-                line.sendall(text)
-                self.pid = int(line.recv(20))
-        finally:
-            adopt(False)
+        files = {own: ends if ends != -1 else own for own, ends in enumerate((p2cread, c2pwrite, errwrite))}
+        self.pid = fork(words, files, cwd, env, session)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -141,7 +166,7 @@ def serve(address: str) -> list[str]:
             shutil.rmtree(Path(address).parent)
             os._exit(0)
         line = listener.accept()[0]
-        size, files, _, _ = socket.recv_fds(line, 8, 3)
+        size, files, _, _ = socket.recv_fds(line, 8, 64)
         middle = os.fork()
         if middle == 0:
             middle = os.getpid()
@@ -161,9 +186,16 @@ def become(line: socket.socket, size: int, files: list[int], middle: int) -> lis
     while len(text) < size:
         text += line.recv(size - len(text))
     order = json.loads(text)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"python")
     if order["session"]:
         os.setsid()
-    for own, file in enumerate(files):
+    above = max(order["files"]) + 1  # first all out of the way of the places where they belong
+    came = [*files, line.detach()]
+    *files, moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in came]
+    for file in came:
+        os.close(file)
+    line = socket.socket(fileno=moved)
+    for own, file in zip(order["files"], files, strict=True):
         os.dup2(file, own)
         os.close(file)
     sys.stdin, sys.stdout = open(0, encoding="utf-8", closefd=False), open(1, "w", encoding="utf-8", closefd=False)
@@ -192,23 +224,18 @@ def serve_for_me() -> list[str]:
         os.environ[ADDRESS] = address
         return []
     os.close(lifeline)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"server")
     os.dup2(end, 0)
     os.dup2(ready, 1)
     return serve(address)
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.path.insert(1, str(ROOT))
-    for name in (*STAGES, *LATE):
-        importlib.import_module(name)
-    del sys.path[1]
-    gc.collect()
-    gc.freeze()
-    words = serve(sys.argv[1])
-    if words[0] == "-m":
-        words = serve_for_me() or words
+def play(words: list[str]) -> None:
+    """What the interpreter does with these words."""
     sys.orig_argv = [sys.executable, *words]
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
     if words[0] == "-c":
         sys.argv, sys.modules["__main__"] = ["-c", *words[2:]], types.ModuleType("__main__")
         exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))  # noqa: S102
@@ -220,3 +247,48 @@ if __name__ == "__main__":
     else:
         sys.path[0], sys.argv = os.path.dirname(os.path.abspath(words[0])), words
         runpy.run_path(words[0], run_name="__main__")
+
+
+def play_to_the_end(words: list[str]) -> None:
+    """Play and end as an interpreter does, but leave to the system what was imported: taking that apart would write
+    to 170 MB of shared memory, which costs 0.35 s."""
+    status, interrupted = 0, False
+    try:
+        play(words)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if status and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        status, interrupted = 1, isinstance(error, KeyboardInterrupt)
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError) as error:
+            if not stream.closed:
+                status = 120
+                print(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}", file=sys.stderr)
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status & 0xFF)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.path.insert(1, str(ROOT))
+    os.fsync = lambda fd: os.fstat(fd) and None  # as in conftest.py
+    for name in (*STAGES, *LATE):
+        importlib.import_module(name)
+    del sys.path[1]
+    weakref.finalize._registry.clear()  # what the imports would tidy up in the end, each time
+    gc.collect()
+    gc.freeze()
+    words = serve(sys.argv[1])
+    if words[0] == "-m" or "prepare" in str(words):  # these start processes
+        words = serve_for_me() or words
+        spawn_forks()
+    play_to_the_end(words)

@@ -44,8 +44,7 @@ from groundup.align.losses import (
 )
 from groundup.demo import debug_data
 from groundup.errors import UserError
-from groundup.tokens.labelled import LabelCorpus
-from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
+from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus, load_pairs
 from groundup.train import huggingface
 from groundup.train.lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer

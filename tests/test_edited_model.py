@@ -18,8 +18,8 @@ from torch import Tensor
 
 import model
 from groundup.errors import UserError
+from groundup.generate.decode import for_inference
 from groundup.generate.engine import generate
-from groundup.generate.matrices import for_inference
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.attention import Layout, attention
 from groundup.tokens.training import train
@@ -167,7 +167,7 @@ def test_what_is_generated_is_what_the_model_computes(tmp_path, edit, cls, dtype
 def test_a_layer_with_a_forward_of_its_own_keeps_it(edit):
     edit(Fused)
     net = random_model(tiny())
-    view = for_inference(net, torch.float32, packed=True, rows=4)
+    view = for_inference(net, torch.float32)
     assert type(view.layers[0].self_attn.o_proj) is Halved
     assert type(view.layers[0].mlp.down_proj) is not nn.Linear
 

@@ -20,6 +20,7 @@ import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 
@@ -404,10 +405,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks f
 
 
 def children(pid: int) -> list[int]:
-    """Worker processes of a process (the resource tracker is none)."""
+    """Worker processes of a process: neither the resource tracker nor what forks (forks.py)."""
     try:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text("utf-8").split()
-        return [int(p) for p in found if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        found = [p for p in found if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+        return [int(p) for p in found if Path(f"/proc/{p}/comm").read_text("utf-8") != "server\n"]
     except OSError:
         return []
 
@@ -442,7 +444,7 @@ KILLER = """if True:
 
 def kill_at(has_come: Callable[[Path], object], arguments: list[str], directory: Path) -> bool:
     """Start a run, kill -9 it at a moment, wait for its workers to be gone. False if it was done before that."""
-    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = forks.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
     workers: set[int] = set()
 
     def reached() -> bool:
@@ -463,7 +465,7 @@ def kill_when(moment: str, arguments: list[str], directory: Path) -> None:
     (directory / "killer" / "sitecustomize.py").write_text(KILLER, encoding="utf-8")
     pattern, most = MOMENTS[moment]
     env = {"PYTHONPATH": str(directory / "killer"), "KILL_AT": f"{directory / '.out.work.tmp'}:{pattern}:{most}"}
-    done = subprocess.run(arguments, cwd=ROOT, env=os.environ | env, stdout=subprocess.DEVNULL)
+    done = forks.run(arguments, cwd=ROOT, env=os.environ | env, stdout=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGKILL, moment
 
 
@@ -478,7 +480,7 @@ def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus, monkeypatch)
     for moment in MOMENTS:
         kill_when(moment, arguments, tmp_path)
         assert not (tmp_path / "out").exists(), moment
-    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    forks.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not leftovers(tmp_path)
 
@@ -489,7 +491,7 @@ def test_killed_twice_at_random(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "vocab_size": 512, "near": 0.8, "val_fraction": 0.1}
     settings["max_bad_fraction"] = 0.01
     begin = time.monotonic()
-    subprocess.run(command(tmp_path / "whole", workers=2, **settings), cwd=ROOT, check=True, capture_output=True)
+    forks.run(command(tmp_path / "whole", workers=2, **settings), cwd=ROOT, check=True, capture_output=True)
     seconds, rng, n_killed = time.monotonic() - begin, random.Random(0), 0
     arguments = command(tmp_path / "out", workers=2, **settings)
     for _ in range(2):
@@ -497,7 +499,7 @@ def test_killed_twice_at_random(tmp_path, tok, corpus):
         n_killed += kill_at(lambda scratch, end=end: time.monotonic() > end, arguments, tmp_path)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert n_killed > 0  # what the first had done may have left the second too little to do
-    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    forks.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not leftovers(tmp_path)
 
@@ -542,7 +544,7 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok)
     before = content(tmp_path / "out")
     settings = {"input": str(corpus), "tokenizer_dir": tok, "overwrite": True}
-    process = subprocess.Popen(command(tmp_path / "out", workers=1, **settings), cwd=ROOT)
+    process = forks.Popen(command(tmp_path / "out", workers=1, **settings), cwd=ROOT)
     wait_for(lambda: list(tmp_path.glob(".out.work.tmp/out/train_00000.npy.tmp")))
     process.kill()
     process.wait()
@@ -559,7 +561,7 @@ def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpu
     settings = {"input": str(corpus), "tokenizer_dir": tok, "max_bad_fraction": 0.01}
     run(tmp_path / "whole", **settings)
     arguments = command(tmp_path / "out", workers=2, **settings)
-    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = forks.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(tmp_path.glob(".out.work.tmp/units/000009.json")))
     os.kill(children(process.pid)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
@@ -571,7 +573,7 @@ def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpu
     kill_when("when they are compared", arguments, tmp_path)
     after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob(".out.work.tmp/units/*.json")}
     assert done.items() < after.items()  # they were not made again
-    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    forks.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -811,7 +813,7 @@ def test_nothing_to_prepare_is_one_clear_line(tmp_path, tok, trained):
 def test_errors_of_the_command_are_one_line(tmp_path, flags, said):
     (tmp_path / "a.jsonl").write_text("{bad\n[\n", "utf-8")
     arguments = [sys.executable, ROOT / "prepare.py", *flags.split()]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)
+    done = forks.run(arguments, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
@@ -846,7 +848,7 @@ def test_standard_input(tmp_path, tok, form):
     raw = gzip.compress(raw) if form.endswith("gz") else raw
     flags = ["--input=-", f"--out_dir={tmp_path}/out", f"--tokenizer_dir={tok}", "--val_fraction=0.25", "--near=0"]
     for said in (b"is done", b"is up to date"):
-        done = subprocess.run([sys.executable, ROOT / "prepare.py", *flags], input=raw, capture_output=True, check=True)
+        done = forks.run([sys.executable, ROOT / "prepare.py", *flags], input=raw, capture_output=True, check=True)
         assert said in done.stdout
     found = read_back(tmp_path / "out")
     if form == "txt":
@@ -872,7 +874,7 @@ def test_verify(tmp_path, tok, capsys):
 
 def test_debug_data_made_by_several_processes_at_once(tmp_path):
     code = f"from groundup.demo import debug_data; debug_data.make_debug_data({str(tmp_path / 'debug')!r})"
-    processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    processes = [forks.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert os.listdir(tmp_path) == ["debug"]
     verify(tmp_path / "debug")

@@ -20,7 +20,7 @@ FLOORS = (
     ("configurator", "groundup.errors"),
     ("groundup.files", "groundup.demo"),
     ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign", "groundup.tokens.templates",
-     "groundup.tokens.training"),
+     "groundup.tokens.text_tokenizer", "groundup.tokens.training"),
     ("groundup.tokens",),
     ("groundup.kernels",),
     ("model",),

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import forks
 import numpy as np
 import pytest
 import test_pretrain as tp
@@ -363,40 +362,6 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
     assert_same_run(straight, stopped)
     assert run(*common, f"--out_dir={stopped}") == 0  # once more: nothing is left to do
     assert_same_run(straight, stopped)
-
-
-DIES = """
-import os, runpy, signal, sys, time
-from groundup.train import saver
-
-write_state = saver.write_state
-
-def write_and_die(path, state):
-    write_state(path, state)
-    if path.parent.name == ".step_000006.tmp" and path.name == "train_state.pt":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-saver.write_state = write_and_die
-sys.argv[0] = "reward.py"
-runpy.run_path("reward.py", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--dropout=0.1"], ["--trainable=lora", "--dropout=0.1"]], ids=["all", "lora"])
-def test_a_run_killed_in_a_save_continues_to_the_bit(run, base, tmp_path, flags):
-    """kill -9 in the second save, half written; then the same command."""
-    common = [*flags, "--max_steps=8", "--save_every=3", "--eval_every=4"]
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", DIES, *flags_of(base, killed, *common)]
-    done = forks.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert (killed / ".step_000006.tmp" / "train_state.pt").exists() and not (killed / "step_000006").exists()
-    assert run(*common, f"--out_dir={killed}") == 0
-    assert run(*common, f"--out_dir={straight}") == 0
-    assert [e["step"] for e in tp.events(killed, "save")] == [3, 6, 8] and not list(killed.glob(".step*"))
-    assert_same_run(straight, killed)
 
 
 def test_the_plan_names_what_a_run_holds(base, tmp_path, monkeypatch, capsys):

@@ -25,6 +25,7 @@ from test_model import as_transformers, random_model, tiny_config
 import sample
 from groundup.errors import printable, report
 from groundup.generate import chat
+from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat
 from groundup.generate.completion import Token, never_sampled
 from groundup.generate.engine import generate
@@ -167,7 +168,11 @@ def test_the_best_of_several(runs):
 def test_beams(runs):
     flags = ["--num_beams=3", "--n=2", "--temperature=0", "--max_new_tokens=8", "--prompt=The"]
     ended = run(runs, "--init_from=out/older", *flags)
-    want = texts(runs / "out/older/step_000020", "The", num_beams=3, n=2, temperature=0.0, max_new_tokens=8)
+    tokenizer, net = (kind(runs / "out/older/step_000020") for kind in (Tokenizer.load, huggingface.load_model))
+    own = {"eos_ids": tokenizer.stop_ids, "banned_ids": never_sampled(tokenizer, net.cfg.vocab_size)}
+    params = BeamParams(num_beams=3, n=2, temperature=0, max_new_tokens=8, top_p=0.95, **own)
+    _, result = next(search_each(net, tokenizer, [tokenizer.encode("The")], params))
+    want = [found.text for found in result.completions]
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == ("-" * 80 + "\n").join(f"The{text}\n" for text in want)
 

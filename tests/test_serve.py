@@ -17,8 +17,8 @@ from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.generate import openai_format
 from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
-from groundup.generate.connections import bounded_protocol
 from groundup.generate.engine import generate
+from groundup.generate.http import bounded_protocol
 from groundup.generate.openai_format import Choice, Position, Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.train import huggingface

@@ -158,7 +158,7 @@ def role_of(turn: dict) -> str:
 
 
 def naming(found: list[dict]) -> str:
-    """Return the text_key to try for turns: the longest texts are contents. "" if keys are known."""
+    """Return the text_key to try for turns, "" if keys are known. The longest texts are contents."""
     lengths: Counter[str] = Counter()
     for turn in found:
         lengths.update({key: len(text) for key, text in turn.items() if isinstance(text, str)})

@@ -1,7 +1,7 @@
 """Files that others may have made: read within bounds, refused in one line, and never run.
 
-A checkpoint from elsewhere may name a device instead of a file, nest its JSON a million deep, or hold a regular
-expression or a template that takes years.
+A checkpoint from elsewhere may name a device instead of a file, nest its JSON a million deep, or
+hold a regular expression or a template that takes years.
 """
 
 import contextlib
@@ -11,11 +11,10 @@ import os
 import signal
 import stat
 import sys
-import threading
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,15 @@ from groundup.errors import UserError
 
 # Of a JSON file; the largest tokenizer.json that is published, Gemma 3's, has half
 MOST_BYTES = 2**26
-OWNERS = {
-    "config.json": "model", "adapter_config.json": "model", "manifest.json": "directory of prepared data",
-    "log.jsonl": "run",
-}  # fmt: skip
 MANIFEST_BYTES = 2**28  # of what prepare.py writes, which names every input
-STUCK_S = 60  # of the clock, after which a copy of this process is ended that another thread's lock may have stopped
-BYTES_PER_VALUE = 16  # at most so many values for its size: Python needs up to 100 bytes for each
+# Seconds after which a copy of this process is ended: a lock of another thread may have stopped it
+STUCK_S = 60
+BYTES_PER_VALUE = 16  # at most one value for so many: Python needs up to 100 bytes for each
 
 
 def check_regular(path: str | Path) -> int:
-    """Return the size of a file. Raise OSError unless it is a regular one: a pipe would wait, a device never end."""
+    """Return the size of a file. Raise OSError unless it is a regular one: a pipe would wait, a
+    device never end."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "is no regular file", str(path))
@@ -41,7 +38,8 @@ def check_regular(path: str | Path) -> int:
 
 
 def crc32_of(path: str | Path) -> int:
-    """Return the CRC-32 of a regular file. It shows accidents, not forgery, twice as fast as SHA-256."""
+    """Return the CRC-32 of a regular file. It shows accidents, not forgery, twice as fast as
+    SHA-256."""
     check_regular(path)
     crc = 0
     with open(path, "rb") as file:
@@ -51,19 +49,11 @@ def crc32_of(path: str | Path) -> int:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UserError if `path` is no file that may be replaced: renaming onto a device removes the device."""
+    """Raise UserError if `path` is no file that may be replaced: renaming onto a device removes the
+    device."""
     if path.exists() and not path.is_file():
         raise UserError(
             f"config: out={str(path)!r} is no regular file and would be replaced; name a file"
-        )
-
-
-def check_no_owner(directory: str | Path) -> None:
-    """Raise UserError if a directory belongs to a model, prepared data or a run: another tokenizer would break it."""
-    if found := [name for name in OWNERS if Path(directory, name).exists()]:
-        raise UserError(
-            f"tokenizer: out_dir={str(directory)!r} holds {found[0]}, so it is a {OWNERS[found[0]]}, which another "
-            "tokenizer would break; use another out_dir"
         )
 
 
@@ -75,8 +65,8 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def check_zip(path: str | Path) -> None:
-    """Raise OSError or BadZipFile unless a file is a zip file that holds no more than its size: torch compresses
-    nothing."""
+    """Raise OSError or BadZipFile unless a file is a zip file that holds no more than its size:
+    torch compresses nothing."""
     size = check_regular(path)
     with zipfile.ZipFile(path) as parts:
         if sum(part.file_size for part in parts.infolist()) > size:
@@ -104,7 +94,8 @@ def parse_object(content: bytes, most: int = MOST_BYTES) -> dict:
 def read_json(
     path: str | Path, who: str = "checkpoint", fix: str = "", most: int = MOST_BYTES
 ) -> dict:
-    """Return the JSON object in a file. Raise UserError, in the name of `who`, with what to do: `fix`."""
+    """Return the JSON object in a file. Raise UserError, in the name of `who`, with what to do:
+    `fix`."""
     fix = fix and f"; {fix}"
     try:
         return parse_object(read_bytes(path, most), most)
@@ -115,7 +106,8 @@ def read_json(
 
 
 def scrub(text: str) -> str:
-    r"""Return `text` as valid Unicode: \ud83d\ude00, two halves in JSON, become the character; half of one U+FFFD."""
+    r"""Return `text` as valid Unicode: \ud83d\ude00, two halves in JSON, become the character; half
+    of one U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -134,7 +126,8 @@ def is_name(name: object) -> bool:
 
 
 def is_inside(path: object) -> bool:
-    """Return whether a path, such as "wiki/train_00000.npy", leads nowhere outside of its directory."""
+    """Return whether a path, such as "wiki/train_00000.npy", leads nowhere outside of its
+    directory."""
     return isinstance(path, str) and all(map(is_name, path.split("/")))
 
 
@@ -147,10 +140,12 @@ def is_weight(value: object) -> bool:
 
 
 def misfit(value: Any, shape: Any, name: str) -> str:
-    """Return which part of a JSON value, called `name`, does not have the shape; "" if all of it has.
+    """Return which part of a JSON value, called `name`, does not have the shape; "" if all of it
+    has.
 
-    shape: a type, a function that returns whether a value fits, [shape of each item] or {key: shape}. "key?" may be
-    missing, "*" is every key. Keys that the shape does not name are not looked at."""
+    shape: a type, a function that returns whether a value fits, [shape of each item] or {key:
+    shape}. "key?" may be missing, "*" is every key. Keys that the shape does not name are not
+    looked at."""
     kind = type(shape) if isinstance(shape, list | dict) else shape
     if not (type(value) is kind if isinstance(kind, type) else kind(value)):
         return f"{name}={value!r:.60}"
@@ -167,8 +162,9 @@ def misfit(value: Any, shape: Any, name: str) -> str:
 
 
 def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int = 500) -> str:
-    """Call `action` in a copy of this process; return why it may not be called here, "" if it may: it takes more time
-    of a CPU, or memory, or ends the process. An Exception is none of these: it comes again when it is called here."""
+    """Call `action` in a copy of this process; return why it may not be called here, "" if it may:
+    it takes more time of a CPU, or memory, or ends the process. An Exception is none of these: it
+    comes again when it is called here."""
     if sys.platform != "linux":  # elsewhere a copy may not run, or has no bounds
         return ""
     with warnings.catch_warnings():
@@ -191,25 +187,6 @@ def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int 
     if ended in (-signal.SIGKILL, -signal.SIGXCPU, -signal.SIGALRM):
         return f"it takes more than {seconds} s"
     return f"it fails, or needs more than {megabytes} MB" if ended else ""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after so many seconds; in the main thread alone, for only that gets signals."""
-    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"it takes more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def limit(seconds: int, megabytes: int) -> None:

@@ -39,6 +39,8 @@ OWN_KEYS = (
 Encode = Callable[[str | list[dict], bool], list[int]]
 # (result, what was asked) -> the best completions, each with its reward
 Rank = Callable[[Result, str | list[dict]], Result]
+# engine.generate_each, or another way to search
+Draw = Callable[..., Iterator[tuple[int, Result]]]
 
 
 class Answers:
@@ -77,9 +79,10 @@ class Answers:
         batch_size: int,
         compile: bool,
         rank: Rank | None = None,
+        draw: Draw = generate_each,
     ) -> None:
         """Append the answer to each prompt as it finishes: a kill loses only the unfinished
-        ones. Without `out`, and without log-probabilities, print them for people, see Table."""
+        ones. Without `out`, and without log-probabilities, print them for people, see Table. draw: what finds them."""
         # line number, fields and question of each prompt given to the engine
         begun: list[tuple[int, dict, str | list[dict]]] = []
 
@@ -92,9 +95,7 @@ class Answers:
         table = Table(self.settings) if for_people else None
         bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
         with self._output() as file, bar:
-            for number, result in generate_each(
-                model, tokenizer, prompts(), params, batch_size, compile
-            ):
+            for number, result in draw(model, tokenizer, prompts(), params, batch_size, compile):
                 index, fields, asked = begun[number]
                 result = rank(result, asked) if rank else result
                 if table:

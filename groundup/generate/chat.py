@@ -35,10 +35,8 @@ class Chat:
         compile: bool = False,
     ) -> None:
         """Raise UserError for parameters that make no sense in a chat."""
-        if max(params.n, params.num_beams, params.best_of) > 1:
-            raise UserError(
-                "sample: a chat has one answer at a time; leave out n, num_beams and best_of"
-            )
+        if max(params.n, params.best_of) > 1:
+            raise UserError("sample: a chat has one answer at a time; leave out n and best_of")
         self.tokenizer, self.params, self.system = tokenizer, params, system
         self.context = model.cfg.block_size
         self.kept = min(params.max_new_tokens, self.context // 2)  # tokens for the answer

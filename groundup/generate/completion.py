@@ -30,7 +30,7 @@ class Completion(NamedTuple):
     stop_reason: int | str | None  # the stop id or stop string
     # At each token: its own and the highest, before any processor
     logprobs: list[dict[int, float]] | None
-    cumulative_logprob: float  # sum over all tokens; beam search: after the processors
+    cumulative_logprob: float  # sum over all tokens
     reward: float | None = None  # of a reward model, see best_of.py
 
 

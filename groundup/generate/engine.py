@@ -19,9 +19,7 @@ dtype of the autocast around the call, else that of the weights.
 """
 
 import functools
-import itertools
 import math
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -33,12 +31,16 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
-from groundup.generate.cuda_graph import RecordedStep
+from groundup.generate.decode import (
+    CHUNK_TOKENS,
+    decoding_step,
+    for_inference,
+    free_bytes,
+    is_native,
+)
 from groundup.generate.json_mode import drawn_orders
-from groundup.generate.kv_cache import CachedPrefix, CacheStep, KVCache, Part, Row, Rows, row_length
-from groundup.generate.matrices import CHUNK_TOKENS, for_inference, free_bytes
-from groundup.generate.native import NativeLinear, NativeStep, has_kernels
-from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
+from groundup.generate.kv_cache import KVCache, Part, Row, Rows, row_length
+from groundup.generate.sampling import RowParams, SamplingParams, Seen
 from groundup.kernels import compute_dtype
 from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
 from groundup.train.device import autocast
@@ -108,15 +110,10 @@ def run_all(
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, Result]]:
     """Yield (index, Result) in the order of finishing. rows: of the engine that draws samples."""
-    engines: dict[int, Engine] = {}
-    for K, run in itertools.groupby(requests, lambda request: request.params.num_beams):
-        if K not in engines:
-            engines[K] = Engine(model, tokenizer, rows if K == 1 else K, compile, copies)
-        if K > 1:
-            yield from ((request.index, engines[K].beam_search(request)) for request in run)
-            continue
-        ended = (sample.request for sample, _ in engines[1].run(run, stop) if sample.last)
-        yield from ((request.index, request.result()) for request in ended)
+    engine = Engine(model, tokenizer, rows, compile, copies)
+    for sample, _ in engine.run(requests, stop):
+        if sample.last:
+            yield sample.request.index, sample.request.result()
 
 
 class Engine:
@@ -138,15 +135,11 @@ class Engine:
         """rows: the most texts at a time; copies: see `generate`."""
         self.device = model.embed_tokens.weight.device
         self.dtype = compute_dtype(next(p for p in model.layers.parameters() if p.ndim == 2))
-        self.compile = compile and not (copies and has_kernels(model.cfg, self.device, self.dtype))
-        packed = copies and not self.compile
-        self.view = functools.partial(
-            for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=copies
-        )
+        native = copies and is_native(model.cfg, self.device, self.dtype)
+        self.compile = compile and not native
+        self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
-        self.decode = compiled_step(self.model) if self.compile else decode_step
-        if isinstance(self.model.lm_head, NativeLinear):
-            self.decode = NativeStep(self.model)
+        self.decode = decoding_step(self.model, self.compile)
         self.autocast = functools.partial(autocast, self.device, self.dtype)
         self.n_rows = rows
         self.clear()
@@ -156,7 +149,7 @@ class Engine:
         self.cache = Rows(
             self.model.cfg, self.device, self.dtype, self.n_rows if self.compile else 0
         )
-        self.kept: list[CachedPrefix] = []  # texts that have ended, the last of them last
+        self.prefixes: list[Row] = []  # texts that have ended, the last of them last
         self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
         self.reading: list[Sample] = []  # samples whose prompt is read
         self.running: list[Sample] = []  # samples that generate
@@ -171,7 +164,7 @@ class Engine:
         assert self.compile and not self.busy, (
             "an answer would begin with one model and end with another"
         )
-        self.kept = []
+        self.prefixes = []
         for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
             old.data.copy_(new.data)
 
@@ -242,8 +235,8 @@ class Engine:
         generate."""
         while self.waiting and len(self.reading) + len(self.running) < self.n_rows:
             request, s = self.waiting[0]
-            while (short := self.bytes_of(request) > self.spare_bytes()) and self.kept:
-                del self.kept[0]
+            while (short := self.bytes_of(request) > self.spare_bytes()) and self.prefixes:
+                del self.prefixes[0]
             if short and (self.reading or self.running):
                 break
             self.waiting.popleft()
@@ -268,15 +261,8 @@ class Engine:
         ids = (
             request.ids if known else request.ids[: -1 if request.params.prompt_logprobs < 0 else 0]
         )
-        texts = [*(other.row for other in self.running + self.reading if other.row), *self.kept]
-        n, source = max(
-            ((n_shared(text.cached_ids, ids), text) for text in texts),
-            key=itemgetter(0),
-            default=(0, None),
-        )
-        if not known and any(
-            n_shared(other.request.ids, ids) >= n + MIN_SHARED for other in before
-        ):
+        n, source = self.longest_prefix(ids)
+        if not known and any(n_shared(one.request.ids, ids) >= n + MIN_SHARED for one in before):
             return
         n = n if known or n >= MIN_SHARED else 0
         length = request.length if self.compile else len(request.ids)
@@ -293,6 +279,12 @@ class Engine:
         if n == len(request.ids):
             self.reading.remove(sample)
             self.running.append(sample)
+
+    def longest_prefix(self, ids: list[int]) -> tuple[int, Row | None]:
+        """Return (how many of `ids` a text in the cache begins with, that text)."""
+        begun = [sample.row for sample in self.running + self.reading if sample.row]
+        found = ((n_shared(row.cached_ids, ids), row) for row in [*begun, *self.prefixes])
+        return max(found, key=itemgetter(0), default=(0, None))
 
     def read(self, whole: bool) -> None:
         """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole:
@@ -350,26 +342,26 @@ class Engine:
             request.prompt_logprobs += map(dict, map(zip, ids.tolist(), logps.tolist()))
 
     def leave(self, sample: Sample) -> None:
-        """Free the row of a sample; keep a copy of its text, as long as there is memory, for
-        texts that begin so."""
+        """Free the row of a sample; its text stays in the prefix cache as long as there is memory."""
         (self.running if sample in self.running else self.reading).remove(sample)
         row = sample.row
         # The last two: Ctrl-C while it was placed
         if row is None or row.cache is None or row not in row.cache.texts:
             return
-        if not any(text.cached_ids[: len(row.cached_ids)] == row.cached_ids for text in self.kept):
-            self.kept = [
-                text
-                for text in self.kept
-                if row.cached_ids[: len(text.cached_ids)] != text.cached_ids
-            ]
-            if (
-                row.cached_ids
-                and cache_bytes(self.model.cfg, 1, len(row.cached_ids), self.dtype)
-                < self.spare_bytes()
-            ):
-                self.kept = [*self.kept, CachedPrefix(row)][-self.n_rows :]
+        self.save_prefix(row)
         self.cache.leave(row.cache, row.slot)
+
+    def save_prefix(self, row: Row) -> None:
+        """Keep a copy of a text, unless one that is kept begins so; those that it begins with go."""
+        ids = row.cached_ids
+        if any(n_shared(kept.cached_ids, ids) == len(ids) for kept in self.prefixes):
+            return
+        others = [
+            kept for kept in self.prefixes if n_shared(ids, kept.cached_ids) < len(kept.cached_ids)
+        ]
+        self.prefixes = others
+        if ids and cache_bytes(self.model.cfg, 1, len(ids), self.dtype) < self.spare_bytes():
+            self.prefixes = [*others, row.saved(self.model.cfg)][-self.n_rows :]
 
     # ---- one token of each -----------------------------------------------------------------------
 
@@ -446,8 +438,8 @@ class Engine:
     def forward(self, tokens: list[int] | Tensor, parts: list[Part]) -> Tensor:
         """tokens (B,) of the rows of these parts of the cache -> logits (B, V) float32."""
         if self.compile and self.device.type != "cuda":
-            for *_, span in parts:
-                torch._dynamo.maybe_mark_dynamic(span, 0)  # one compiled step for all widths
+            for part in parts:
+                torch._dynamo.maybe_mark_dynamic(part.span, 0)  # one compiled step for all widths
         # A tenth less time per call than no_grad
         lean = nullcontext() if self.compile else torch.inference_mode()
         with lean, self.autocast():
@@ -472,7 +464,7 @@ class Engine:
         free = (
             free_bytes(self.device)
             + self.cache.n_bytes()
-            + sum(text.layers.nbytes for text in self.kept)
+            + sum(text.cache.n_bytes for text in self.prefixes)
         )
         if needed > free:
             raise UserError(
@@ -480,68 +472,11 @@ class Engine:
                 "are free; fewer tokens (a shorter prompt, max_new_tokens) need less"
             )
 
-    @torch.no_grad()
-    def beam_search(self, request: Request) -> Result:
-        """Return the n best texts of num_beams rows, the best first."""
-        K, n = request.params.num_beams, len(request.ids)
-        self.check_memory(K, request.length)
-        cache = KVCache(self.model.cfg, K, request.length, self.device, self.dtype)
-        if self.compile:
-            cache.mark()
-        for begin in range(0, n, CHUNK_TOKENS):
-            self.read_piece(cache, [0], [request], begin, min(begin + CHUNK_TOKENS, n))
-        cache.select(torch.zeros(K, dtype=torch.int64, device=self.device), n)
-        beams = Beams(
-            request.ids, request.params, request.limit, self.model.cfg.vocab_size, self.device
-        )
-        logits = request.logits.expand(K, -1)
-        while True:
-            sampling.check_logits(logits)  # without finite logits no beam is left
-            tokens, parents = beams.advance(logits)
-            if beams.ended:
-                break
-            cache.select(parents, n)
-            logits = self.forward(tokens, [cache.part([n] * K)])
-            n += 1
-        for s, beam in enumerate(beams.finished[: request.params.n]):
-            sample = Sample(request, s, self.tokenizer)
-            for token in beam.ids:
-                sample.push([token], [0.0])
-            request.completions[s] = request.completions[s]._replace(
-                cumulative_logprob=beam.logprob
-            )
-        return request.result()
-
 
 def n_shared(a: list[int], b: list[int]) -> int:
     """Return how many ids two texts begin with together."""
     n = min(len(a), len(b))
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
-
-
-def decode_step(model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
-    """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see CacheStep."""
-    hidden = model.hidden(tokens.unsqueeze(1), CacheStep(parts))
-    return model.lm_head(hidden)[:, 0].float()
-
-
-def compiled_step(model: Transformer) -> Callable:
-    """Return decode_step, compiled for `model`, a copy for inference. Raise UserError if it
-    cannot be compiled."""
-    device_type = model.embed_tokens.weight.device.type
-    if device_type == "cuda":
-        return RecordedStep(model, decode_step)
-    if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        raise UserError(
-            "sample: compile=True needs a C++ compiler; install g++, or set compile=False"
-        )
-    return compiled_whole()
-
-
-@functools.cache
-def compiled_whole() -> Callable:
-    """Return decode_step compiled for each number of rows."""
-    return torch.compile(decode_step, dynamic=False)
 
 
 def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: torch.dtype) -> int:

@@ -14,6 +14,7 @@ others.
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +27,17 @@ from groundup.kernels.attention import (
 )
 from model import ModelConfig
 
-Part = tuple[list[Tensor], list[Tensor], Tensor, Tensor]  # of a CacheStep
-
 MIN_LENGTH = 256  # positions of the smallest cache
 MIN_WIDTH = 64  # attention reads a multiple of so many positions
+
+
+class Part(NamedTuple):
+    """The next position of the first n rows of one cache."""
+
+    keys: list[Tensor]  # of each layer, as in KVCache
+    values: list[Tensor]
+    lengths: Tensor  # (n,) int64: where the position is; max_length leaves a row unchanged
+    span: Tensor  # (width,) the positions that are attended to
 
 
 class KVCache:
@@ -59,6 +67,10 @@ class KVCache:
     def layers(self) -> list[Tensor]:
         return self.keys + self.values
 
+    @property
+    def n_bytes(self) -> int:
+        return sum(x.nbytes for x in self.layers)
+
     def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
         """Positions begin to begin + T of the rows (n,) int64; None = all rows."""
         assert begin + T <= self.max_length, (
@@ -74,12 +86,13 @@ class KVCache:
             n_widths = 1 << (n_widths - 1).bit_length()  # a power of two: few graphs
         width = min(MIN_WIDTH * n_widths, self.max_length)
         at = [n if n >= 0 else self.max_length for n in lengths]
-        return self.keys, self.values, torch.tensor(at, device=self.span.device), self.span[:width]
+        lengths = torch.tensor(at, device=self.span.device)
+        return Part(self.keys, self.values, lengths, self.span[:width])
 
     def step(self, lengths: Tensor, width: int) -> "CacheStep":
         """The next position of the first n rows. lengths (n,) int64: below `width`, or
         max_length to leave a row unchanged. Attention costs as much as `width` positions."""
-        return CacheStep([(self.keys, self.values, lengths, self.span[:width])])
+        return CacheStep([Part(self.keys, self.values, lengths, self.span[:width])])
 
     def mark(self) -> None:
         """Tell torch.compile how a step uses the cache."""
@@ -93,11 +106,6 @@ class KVCache:
         self.keys, self.values = (
             [resized(x, rows) for x in side] for side in (self.keys, self.values)
         )
-
-    def select(self, rows: Tensor, length: int) -> None:
-        """Replace the first `length` positions of each row i by those of row rows[i]."""
-        for layer in self.layers:
-            layer[:, :, :length] = layer[rows, :, :length]
 
 
 def empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -148,47 +156,45 @@ class CacheStep:
 
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
-        self.sizes = [lengths.shape[0] for _, _, lengths, _ in parts]
-        self.rows = [torch.arange(n, device=parts[0][2].device) for n in self.sizes]
+        self.sizes = [part.lengths.shape[0] for part in parts]
+        device = parts[0].lengths.device
+        self.rows = [torch.arange(n, device=device) for n in self.sizes]
         # (n, 1)
-        at = [lengths.clamp(max=span.shape[0] - 1).unsqueeze(1) for _, _, lengths, span in parts]
-        self.where: list[
-            Callable
-        ] = []  # of each cache: q, keys, values -> attention of each row to its own positions
-        for (keys, _, _, span), n in zip(parts, at, strict=True):
-            # See `empty`; to ask the device would break a compiled graph
-            if keys[0].stride(1) <= keys[0].stride(2):
-                starts = (
-                    torch.arange(len(n) + 1, device=n.device, dtype=torch.int32) * keys[0].shape[2]
-                )
-                how = {"starts": starts, "lengths": (n[:, 0] + 1).int(), "width": span.shape[0]}
-                self.where.append(partial(attention_by_length, **how))
-            else:
-                mask = additive_mask(span <= n, keys[0].dtype)[:, None, None]  # (n, 1, 1, width)
-                self.where.append(partial(attend_by_mask, mask=mask))
+        at = [part.lengths.clamp(max=part.span.shape[0] - 1).unsqueeze(1) for part in parts]
+        # q, keys, values -> attention of each row to its own positions
+        self.attentions = [attention_of(*each) for each in zip(parts, at, strict=True)]
         self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)
 
     def layer(self, i: int) -> Callable:
-        return partial(
-            self.attend, [(keys[i], values[i], lengths) for keys, values, lengths, _ in self.parts]
-        )
+        return partial(self.attend, [(part.keys[i], part.values[i]) for part in self.parts])
 
     def attend(
-        self, layer: list[tuple[Tensor, Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
+        self, layers: list[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Store k, v (B, K, 1, D) at each row's length; return the attention of q (B, H, 1, D).
 
-        layer: of each cache the keys and values of a layer, and the lengths."""
+        layers: of each cache the keys and values of a layer."""
         found = []
         new = [(x,) if len(self.parts) == 1 else x.split(self.sizes) for x in (q, k, v)]
-        for (keys, values, lengths), rows, attention, q, k, v in zip(
-            layer, self.rows, self.where, *new, strict=True
-        ):
+        each = zip(layers, self.parts, self.rows, self.attentions, *new, strict=True)
+        for (keys, values), part, rows, attention, q, k, v in each:
             n = q.shape[0]
-            keys[rows, :, lengths] = k[:, :, 0]
-            values[rows, :, lengths] = v[:, :, 0]
+            keys[rows, :, part.lengths] = k[:, :, 0]
+            values[rows, :, part.lengths] = v[:, :, 0]
             found.append(attention(q, keys[:n], values[:n]))
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def attention_of(part: Part, at: Tensor) -> Callable:
+    """Return a function of q, keys and values: the attention of each row up to its position at (n, 1)."""
+    keys = part.keys[0]
+    # See `empty`; to ask the device would break a compiled graph
+    if keys.stride(1) > keys.stride(2):
+        mask = additive_mask(part.span <= at, keys.dtype)[:, None, None]  # (n, 1, 1, width)
+        return partial(attend_by_mask, mask=mask)
+    starts = torch.arange(len(at) + 1, device=at.device, dtype=torch.int32) * keys.shape[2]
+    how = {"starts": starts, "lengths": (at[:, 0] + 1).int(), "width": part.span.shape[0]}
+    return partial(attention_by_length, **how)
 
 
 # ---- texts that come and go ----------------------------------------------------------------------
@@ -206,20 +212,21 @@ class Row:
         """Return the keys, then the values, of the first n positions: of each layer (K, n, D)."""
         return [layer[self.slot, :, :n] for layer in self.cache.layers]
 
-    def copy(self, source: "Row | CachedPrefix", n: int) -> None:
+    def copy(self, source: "Row", n: int) -> None:
         """Take the first n positions from another text, which begins with the same ids."""
         for to, of in zip(self.views(n), source.views(n), strict=True):
             to.copy_(of)
 
-
-class CachedPrefix:
-    """A copy of a text that has ended, for texts that begin as it does."""
-
-    def __init__(self, row: Row) -> None:
-        self.cached_ids, self.layers = row.cached_ids, torch.stack(row.views(len(row.cached_ids)))
-
-    def views(self, n: int) -> Tensor:
-        return self.layers[:, :, :n]
+    def saved(self, cfg: ModelConfig) -> "Row":
+        """Return a copy in a cache of its own, as long as the text."""
+        row, n, like = Row(), len(self.cached_ids), self.cache.keys[0]
+        row.cache, row.slot, row.cached_ids = (
+            KVCache(cfg, 1, n, like.device, like.dtype),
+            0,
+            self.cached_ids,
+        )
+        row.copy(self, n)
+        return row
 
 
 def row_length(cfg: ModelConfig, length: int) -> int:
@@ -241,7 +248,7 @@ class Rows:
         self.caches: dict[int, KVCache] = {}
 
     def n_bytes(self) -> int:
-        return sum(x.nbytes for cache in self.caches.values() for x in cache.layers)
+        return sum(cache.n_bytes for cache in self.caches.values())
 
     def fit(self, row: Row, length: int, together: int = 1) -> None:
         """Give a text room for `length` tokens; it may move to another cache. together: texts

@@ -2,10 +2,17 @@
 
 markdown-it-py reads it, latex2mathml writes its formulas, and nh3 lets through no element, attribute
 or address but those named below. Pictures become links, so that the page loads nothing.
+
+serve.py lets a process of its own do it: some texts take a second, in which others would wait.
 """
 
+import contextlib
 import functools
+import json
+import os
 import re
+import signal
+import sys
 from typing import Any
 
 MAX_CHARS = 50_000  # of a text; what is beyond them is shown as it is
@@ -132,3 +139,16 @@ def render_formula(_: Any, tokens: list, i: int, _options: Any, _env: Any) -> st
         html = escape(begin + token.content + end)
     number = f" ({escape(token.info)})" if "eqno" in token.type else ""
     return f"<p>{html}{number}</p>" if token.block else html
+
+
+def serve() -> None:
+    """Answer the lines of standard input, [text, whole], until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this ends
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(10)  # answers that are written go first
+    for line in sys.stdin:
+        print(json.dumps(to_html(*json.loads(line)) if line.strip() else "ready"), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

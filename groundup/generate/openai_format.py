@@ -104,8 +104,6 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
         if value is not None and value not in allowed:
             raise Refused(400, f"{name}={value!r:.80} is not supported", name)
 
-    # What is asked.
-    model = take(body, "model", str, "")
     tools, settings, echo, proceeds = [], {}, False, False
     if chat:
         prompts = [conversation(body.pop("messages", None))]
@@ -117,51 +115,58 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
     else:
         prompts = texts_or_ids(body.pop("prompt", None))
         echo = take(body, "echo", bool, False)
-    stream = take(body, "stream", bool, False)
-    options = take(body, "stream_options", dict, {})
-    usage = take(options, "include_usage", bool, False)
+    limit_name, limit = token_limit(body, chat)
+    scores_only = echo and limit == 0
+    n = take(body, "n", int, 1)
+    if not 1 <= n <= MAX_N:
+        raise Refused(400, f"n must be from 1 to {MAX_N}, got {n}", "n")
 
-    # Sampling parameters.
-    values = defaults | {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
-    values["seed"] = take(body, "seed", int, -1)
-    values["seed"] = seed if values["seed"] == -1 else values["seed"] % 2**63
-    values["json_object"] = as_json
+    values = defaults | sampling_values(body, seed) | {"json_object": as_json}
+    values["n"] = 1 if values.get("temperature") == 0 else n
+    top = likeliest(body, chat)
+    values |= {"logprobs": top, "prompt_logprobs": top if echo else -1}
+    if limit is not None:
+        values["max_new_tokens"] = 1 if scores_only else limit
+    names = {"max_new_tokens": limit_name} | {ours: name for name, ours in SAMPLING.items()}
+
+    options = take(body, "stream_options", dict, {})
+    asked = ParsedRequest(
+        model=take(body, "model", str, ""),
+        prompts=prompts,
+        params=sampling_params(values, names),
+        n=n,
+        chat=chat,
+        stream=take(body, "stream", bool, False),
+        include_usage=take(options, "include_usage", bool, False),
+        echo=echo,
+        limited=limit is not None,
+        scores_only=scores_only,
+        tools=tools,
+        proceeds=proceeds,
+        template_settings=settings,
+    )
+    log_unknown(body, "")
+    log_unknown(options, "stream_options.")
+    return asked
+
+
+def token_limit(body: dict, chat: bool) -> tuple[str, int | None]:
+    """Return the name and the value of the limit of new tokens; None = there is none."""
+    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
+    return list(limits.items())[-1] if limits else (LIMITS[0], None)
+
+
+def sampling_values(body: dict, seed: int) -> dict:
+    """Return the sampling parameters of a body by our names. seed: if it has none."""
+    values = {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
+    asked = take(body, "seed", int, -1)
+    values["seed"] = seed if asked == -1 else asked % 2**63
     values["stop"] = stop_strings(body.pop("stop", ()))
     stop_ids = body.pop("stop_token_ids", [])
     if stop_ids and not is_ids(stop_ids):
         raise Refused(400, f"stop_token_ids must be ids, got {stop_ids!r:.80}", "stop_token_ids")
     values["stop_token_ids"] = frozenset(stop_ids)
-    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
-    limit_name, limit = list(limits.items())[-1] if limits else ("max_tokens", -1)
-    scores_only = echo and limit == 0
-    if limits:
-        values["max_new_tokens"] = 1 if scores_only else limit
-    top = likeliest(body, chat)
-    values |= {"logprobs": top, "prompt_logprobs": top if echo else -1}
-    n = take(body, "n", int, 1)
-    if not 1 <= n <= MAX_N:
-        raise Refused(400, f"n must be from 1 to {MAX_N}, got {n}", "n")
-    values["n"] = 1 if values.get("temperature") == 0 else n
-    ours = {"max_new_tokens": limit_name} | {our: name for name, our in SAMPLING.items()}
-    params = sampling_params(values, ours)
-
-    log_unknown(body, "")
-    log_unknown(options, "stream_options.")
-    return ParsedRequest(
-        model,
-        prompts,
-        params,
-        n,
-        chat,
-        stream,
-        usage,
-        echo,
-        bool(limits),
-        scores_only,
-        tools,
-        proceeds,
-        settings,
-    )
+    return values
 
 
 def sampling_params(values: dict, names: dict[str, str]) -> SamplingParams:

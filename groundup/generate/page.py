@@ -15,12 +15,12 @@ from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.row_formats import pair_of
 from groundup.files.untrusted import loads
 from groundup.files.usable import pair_problem
-from groundup.generate import markdown
 from groundup.generate.openai_format import Refused, conversation, read_object, take
+from groundup.generate.rendering import LineProcess
 
 PAGE = Path(__file__).with_name("page.html")
 WRITING = threading.Lock()  # two clicks at once
-RENDERING = threading.Lock()  # two answers at once take as long as one after the other
+MARKDOWN = LineProcess("groundup.generate.markdown", seconds=5)
 N_EXAMPLES = 3
 MAX_EXAMPLE = 60  # characters of a question that is offered
 
@@ -54,11 +54,12 @@ def sha256(page: bytes, name: bytes) -> str:
 
 
 def render(raw: bytes) -> dict:
-    """Return {"html", "rest"} of a body {"text", "whole"}, see markdown.to_html."""
+    """Return {"html", "rest"} of a body {"text", "whole"}, see markdown.to_html. What takes too
+    long stays text."""
     body = read_object(raw)
     text, whole = take(body, "text", str, ""), take(body, "whole", bool, True)
-    with RENDERING:
-        html, rest = markdown.to_html(text, whole)
+    answer = MARKDOWN.ask(json.dumps([text, whole]))
+    html, rest = json.loads(answer) if answer else ("", text)
     return {"html": html, "rest": rest}
 
 

@@ -23,40 +23,32 @@ MEMORY_MB = 1000  # beside what it has after that
 MAX_KEPT = 16  # tokenizers with other settings of the template
 
 
-class Renderer:
-    """The process, which is started again if it was ended. May be called by several threads."""
+class LineProcess:
+    """A module of ours in a process of its own, which answers each line with one. It is started when
+    it is needed, and ended when an answer takes too long. May be called by several threads."""
 
-    def __init__(self, directory: Path, seconds: float = templates.RENDER_S) -> None:
-        self.command = [sys.executable, "-m", __name__, str(directory.absolute()), str(seconds)]
+    def __init__(self, module: str, *arguments: str, seconds: float) -> None:
+        self.command = [sys.executable, "-m", module, *arguments]
         self.seconds = seconds
         self.lock = threading.Lock()
         self.process: subprocess.Popen | None = None
 
-    def render(self, messages: list[dict], settings: dict) -> list[int]:
-        """Return the ids of the prompt for an answer. settings: of the template. Raise UserError."""
-        line = json.dumps([messages, settings])
+    def ask(self, line: str) -> str:
+        """Return the answer to a line, "" if the process ends before it."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self.start()
-            answer = self.ask(line, self.seconds + 2)
-        if not answer:
-            limit = f"it takes more than {self.seconds:g} s or {MEMORY_MB} MB"
-            raise UserError(f"tokenizer: the chat template cannot render this: {limit}")
-        found = json.loads(answer)
-        if isinstance(found, str):
-            raise UserError(found)
-        return found
+            return self.exchange(line, self.seconds)
 
     def start(self) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             self.command, stdin=pipe, stdout=pipe, cwd=ROOT, text=True, encoding="utf-8"
         )
-        if not self.ask("", LOAD_S):
-            raise UserError("tokenizer: the process that renders conversations does not start")
+        if not self.exchange("", LOAD_S):
+            raise UserError(f"serve: the process of {self.command[2]} does not start")
 
-    def ask(self, line: str, seconds: float) -> str:
-        """Return the answer to a line, "" if the process ends before it; it is ended in time."""
+    def exchange(self, line: str, seconds: float) -> str:
         timer = threading.Timer(seconds, self.process.kill)
         timer.start()
         try:
@@ -67,6 +59,26 @@ class Renderer:
             return ""
         finally:
             timer.cancel()
+
+
+class Renderer:
+    """Renders conversations with the template of the tokenizer in `directory`."""
+
+    def __init__(self, directory: Path, seconds: float = templates.RENDER_S) -> None:
+        where = str(directory.absolute())
+        self.seconds = seconds
+        self.helper = LineProcess(__name__, where, str(seconds), seconds=seconds + 2)
+
+    def render(self, messages: list[dict], settings: dict) -> list[int]:
+        """Return the ids of the prompt for an answer. settings: of the template. Raise UserError."""
+        answer = self.helper.ask(json.dumps([messages, settings]))
+        if not answer:
+            limit = f"it takes more than {self.seconds:g} s or {MEMORY_MB} MB"
+            raise UserError(f"tokenizer: the chat template cannot render this: {limit}")
+        found = json.loads(answer)
+        if isinstance(found, str):
+            raise UserError(found)
+        return found
 
 
 def serve(directory: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""From logits to tokens: sampling parameters, logit processors, the draw of a token, beam search.
+"""From logits to tokens: sampling parameters, logit processors, the draw of a token.
 
 Pure functions on tensors, called by engine.py. Order and arithmetic are those of transformers,
 bit for bit: banned ids -> repetition, frequency, presence penalty -> the argmax if temperature
@@ -10,7 +10,6 @@ is skipped.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,9 +49,6 @@ class SamplingParams:
     n: int = 1  # samples that are returned
     best_of: int = 0  # samples that are drawn, of which the best n are returned; 0 = n
     best_of_by: str = "sum"  # sum | mean: of the logprobs of a sample's tokens
-    num_beams: int = 1  # more than 1: beam search
-    length_penalty: float = 1.0  # beam search: score = sum of logprobs / length**length_penalty
-    early_stopping: str = "false"  # beam search: false | true | never; see Beams
     logprobs: int = -1  # k >= 0: of every token its own and the k highest; -1 = off
     prompt_logprobs: int = -1  # the same for the prompt's tokens
     skip_special_tokens: bool = True  # in the text; ids keep them
@@ -91,33 +87,23 @@ class SamplingParams:
 
     def _ranges(self) -> list[tuple[str, bool, str]]:
         """Return (name, whether the value is in range, the range in words)."""
-        K = self.num_beams
+        off_or_more = "-1 (off) or more"
         several = f"best_of={self.best_of}" if self.best_of else f"n={self.n}"
-        for_beams = (self.length_penalty, self.early_stopping) != (1, "false")
-        alone = self.temperature == 0 and not self.best_of and not self.stop and self.logprobs == -1
-        alone = alone and not self.json_object
-        # Logits divided or multiplied by more could overflow float32.
         return [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            (
-                "min_new_tokens",
-                0 <= self.min_new_tokens <= self.max_new_tokens,
-                "from 0 to max_new_tokens",
-            ),
+            self._between("min_new_tokens", 0, self.max_new_tokens, "from 0 to max_new_tokens"),
+            # Logits divided or multiplied by more could overflow float32.
             (
                 "temperature",
                 self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
                 "0 (greedy) or from 1e-6 to 1e6",
             ),
             ("top_k", self.top_k >= -1, "positive, or -1 or 0 for off"),
-            *((name, 0 <= getattr(self, name) <= 1, "from 0 to 1") for name in ("top_p", "min_p")),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
-            (
-                "repetition_penalty",
-                1e-6 <= self.repetition_penalty <= 1e6,
-                "from 1e-6 to 1e6 (1 is off)",
-            ),
+            self._between("top_p", 0, 1, "from 0 to 1"),
+            self._between("min_p", 0, 1, "from 0 to 1"),
+            self._between("presence_penalty", -2, 2, "from -2 to 2"),
+            self._between("frequency_penalty", -2, 2, "from -2 to 2"),
+            self._between("repetition_penalty", 1e-6, 1e6, "from 1e-6 to 1e6 (1 is off)"),
             (
                 "stop",
                 all(isinstance(s, str) and s for s in self.stop),
@@ -134,31 +120,14 @@ class SamplingParams:
                 f"0 (as n) or at least n={self.n}",
             ),
             ("best_of_by", self.best_of_by in ("sum", "mean"), "sum or mean"),
-            ("num_beams", K >= 1, "at least 1"),
-            ("length_penalty", -10 <= self.length_penalty <= 10, "from -10 to 10"),
-            (
-                "early_stopping",
-                self.early_stopping in ("false", "true", "never"),
-                "false, true or never",
-            ),
-            *(
-                (name, getattr(self, name) >= -1, "-1 (off) or more")
-                for name in ("logprobs", "prompt_logprobs")
-            ),
-            ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-            (
-                "temperature",
-                K > 1 or self.temperature > 0 or self.n_samples == 1,
-                f"above 0 for {several}",
-            ),
-            (
-                "num_beams",
-                K == 1 or alone,
-                "1 unless temperature is 0 and best_of, stop and logprobs are off",
-            ),
-            ("n", K == 1 or self.n <= K, f"at most num_beams={K}"),
-            ("num_beams", K > 1 or not for_beams, "above 1 for length_penalty and early_stopping"),
+            ("logprobs", self.logprobs >= -1, off_or_more),
+            ("prompt_logprobs", self.prompt_logprobs >= -1, off_or_more),
+            self._between("seed", 0, 2**63 - 1, "from 0 to 2**63 - 1"),
+            ("temperature", self.temperature > 0 or self.n_samples == 1, f"above 0 for {several}"),
         ]
+
+    def _between(self, name: str, least: float, most: float, words: str) -> tuple[str, bool, str]:
+        return name, least <= getattr(self, name) <= most, words
 
 
 class RowParams:
@@ -393,90 +362,3 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     values, ids = logps.topk(min(k, logps.shape[-1]))
     chosen = chosen.unsqueeze(1)
     return torch.cat([chosen, ids], dim=1), torch.cat([logps.gather(1, chosen), values], dim=1)
-
-
-# ---- beam search ---------------------------------------------------------------------------------
-
-
-class Beam(NamedTuple):
-    ids: list[int]  # including the stop id if one ended it
-    score: float  # logprob / len(ids)**length_penalty
-    logprob: float  # sum of the processed log-probabilities
-
-
-class Beams:
-    """Beam search for one prompt with K = num_beams rows.
-
-        beams = Beams(prompt, params, limit, vocab_size, device)  # limit: tokens that a text may get
-        while not beams.ended:
-            tokens, parents = beams.advance(logits)  # then copy row parents[i] of the cache to row i, feed tokens[i]
-        beams.finished                               # at most K, the best first
-
-    Processors act on log-probabilities, as in transformers, so repetition_penalty always
-    multiplies. The search ends with K finished beams if none that runs could get a better score
-    than the worst of them. early_stopping says what it could get: "false" its score at its
-    present length, "never" that at its full length if length_penalty favours long ones; with
-    "true" K finished beams are enough. One beam would not be greedy search: it may pass over an
-    end."""
-
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        limit: int,
-        vocab_size: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        K = params.num_beams
-        self.params, self.limit, self.n_out = params, limit, 0
-        self.rows = RowParams([params] * K, vocab_size, device)
-        self.seen = Seen([prompt] * K, vocab_size, device) if params.has_penalty else None
-        # All rows begin alike, so only the first takes part in the first step.
-        self.running = [Beam([], 0.0, 0.0 if k == 0 else -INF) for k in range(K)]
-        self.finished: list[Beam] = []
-        self.ended = False
-
-    def advance(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (K, V) of the model -> tokens (K,) int64 and parents (K,): the row that each
-        continues."""
-        params, (K, V) = self.params, logits.shape
-        logps = process(logits.float().log_softmax(dim=-1), self.rows, self.seen, self.n_out)
-        sums = torch.tensor([beam.logprob for beam in self.running], device=logits.device)
-        # Of this many candidates at least K go on, whatever number of the others end with a stop
-        # id.
-        width = min(max(2, 1 + len(params.stop_ids)), V) * K
-        found = (logps + sums.unsqueeze(1)).flatten().topk(width)  # likeliest first
-        self.n_out += 1
-        divisor = self.n_out**params.length_penalty
-        go_on: list[tuple[int, Beam]] = []  # with their parents
-        for rank, (total, at) in enumerate(
-            zip(found.values.tolist(), found.indices.tolist(), strict=True)
-        ):
-            parent, token = divmod(at, V)
-            ends = token in params.stop_ids or self.n_out == self.limit
-            if (ends and rank < K and total > -INF) or (not ends and len(go_on) < K):
-                beam = Beam([*self.running[parent].ids, token], total / divisor, total)
-                self.finished.append(beam) if ends else go_on.append((parent, beam))
-        self.finished = sorted(self.finished, key=lambda beam: beam.score, reverse=True)[:K]
-        # Where there are no more texts
-        go_on += [(0, Beam([0] * self.n_out, -INF, -INF))] * (K - len(go_on))
-        self.running = [beam for _, beam in go_on]
-        self.ended = self.n_out == self.limit or self._no_better()
-        tokens = torch.tensor([beam.ids[-1] for beam in self.running], device=logits.device)
-        parents = torch.tensor([parent for parent, _ in go_on], device=logits.device)
-        if self.seen is not None:
-            self.seen.select(parents)
-            self.seen.add(tokens)
-        return tokens, parents
-
-    def _no_better(self) -> bool:
-        """Return whether no running beam is to replace the worst of K finished ones."""
-        params, best = self.params, self.running[0].logprob
-        if len(self.finished) < params.num_beams:
-            return best == -INF
-        hopes_for_length = params.early_stopping == "never" and params.length_penalty > 0
-        length = self.limit if hopes_for_length else self.n_out
-        return (
-            params.early_stopping == "true"
-            or best / length**params.length_penalty <= self.finished[-1].score
-        )

@@ -32,7 +32,7 @@ from groundup.scores.client import Endpoint, Journal, Reply
 from groundup.scores.likelihood import split_over_ranks
 from groundup.scores.text_metrics import standard_error
 from groundup.tokens.pairs import PairReader
-from groundup.tokens.row_reader import read_source
+from groundup.tokens.rows import read_source
 from groundup.train import ranks
 from tokenizer import Tokenizer
 

@@ -21,8 +21,8 @@ from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import split_over_ranks
 from groundup.text import clean
-from groundup.tokens.chat_files import ChatReader
-from groundup.tokens.row_reader import read_source
+from groundup.tokens.conversations import ChatReader
+from groundup.tokens.rows import read_source
 from model import Transformer
 from tokenizer import Tokenizer
 

@@ -14,17 +14,18 @@ from groundup.text.inputs import UNIT_BYTES
 from groundup.text.recipe import Source
 from groundup.text.unit import read_json
 from groundup.text.workers import WorkerLost, wait_for_workers
-from groundup.tokens.chat_files import map_tokens
+from groundup.tokens.text_tokenizer import FILES
 from groundup.tokens.token_files import (
     FORMAT,
     ROWS_FORMAT,
     PackedData,
     TokenData,
+    map_tokens,
     read_manifest,
     token_dtype,
 )
 from groundup.tokens.token_writer import verify, verify_sha256
-from tokenizer import FILES, Tokenizer
+from tokenizer import Tokenizer
 
 # What a damaged directory may raise; UserError is a ValueError.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)

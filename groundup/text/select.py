@@ -21,9 +21,8 @@ from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
 from groundup.text.recipe import Recipe, Source, parse_score
 from groundup.text.unit import EXACT, KEPT, NEAR, ROW, SCORE, Unit
-from groundup.tokens.chat_files import ConversationWriter
 from groundup.tokens.token_files import file_sha256, token_dtype
-from groundup.tokens.token_writer import SHARD_TOKENS, ShardWriter
+from groundup.tokens.token_writer import SHARD_TOKENS, ConversationWriter, ShardWriter
 from tokenizer import Tokenizer
 
 # Most times that a small source is read to train a tokenizer; with more, its rarest words would

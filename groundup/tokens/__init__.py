@@ -4,9 +4,8 @@ In: text, conversations, pairs or prompts of groundup/files or prepare.py. Out: 
 in a seeded order.
 
 Text, for pretrain.py: read batches, corpus, mixture, token_files; token_writer and packing write
-what these read. Rows, for sft, dpo, reward and rl: row_corpus and row_reader, then chat_files and
-conversations, pairs and labelled, prompts. Parts of tokenizer.py: foreign and templates; bpe and
-training make new tokenizers.
+what these read. Rows, for sft, dpo, reward and rl: rows, then conversations, pairs, prompts.
+Tokenizers: text_tokenizer and foreign, templates; bpe and training make new ones.
 """
 
 IGNORE = -100  # a target with this value is not trained on

@@ -304,7 +304,7 @@ class Batches:
     def count_targets(self, step: int) -> int:
         """Return the targets of a step (from 0) over all ranks, computed without communication."""
         samples = np.arange(self.position(step), self.position(step + 1))
-        sources, starts = self.order.start(samples)
+        sources, starts = self.order.starts_of(samples)
         return int(self.corpus.count_targets(sources, starts).sum())
 
     def samples(self, step: int, micro_step: int) -> np.ndarray:
@@ -349,7 +349,7 @@ class Batches:
         for block in itertools.count(first, 32):
             micro_steps = [divmod(k, self.accum_steps) for k in range(block, block + 32)]
             samples = np.stack([self.samples(*step) for step in micro_steps])
-            for sources, starts in zip(*self.order.start(samples), strict=True):
+            for sources, starts in zip(*self.order.starts_of(samples), strict=True):
                 batch = self.corpus.load(sources, starts)
                 if pinned:
                     batch = map_tensors(batch, Tensor.pin_memory)

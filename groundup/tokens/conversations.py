@@ -3,6 +3,10 @@
     --data='chat.jsonl,alpaca.json.gz'     # raw files in any format of row_formats.py
     --data='data/x=0.7,chat/*.jsonl=0.3'   # a directory of prepare.py --kind=chat, and a glob
 
+A directory of prepare.py --kind=chat has the rows and, with --tokenizer_dir, their token files
+(token_files.py). Without those, or with those of another tokenizer, the rows are tokenized when
+training starts, like those of raw files.
+
 A conversation of L ids gives L - 1 inputs. The label of an input is the next id if the mask has it;
 labels are shifted within their conversation, so none crosses a border. A row of block_size inputs
 holds several whole conversations (packed) or one. A conversation that is too long is cut after its
@@ -12,8 +16,11 @@ last complete answer that fits.
 import hashlib
 import itertools
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,15 +28,193 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from groundup.files import row_formats, usable
+from groundup.files.splits import dialogue_text
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
-from groundup.tokens.chat_files import Conversations, read_chat
 from groundup.tokens.corpus import spread
 from groundup.tokens.mixture import Mixture
 from groundup.tokens.packing import pack_rows
-from groundup.tokens.row_corpus import RowCorpus
-from groundup.tokens.row_reader import SourceRows
+from groundup.tokens.rows import (
+    STRANGE,
+    Items,
+    RowCorpus,
+    RowReader,
+    SourceRows,
+    Unusable,
+    read_source,
+)
+from groundup.tokens.token_files import (
+    AGAIN,
+    CONVERSATION_FILES,
+    check_shape,
+    map_tokens,
+    npy_header,
+    read_manifest,
+    token_dtype,
+)
 from tokenizer import Tokenizer
+
+COUNTED = 1000  # conversations whose labels are counted at once
+
+
+def tokenize_chat(messages: list[dict], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids (n,) of the vocabulary's type, mask (n,) uint8); see `Tokenizer.render`."""
+    ids, mask = tokenizer.render(messages)
+    return np.array(ids, token_dtype(tokenizer.vocab_size)), np.array(mask, np.uint8)
+
+
+# ---- many conversations ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The conversations of one split of one source, end to end, in memory or mapped."""
+
+    tokens: np.ndarray  # (n_ids,) uint16 or uint32
+    mask: np.ndarray  # (n_ids,) uint8
+    offsets: np.ndarray  # (n + 1,) int64
+    pad_id: int  # 0 if the tokenizer has none: padding is never read
+    fingerprint: str  # sha256 of all this, the same in memory and mapped
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def ids(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, mask) of conversation i."""
+        begin, end = self.offsets[i : i + 2].tolist()
+        return self.tokens[begin:end], self.mask[begin:end]
+
+
+def make_conversations(
+    arrays: Sequence[np.ndarray], digests: list[str], tokenizer: Tokenizer
+) -> Conversations:
+    """Return the Conversations of (tokens, mask, offsets). digests: sha256 of their .npy files."""
+    tokens, mask, offsets = arrays
+    pad_id = max(tokenizer.pad_id, 0)
+    fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
+    return Conversations(tokens, mask, offsets, pad_id, fingerprint)
+
+
+class InMemory:
+    """Conversations as they are read: ids and masks grow in place, so that memory holds them once.
+
+    lengths: ids of each conversation."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.ids, self.mask, self.lengths = bytearray(), bytearray(), array("q")
+
+    def append(self, item: tuple[np.ndarray, np.ndarray]) -> None:
+        """Append what `tokenize_chat` returned."""
+        ids, mask = item
+        assert ids.dtype == self.dtype and mask.dtype == np.uint8, f"{ids.dtype=} {mask.dtype=}"
+        self.ids += ids.tobytes()
+        self.mask += mask.tobytes()
+        self.lengths.append(len(ids))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def without(self, held_out: np.ndarray) -> "InMemory":
+        """Take out the conversations that held_out (n,) bool marks, and return them."""
+        others, kept = InMemory(self.tokenizer), array("q")
+        begins = np.cumsum([0, *self.lengths])
+        ids = np.frombuffer(self.ids, self.dtype)
+        mask = np.frombuffer(self.mask, np.uint8)
+        end = 0  # of what is kept, which moves to the front
+        for i, (begin, n) in enumerate(zip(begins.tolist(), self.lengths, strict=False)):
+            if held_out[i]:
+                others.append((ids[begin : begin + n], mask[begin : begin + n]))
+            else:
+                ids[end : end + n] = ids[begin : begin + n]
+                mask[end : end + n] = mask[begin : begin + n]
+                kept.append(n)
+                end += n
+        del ids, mask  # a bytearray with a view cannot shrink
+        del self.ids[end * self.dtype.itemsize :], self.mask[end:]
+        self.lengths = kept
+        return others
+
+    def conversations(self) -> Conversations:
+        tokens = np.frombuffer(self.ids, self.dtype)
+        mask = np.frombuffer(self.mask, np.uint8)
+        offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
+        arrays = [tokens, mask, offsets]
+        digests = [sha256_of(array) for array in arrays]
+        return make_conversations(arrays, digests, self.tokenizer)
+
+
+def sha256_of(array: np.ndarray) -> str:
+    """Return the sha256 of the .npy file of an array (n,)."""
+    digest = hashlib.sha256(npy_header(array.dtype, len(array)))
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    digest.update(np.ascontiguousarray(little).data)
+    return digest.hexdigest()
+
+
+def fingerprint_of(digests: list[str], tokenizer_fingerprint: str) -> str:
+    return hashlib.sha256(json.dumps([*digests, tokenizer_fingerprint]).encode()).hexdigest()
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+class ChatReader(RowReader):
+    """Reads conversations that end with the assistant's last turn.
+
+    An item is (ids, mask), or the messages if the reader has no tokenizer."""
+
+    def new_store(self) -> "Items | InMemory":
+        return InMemory(self.tokenizer) if self.tokenizer else Items()
+
+    def item(
+        self, row: object, place: str
+    ) -> tuple[str, list[dict] | tuple[np.ndarray, np.ndarray]]:
+        messages, detail = row_formats.messages_of(row)
+        if detail:
+            raise Unusable(STRANGE, detail)
+        if problem := usable.chat_problem(messages, row):
+            raise Unusable(problem)
+        answered = usable.trim_chat(messages)
+        self.trimmed += len(answered) < len(messages)
+        if not self.tokenizer:
+            return dialogue_text(answered), answered
+        self.left_out += self.tokenizer.left_out(answered)
+        return dialogue_text(answered), tokenize_chat(answered, self.tokenizer)
+
+
+def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRows:
+    """Return the Conversations of raw files or of a directory of prepare.py --kind=chat.
+
+    Use the directory's token files if they are this tokenizer's, else its rows. Raise UserError."""
+    directory = Path(path)
+    reader = ChatReader(tokenizer)
+    if (directory / "manifest.json").exists():
+        manifest = read_manifest(directory, "chat")
+        if manifest.get("tokenizer_fingerprint") == tokenizer.chat_fingerprint():
+            train = map_split(directory, manifest, "train", tokenizer)
+            val = map_split(directory, manifest, "val", tokenizer)
+            reader.check(path, len(train) + len(val))
+            return SourceRows(train, val, reader)
+        if "tokenizer_fingerprint" in manifest:
+            why = "its token files are another tokenizer's; its rows are tokenized again"
+            reader.places.append(f"{directory}: {why}")
+    rows = read_source(path, reader, val_fraction)
+    return SourceRows(rows.train.conversations(), rows.val.conversations(), reader)
+
+
+def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer) -> Conversations:
+    """Return the Conversations in the token files of a split; none if there is no such split."""
+    if split not in manifest["splits"]:
+        return InMemory(tokenizer).conversations()
+    check_shape(directory / "manifest.json", manifest["splits"][split], {"tokens": dict}, AGAIN)
+    entry = manifest["splits"][split]["tokens"]
+    arrays = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)
+    digests = [entry["sha256"][entry[key]] for key in CONVERSATION_FILES]
+    return make_conversations(arrays, digests, tokenizer)
+
 
 # ---- rows ------------------------------------------------------------------------------------
 
@@ -92,8 +277,11 @@ class Rows:
         talks, limit = self.conversations, self.block_size + 1
         lengths = np.diff(talks.offsets)
         labels = np.zeros_like(lengths)
-        if len(talks):
-            labels = np.add.reduceat(talks.mask, talks.offsets[:-1], dtype=np.int64)
+        for first in range(0, len(talks), COUNTED):  # reduceat makes int64 of the mask
+            borders = talks.offsets[first : first + COUNTED + 1]
+            mask = talks.mask[borders[0] : borders[-1]]
+            found = np.add.reduceat(mask, borders[:-1] - borders[0], dtype=np.int64)
+            labels[first : first + COUNTED] = found
         counts: Counter[str] = Counter()
         counts["left out: no answer"] = int((labels == 0).sum())
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():

@@ -3,7 +3,7 @@
 batches.TextCorpus          token files, for pretrain.py
 conversations.ChatCorpus    conversations, for sft.py
 pairs.PairCorpus            preference pairs, for dpo.py and reward.py
-labelled.LabelCorpus        single answers, good or bad, for dpo.py --loss=kto
+pairs.LabelCorpus           single answers, good or bad, for dpo.py --loss=kto
 prompts.PromptCorpus        prompts, for rl.py
 """
 

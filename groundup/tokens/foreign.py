@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -331,7 +331,7 @@ class LibraryTokenizer:
         if not {*self.special_tokens.values()}.isdisjoint(found.ids):
             # a Unigram vocabulary may hold the names of special tokens as words: cut those
             if cuts := [match.start() + 1 for match in self.names.finditer(text)]:
-                return joined(self.encode_spans, text, cuts, place, len)
+                return joined(self, text, cuts, place)
         begins, ends = zip(*found.offsets, strict=True) if found.ids else ((), ())
         return found.ids, list(begins), list(ends)
 
@@ -349,22 +349,16 @@ class LibraryTokenizer:
         return [self.sha256]
 
 
-def joined(
-    encode_spans: Callable[[str, str], Spans],
-    text: str,
-    cuts: Sequence[int],
-    place: str,
-    size: Callable[[str], int],
-) -> Spans:
-    """Return the Spans of a text that is encoded in parts. size: of a part, as the spans count."""
+def joined(engine: Any, text: str, cuts: Sequence[int], place: str) -> Spans:
+    """Return the Spans of a text that an engine encodes in parts."""
     ids, begins, ends, start = [], [], [], 0
     for begin, end in itertools.pairwise([0, *cuts, len(text)]):
         part = text[begin:end]
-        new, part_begins, part_ends = encode_spans(part, INSIDE if begin else place)
+        new, part_begins, part_ends = engine.encode_spans(part, INSIDE if begin else place)
         ids += new
         begins += [start + one for one in part_begins]
         ends += [start + one for one in part_ends]
-        start += size(part)
+        start += engine.position(part, len(part))
     return ids, begins, ends
 
 
@@ -600,38 +594,8 @@ def find_special(
     return next((i for i in candidates if i in special_tokens.values()), default)
 
 
-# ---- more special tokens ---------------------------------------------------------------------
-
-
 def added_token(content: str, token_id: int = -1) -> dict:
     """Return a special token's entry in tokenizer.json, or, without an id, in the config."""
     entry = {"id": token_id} if token_id >= 0 else {}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return entry | {"content": content} | flags | {"special": True}
-
-
-def reserved(n: int, taken: Iterable[str]) -> list[str]:
-    """Return `n` names for special tokens without a meaning, numbered on from those taken."""
-    found = [re.fullmatch(r"<\|reserved_(\d+)\|>", name) for name in taken]
-    start = 1 + max((int(match[1]) for match in found if match), default=-1)
-    return [f"<|reserved_{start + i}|>" for i in range(n)]
-
-
-def with_specials(files: dict[str, bytes], names: list[str], first: int) -> dict[str, bytes]:
-    """Return `files` with the special tokens `names` added; their ids count from `first`."""
-    numbered = list(enumerate(names, start=first))
-    if "tokenizer.json" not in files:
-        config = json.loads(files["tokenizer_config.json"])
-        tokens = config.get("added_tokens_decoder") or {}
-        tokens |= {str(i): added_token(name) for i, name in numbered}
-        config["added_tokens_decoder"] = tokens
-        return files | {"tokenizer_config.json": to_json(config)}
-    # a tokenizer.model beside it is a copy without the new tokens
-    files = {name: content for name, content in files.items() if name != "tokenizer.model"}
-    description = json.loads(files["tokenizer.json"])
-    added = description["added_tokens"]
-    added += [added_token(name, i) for i, name in numbered]
-    # A library that reads the file numbers added tokens on from the size of "vocab", unless they
-    # are in it.
-    description["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
-    return files | {"tokenizer.json": to_json(description)}

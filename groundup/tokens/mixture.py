@@ -20,7 +20,7 @@ import numpy as np
 from groundup.errors import UserError
 from groundup.files.paths import split_names, split_weight
 
-BLOCK = 1024  # samples within which the sources have their exact proportions
+CYCLE = 1024  # samples within which the sources have their exact proportions
 
 
 # ---- the settings data_dir and max_epochs ----------------------------------------------------
@@ -126,7 +126,7 @@ class Sampler:
         # a single source has the same order as the first of several
         self.source = (source,) if source else ()
 
-    def start(self, numbers: np.ndarray) -> np.ndarray:
+    def starts_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return where these samples start, int64 of the same shape."""
         numbers = np.asarray(numbers, dtype=np.int64)
         epochs, positions = np.divmod(numbers, self.per_epoch)
@@ -135,10 +135,10 @@ class Sampler:
             now = epochs == epoch
             words = hash_words(9, "windows", self.seed, int(epoch), *self.source)
             chosen = permute(positions[now], self.per_epoch, words[:8])
-            starts[now] = self.start_of(chosen, int(words[8]))
+            starts[now] = self.place_of(chosen, int(words[8]))
         return starts
 
-    def start_of(self, chosen: np.ndarray, random: int) -> np.ndarray:
+    def place_of(self, chosen: np.ndarray, random: int) -> np.ndarray:
         return chosen
 
 
@@ -157,7 +157,7 @@ class WindowSampler(Sampler):
             need = f"for block_size={block_size}, which needs {2 * block_size + 1}"
             raise UserError(f"data: {few} {need}; prepare more text or lower block_size")
 
-    def start_of(self, chosen: np.ndarray, random: int) -> np.ndarray:
+    def place_of(self, chosen: np.ndarray, random: int) -> np.ndarray:
         return random % self.block_size + chosen * self.block_size
 
 
@@ -165,11 +165,11 @@ class WindowSampler(Sampler):
 
 
 def quotas(weights: np.ndarray) -> np.ndarray:
-    """Return the samples (int64) of each source in a block, by largest remainder."""
-    exact = weights / weights.sum() * BLOCK
+    """Return the samples (int64) of each source in a cycle, by largest remainder."""
+    exact = weights / weights.sum() * CYCLE
     whole = np.floor(exact).astype(np.int64)
     by_remainder = np.argsort(-(exact - whole), kind="stable")  # the first of equal ones
-    whole[by_remainder[: BLOCK - whole.sum()]] += 1
+    whole[by_remainder[: CYCLE - whole.sum()]] += 1
     return whole
 
 
@@ -179,25 +179,25 @@ class Segment(NamedTuple):
     It is a stage, or a part of a stage that ends because a source is exhausted."""
 
     first: int  # its first sample
-    quotas: np.ndarray  # (n_sources,) samples of each source in a block
+    quotas: np.ndarray  # (n_sources,) samples of each source in a cycle
     before: np.ndarray  # (n_sources,) samples of each source before `first`
-    pattern: np.ndarray  # (BLOCK,) source of each sample of a block
-    nth: np.ndarray  # (BLOCK,) how many earlier samples of the block have the same source
+    pattern: np.ndarray  # (CYCLE,) source of each sample of a cycle
+    nth: np.ndarray  # (CYCLE,) how many earlier samples of the cycle have the same source
 
     def counts(self, n: int) -> np.ndarray:
         """Return (n_sources,): samples of each source among the first n of this segment."""
-        blocks, rest = divmod(n, BLOCK)
+        cycles, rest = divmod(n, CYCLE)
         in_rest = np.bincount(self.pattern[:rest], minlength=len(self.quotas))
-        return blocks * self.quotas + in_rest
+        return cycles * self.quotas + in_rest
 
     def reaches(self, source: int, n: int) -> int:
         """Return which sample of this segment (from 0) is the source's n-th (from 0)."""
-        blocks, rest = divmod(n, int(self.quotas[source]))
-        return blocks * BLOCK + int(np.flatnonzero(self.pattern == source)[rest])
+        cycles, rest = divmod(n, int(self.quotas[source]))
+        return cycles * CYCLE + int(np.flatnonzero(self.pattern == source)[rest])
 
 
 class Mixture:
-    """The order of all samples, with exact proportions of the sources in every BLOCK samples.
+    """The order of all samples, with exact proportions of the sources in every CYCLE samples.
 
     samplers: one per source. stages: (first sample, weight of each source), ascending from 0.
     limits: most samples of each source. When a source is exhausted, the others take over its
@@ -255,12 +255,12 @@ class Mixture:
         for source in np.flatnonzero(weights):
             if not share[source]:
                 small = f"weight {weights[source] / weights.sum():.2g} of {self.names[source]}"
-                why = f"is too small: shares are multiples of 1/{BLOCK}"
+                why = f"is too small: shares are multiples of 1/{CYCLE}"
                 raise UserError(f"data: {small} {why}; raise it or leave the source out")
         keys = hash_words(8, "pattern", self.seed, len(self.segments))
-        order = permute(np.arange(BLOCK), BLOCK, keys)
+        order = permute(np.arange(CYCLE), CYCLE, keys)
         pattern = np.repeat(np.arange(len(share)), share)[order]
-        nth = np.empty(BLOCK, dtype=np.int64)
+        nth = np.empty(CYCLE, dtype=np.int64)
         for source, n in enumerate(share):
             nth[pattern == source] = np.arange(n)
         return Segment(first, share, before, pattern, nth)
@@ -272,20 +272,20 @@ class Mixture:
         which = np.searchsorted(self.firsts, samples, side="right") - 1
         for k in np.unique(which):
             now, segment = which == k, self.segments[k]
-            blocks, in_block = np.divmod(samples[now] - segment.first, BLOCK)
-            source = segment.pattern[in_block]
+            cycles, in_cycle = np.divmod(samples[now] - segment.first, CYCLE)
+            source = segment.pattern[in_cycle]
             sources[now] = source
-            earlier = segment.before[source] + blocks * segment.quotas[source]
-            numbers[now] = earlier + segment.nth[in_block]
+            earlier = segment.before[source] + cycles * segment.quotas[source]
+            numbers[now] = earlier + segment.nth[in_cycle]
         return sources, numbers
 
-    def start(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def starts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, where the samples start in them), int64, of samples of any shape."""
         sources, numbers = self.locate(samples)
         starts = np.empty_like(numbers)
         for source in np.unique(sources):
             now = sources == source
-            starts[now] = self.samplers[source].start(numbers[now])
+            starts[now] = self.samplers[source].starts_of(numbers[now])
         return sources, starts
 
     def counts(self, n_samples: int) -> np.ndarray:
@@ -302,7 +302,7 @@ class Mixture:
         """Return {step (from 1): {source: share}} of the steps in which a new pattern begins."""
         found = {}
         for segment in self.segments:
-            shares = (segment.quotas / BLOCK).tolist()
+            shares = (segment.quotas / CYCLE).tolist()
             step = segment.first // samples_per_step + 1
             found[step] = dict(zip(self.names, shares, strict=True))
         return found

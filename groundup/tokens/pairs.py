@@ -7,8 +7,15 @@ Both sides of a pair have the same prompt, up to the opened turn of the assistan
 sft.py learns of it: the ids that the renderer marks, with those that end the turn. Left out: a pair
 whose longer side does not fit in block_size, and one whose row says that an answer was cut off. A
 row may have a number `margin`: how much better the chosen answer is, on any scale.
+
+dpo.py --loss=kto learns from single answers, good or bad. A row is a conversation with `label`
+(trl) or `kto_tag` (LLaMA-Factory), true or false, 1 or 0, about its last answer; or a pair, which
+is a good and a bad answer. In memory an answer is a pair: `chosen` is the answer, `rejected` the
+answer to another prompt, with which KTO estimates how far the model has moved, and `margin` is the
+label, 1 or -1.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -18,19 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groundup.errors import UserError
 from groundup.files import row_formats, text_keys, usable
 from groundup.files.splits import dialogue_text
 from groundup.tokens.batches import map_tensors
-from groundup.tokens.chat_files import fingerprint_of, sha256_of
-from groundup.tokens.conversations import columns_for
+from groundup.tokens.conversations import columns_for, fingerprint_of, sha256_of
 from groundup.tokens.corpus import spread
 from groundup.tokens.mixture import Sampler, hash_words, permute
-from groundup.tokens.row_corpus import RowCorpus
-from groundup.tokens.row_reader import STRANGE, RowReader, Unusable
+from groundup.tokens.rows import STRANGE, RowCorpus, RowReader, Unusable
 from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer, split_answer
 
-WINDOW = 64  # batches of the seeded order within which pairs are sorted by length
+SORTED_STEPS = 64  # consecutive steps whose pairs are sorted by length
 PROBLEMS = {  # of row_formats.pair_of, and how they are counted; with others a row is STRANGE
     "empty answer": "empty answer",
     "chosen and rejected are the same": "equal answers",
@@ -53,7 +59,7 @@ class Tokenized(NamedTuple):
     given: tuple[int, int] = (0, 0)
 
 
-def tokenize(pair: usable.Pair, tokenizer: Tokenizer) -> Tokenized:
+def tokenize_pair(pair: usable.Pair, tokenizer: Tokenizer) -> Tokenized:
     """Return the ids of a pair: its text cannot open or close a turn, see `Tokenizer.render`."""
     prompt, chosen = tokenize_answer(pair.prompt, pair.chosen, tokenizer)
     other_prompt, rejected = tokenize_answer(pair.prompt, pair.rejected, tokenizer)
@@ -97,7 +103,7 @@ class PairReader(RowReader):
 
     def item(self, row: object, place: str) -> tuple[str, Tokenized]:
         pair = read_pair(row)
-        ids = tokenize(pair, self.tokenizer)
+        ids = tokenize_pair(pair, self.tokenizer)
         length = len(ids.prompt) + max(len(ids.chosen), len(ids.rejected))
         if length > self.longest:
             raise Unusable(f"does not fit in block_size={self.longest}", f"{length} tokens")
@@ -222,31 +228,31 @@ def load_pairs(
 class LengthSampler(Sampler):
     """A Sampler that brings pairs of similar length together, so that batches need less padding.
 
-    An epoch is cut into windows of WINDOW batches. Within a window the pairs are sorted by T (eight
-    values) and cut into batches, which come in a seeded order, so that long and short ones
-    alternate. Every epoch has each pair once, in other batches. With one source these are the
-    batches of the steps.
+    An epoch is cut into stretches of SORTED_STEPS steps. Within a stretch the pairs are sorted by T
+    (eight values) and cut into steps, which come in a seeded order, so that long and short ones
+    alternate. Every epoch has each pair once, in other steps. With several sources a step takes a
+    part of its pairs from each.
 
-    columns: (n,) int64, T of each pair. batch: pairs per step.
+    columns: (n,) int64, T of each pair.
     """
 
-    def __init__(self, columns: np.ndarray, batch: int, seed: int, source: int) -> None:
+    def __init__(self, columns: np.ndarray, pairs_per_step: int, seed: int, source: int) -> None:
         super().__init__(len(columns), seed, source)
         self.columns = columns
-        self.batch = batch
-        self.number = source
-        # two threads ask for the same windows many times
+        self.pairs_per_step = pairs_per_step
+        self.source_number = source
+        # two threads ask for the same stretches many times
         self.sorted = lru_cache(maxsize=8)(self._sorted)
 
-    def start(self, numbers: np.ndarray) -> np.ndarray:
+    def starts_of(self, numbers: np.ndarray) -> np.ndarray:
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch_begin = numbers - numbers % self.per_epoch
-        # windows begin with a step, and none holds two epochs
-        size = WINDOW * self.batch
-        aligned = epoch_begin - epoch_begin % self.batch
-        window = aligned + (numbers - aligned) // size * size
-        begins = np.maximum(epoch_begin, window)
-        ends = np.minimum(epoch_begin + self.per_epoch, window + size)
+        # stretches begin with a step, and none holds two epochs
+        size = SORTED_STEPS * self.pairs_per_step
+        aligned = epoch_begin - epoch_begin % self.pairs_per_step
+        stretch = aligned + (numbers - aligned) // size * size
+        begins = np.maximum(epoch_begin, stretch)
+        ends = np.minimum(epoch_begin + self.per_epoch, stretch + size)
         rows = np.empty_like(numbers)
         for begin in np.unique(begins):
             now = begins == begin
@@ -255,16 +261,16 @@ class LengthSampler(Sampler):
         return rows
 
     def _sorted(self, begin: int, end: int) -> np.ndarray:
-        """Return the rows for the numbers of a window, (end - begin,) int64."""
-        rows = super().start(np.arange(begin, end))
+        """Return the rows for the numbers of a stretch, (end - begin,) int64."""
+        rows = super().starts_of(np.arange(begin, end))
         rows = rows[np.argsort(self.columns[rows], kind="stable")]
-        step = begin - begin % self.batch
-        borders = np.arange(step, end + self.batch, self.batch).clip(begin, end)
-        sizes = np.diff(borders)
-        keys = hash_words(8, "lengths", self.seed, self.number, begin)
+        first = begin - begin % self.pairs_per_step  # of the step that it begins with
+        borders = np.arange(first, end + self.pairs_per_step, self.pairs_per_step)
+        sizes = np.diff(borders.clip(begin, end))
+        keys = hash_words(8, "lengths", self.seed, self.source_number, begin)
         order = permute(np.arange(len(sizes)), len(sizes), keys)
-        batches = np.split(rows, np.cumsum(sizes[order])[:-1])
-        return np.concatenate([batches[k] for k in np.argsort(order)])
+        steps = np.split(rows, np.cumsum(sizes[order])[:-1])
+        return np.concatenate([steps[k] for k in np.argsort(order)])
 
 
 # ---- the sources of a run --------------------------------------------------------------------
@@ -337,3 +343,91 @@ def batches_by_length(
     for chosen in spread(len(rows), batch_size, eval_steps, rank, world_size):
         pairs = by_length[chosen]
         yield load_pairs(splits, sources[pairs], rows[pairs])
+
+
+# ---- single answers --------------------------------------------------------------------------
+
+
+class LabelReader(PairReader):
+    """Reads labelled answers, and pairs as two of them. An item is a list without `rejected`."""
+
+    noun = "labelled answer or preference pair"
+    kinds = ("preference", "chat")
+
+    def item(self, row: object, place: str) -> tuple[str, list[Tokenized]]:
+        label = usable.label_of(row)
+        if label is None:
+            text, pair = super().item(row, place)
+            answers = []
+            for ids, n, label in zip(pair[1:3], pair.given, (1.0, -1.0), strict=True):
+                prompt = np.concatenate([pair.prompt, ids[:n]])
+                answers.append(Tokenized(prompt, ids[n:], ids[:0], label))
+            return text, answers
+
+        messages, detail = row_formats.messages_of(row)
+        if detail:
+            raise Unusable(STRANGE, detail)
+        every = [message | {"learn": True} for message in messages]  # the label is of the last one
+        if problem := usable.chat_problem(every):
+            raise Unusable(problem)
+        *prompt, answer = usable.trim_chat(messages)
+        if not usable.is_learned(answer) or not usable.is_learned(row, usable.ROW_WEIGHTS):
+            raise Unusable("bad answer", "its weight is 0")
+        if not prompt:
+            raise Unusable("answer without a prompt")
+        self.trimmed += len(messages) > len(prompt) + 1
+        before, learned = tokenize_answer(prompt, answer["content"], self.tokenizer)
+        length = len(before) + len(learned)
+        if length > self.longest:
+            raise Unusable(f"does not fit in block_size={self.longest}", f"{length} tokens")
+        ids = Tokenized(before, learned, learned[:0], 1.0 if label else -1.0)
+        return dialogue_text(prompt), [ids]
+
+
+class LabelCorpus(PairCorpus):
+    """The labelled answers that a `data` string names; see PairCorpus."""
+
+    def reader(self) -> LabelReader:
+        return LabelReader(self.tokenizer, self.block_size)
+
+    def lay_out(self, name: str, items: list[list[Tokenized]]) -> Pairs:
+        answers = [answer for item in items for answer in item]
+        n = range(len(answers))
+        return super().lay_out(name, [with_other(answers, i, self.block_size, name) for i in n])
+
+    side = 1  # of the pairs: 1 = the answers, 2 = those to other prompts
+
+    def load(self, sources: np.ndarray, rows: np.ndarray) -> PairBatch:
+        """Return the micro-batch of these answers."""
+        return load_pairs(self.train, sources, rows, sides=(self.side,))
+
+    def others(self) -> "LabelCorpus":
+        """Return the same prompts, in the same order, with answers to other prompts."""
+        corpus = copy.copy(self)
+        corpus.side = 2
+        return corpus
+
+    def balance(self, weight: float) -> list[str]:
+        """Return the numbers of good and bad answers, and a warning if they are out of balance."""
+        labels = np.concatenate([data.margin for data in self.train])
+        good, bad = int((labels > 0).sum()), int((labels < 0).sum())
+        lines = [f"labels      {good:,} good answers, {bad:,} bad ones, for training"]
+        # section 4.2 of the paper: weighted good answers per bad one should be from 1 to 4/3
+        if not 0.99 <= weight * good / max(1, bad) <= 4 / 3:
+            low = bad / max(1, good)
+            advice = f"desirable_weight from {low:.2f} to {4 / 3 * low:.2f}"
+            lines.append(f"warning     KTO's authors advise {advice} for these")
+        return lines
+
+
+def with_other(answers: Sequence[Tokenized], i: int, longest: int, name: str) -> Tokenized:
+    """Return answer i with an answer to another prompt, cut where the context ends.
+
+    The search begins half the rows further on: neighbours may have the same prompt or subject."""
+    n, prompt = len(answers), answers[i].prompt
+    for k in range(n):
+        other = answers[(i + n // 2 + k) % n]
+        if not np.array_equal(other.prompt, prompt):
+            return answers[i]._replace(rejected=other.chosen[: longest - len(prompt)])
+    need = "kto needs answers to two prompts at least, for training and for validation"
+    raise UserError(f"data: {name}: {need}")

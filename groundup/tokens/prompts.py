@@ -20,8 +20,7 @@ from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import with_system
 from groundup.tokens.mixture import Mixture
-from groundup.tokens.row_corpus import RowCorpus
-from groundup.tokens.row_reader import RowReader, Unusable
+from groundup.tokens.rows import RowCorpus, RowReader, Unusable
 from groundup.tokens.templates import take_tools
 from tokenizer import Tokenizer
 
@@ -122,6 +121,6 @@ class PromptCorpus(RowCorpus):
 
     def take(self, order: Mixture, samples: np.ndarray) -> list[Prompt]:
         """Return the prompts of these samples (n,)."""
-        sources, rows = order.start(samples)
+        sources, rows = order.starts_of(samples)
         places = zip(sources.tolist(), rows.tolist(), strict=True)
         return [self.train[source].prompts[row] for source, row in places]

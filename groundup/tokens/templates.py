@@ -17,18 +17,22 @@ Calls of tools come as text in the form of our own models; a template that knows
 OpenAI's form, with ids that Mistral's templates take.
 """
 
+import itertools
 import json
 import re
+import signal
+import sys
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cache
 from typing import Any, NamedTuple
 
 from groundup.errors import UserError
 from groundup.files import TOOLS_HEAD, TOOLS_TAIL
-from groundup.files.untrusted import loads, time_limit, why_unusable
+from groundup.files.untrusted import loads, why_unusable
 
 # Unicode's noncharacters: in no text that is meant to be read
 GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -43,6 +47,14 @@ NOT_WRITTEN = {
 OUR_CHARACTERS = re.compile("[\ufdd0-\ufdd5]")
 RENDER_S = 4  # at most, for one conversation; thousands of messages take less than one
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+CALL_OF_F = "<tool_call>\n" + '{"name": "f", "arguments": {"x": 1}}' + "\n</tool_call>"
+PROBED = [  # conversations that reach most branches of a template
+    TRIAL,
+    [{"role": "system", "content": "c"}, *TRIAL, TRIAL[0]],
+    [TRIAL[0], {"role": "assistant", "content": CALL_OF_F}, {"role": "tool", "content": "r"}],
+    [TRIAL[0], {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"}],
+]
 # what a template may read that is no setting
 GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "loop"}
 # A block of thoughts that a prompt opens for the model, closed or not
@@ -114,6 +126,7 @@ class ChatTemplate:
             RecursionError,
             MemoryError,
         )
+        self.others: tuple = ()  # what stood around the last answer that was looked for
         self.too_slow = ""  # the error, once a conversation has taken too long
         self._find_markers(source, list(specials), list(words), strips or {})
         self.closing = self._find_closing()
@@ -274,14 +287,18 @@ class ChatTemplate:
 
         It begins with what the template opens for the model (with a block of thoughts that the
         model does not write itself) and ends with the markers that end the turn."""
-        asked = self.text(messages[:i], tools, True) if i else ""
-        words = {"role": "assistant", "content": BEGIN}
-        try:
-            other = self.text([*messages[:i], words, *messages[i + 1 :]], tools, prompt)
-        except UserError:
-            if span := self.call(text, messages, i, tools, prompt):
-                return span
-            raise
+        others = (messages[:i], messages[i + 1 :], tools, prompt)
+        if others != self.others:  # those of a pair's two answers are the same
+            asked = self.text(messages[:i], tools, True) if i else ""
+            words = {"role": "assistant", "content": BEGIN}
+            try:
+                other = self.text([*messages[:i], words, *messages[i + 1 :]], tools, prompt)
+            except UserError:
+                if span := self.call(text, messages, i, tools, prompt):
+                    return span
+                raise
+            self.others, self.around = others, (asked, other)
+        asked, other = self.around
         before, found, after = other.partition(BEGIN)
         # If this answer has another block of thoughts than the one that the prompt opens, the model
         # writes the whole block.
@@ -352,6 +369,25 @@ class ChatTemplate:
         return [begin + 1 for begin in begins if self.word.match(clean, begin)]
 
 
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after so many seconds. Only the main thread gets signals."""
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def one_of(names: list[str]) -> str:
     """Return the regular expression of any of these names, the longest that is there."""
     if not names:
@@ -384,10 +420,21 @@ def learned_spans(spans: list[Span], messages: Sequence[dict]) -> list[Span]:
 
 @cache
 def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
-    """Return why a template cannot be used, "" if it writes a short conversation within bounds."""
+    """Return why a template cannot be used, "" if it writes short conversations within bounds.
+
+    They reach most of its branches, in a copy of this process that has little time and memory. What
+    is left, a loop over what a row says, is stopped by the time limit of `ChatTemplate.text`."""
 
     def render() -> None:
-        environment().from_string(source).render(messages=TRIAL, **dict(variables))
+        template = environment().from_string(source)
+        for talk, tools, prompt in itertools.product(PROBED, (None, TOOLS), (False, True)):
+            given = {"messages": with_tools(talk)[0], "tools": tools}
+            try:
+                template.render(**given, add_generation_prompt=prompt, **dict(variables))
+            except MemoryError:
+                raise
+            except Exception:  # it may refuse some of them
+                continue
 
     return why_unusable(render)
 
@@ -479,6 +526,7 @@ def objects(lines: list[str]) -> list[dict] | None:
 def environment() -> Any:
     """Return Jinja's sandbox with what transformers adds to it."""
     from jinja2 import nodes
+    from jinja2.compiler import CodeGenerator
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -504,8 +552,34 @@ def environment() -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    class NothingComputed(CodeGenerator):
+        """Compiles only what is written out: 'a' * 4000000000 would be computed here."""
+
+        def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+            if not isinstance(node, nodes.TemplateData | nodes.Const):
+                raise nodes.Impossible
+            return super()._output_child_to_const(node, frame, finalize)
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """The sandbox, quicker at what templates do most: read a message, ask a text."""
+
+        code_generator_class = NothingComputed
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+                return obj[attribute]
+            return super().getattr(obj, attribute)
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            if type(obj) is str:
+                return not attr.startswith("_")
+            return super().is_safe_attribute(obj, attr, value)
+
+    made = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+        optimized=False,
     )
     made.filters["tojson"] = to_json
     # each ChatTemplate has a date of its own

@@ -14,6 +14,12 @@ The last shard of a split ends with one more <|endoftext|>, so that the end of t
 learned too. Documents do not cross shards; windows do. Each named source (wiki, code) has such
 files in a directory of its own name. token_writer.py writes the files; packing.py adds rows of
 whole documents (`PackedData`).
+
+Of conversations (--kind=chat) there are, in the order of the rows in train.jsonl:
+
+    train_00000.npy        ids of all conversations end to end
+    train_00000.mask.npy   uint8, 1 for ids of the assistant's turns
+    train_00000.off.npy    int64, n + 1: where each conversation begins, and where the last ends
 """
 
 import hashlib
@@ -56,8 +62,9 @@ TEXT = {
     "sources?": {"*": TOTAL | {"weight?": is_weight}},
     "info": dict,
 }
+CONVERSATION_FILES = ("file", "mask", "offsets")  # their keys in a manifest
 CHAT_TOKENS = {"ids": is_count, "conversations": is_count, "sha256": SUMS}
-CHAT_TOKENS |= dict.fromkeys(("file", "mask", "offsets"), is_inside)
+CHAT_TOKENS |= dict.fromkeys(CONVERSATION_FILES, is_inside)
 ROW_SPLIT = {"file": is_inside, "rows": is_count, "bytes": is_count, "sha256": str}
 ROWS = {
     "vocab_size?": is_count,
@@ -209,6 +216,18 @@ def map_checked(
     array = map_array(directory / name, dtype, length)
     verify_sha256(directory / name, sha256.get(name))
     return array
+
+
+def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:
+    """Return (tokens, mask, offsets) of a split, mapped. entry: the manifest's.
+
+    Raise UserError if they are not as they were written: all of them are read now."""
+    kinds = (dtype, "uint8", "int64")
+    lengths = (entry["ids"], entry["ids"], entry["conversations"] + 1)
+    return [
+        map_checked(directory, entry[key], entry["sha256"], kind, length)
+        for key, kind, length in zip(CONVERSATION_FILES, kinds, lengths, strict=True)
+    ]
 
 
 def block_sums(tokens: np.ndarray) -> np.ndarray:

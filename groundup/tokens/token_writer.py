@@ -9,6 +9,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.tokens.token_files import (
+    CONVERSATION_FILES,
     FORMAT,
     TokenData,
     block_sums,
@@ -193,6 +194,36 @@ def source_entry(name: str, shards: list[dict], weights: Mapping[str, float]) ->
     own = [s for s in shards if s["split"] == "train" and s["source"] == name]
     entry = {total: sum(shard[total] for shard in own) for total in TOTALS}
     return entry | ({"weight": weights[name]} if weights else {})
+
+
+# ---- conversations ---------------------------------------------------------------------------
+
+
+class ConversationWriter:
+    """Writes the token files of a split, conversation by conversation."""
+
+    def __init__(self, directory: Path, split: str, dtype: np.dtype) -> None:
+        start = directory / f"{split}_00000"
+        self.tokens = NpyWriter(Path(f"{start}.npy"), dtype)
+        self.mask = NpyWriter(Path(f"{start}.mask.npy"), np.uint8)
+        self.offsets = NpyWriter(Path(f"{start}.off.npy"), np.int64)
+        self.offsets.add([0])
+
+    def add(self, ids: np.ndarray, mask: np.ndarray) -> None:
+        self.tokens.add(ids)
+        self.mask.add(mask)
+        self.offsets.add([self.tokens.length])
+
+    def close(self) -> dict:
+        """Complete the files and return their entry for the manifest."""
+        entry = {"ids": self.tokens.length, "conversations": self.offsets.length - 1, "sha256": {}}
+        for key, file in zip(
+            CONVERSATION_FILES, (self.tokens, self.mask, self.offsets), strict=True
+        ):
+            file.close()
+            entry[key] = file.path.name
+            entry["sha256"][file.path.name] = file_sha256(file.path)
+        return entry
 
 
 # ---- check -----------------------------------------------------------------------------------

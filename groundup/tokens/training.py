@@ -16,12 +16,18 @@ from groundup.tokens.foreign import (
     in_chars,
     merge_words,
     read_bpe,
-    reserved,
     to_json,
-    with_specials,
 )
-from tokenizer import CONFIG, FAST, SPECIALS, Tokenizer
+from groundup.tokens.text_tokenizer import FAST
+from tokenizer import CHAT_TEMPLATE, SPECIALS, Tokenizer, reserved, with_specials
 
+CONFIG = {  # the part of tokenizer_config.json that both backends share
+    "bos_token": "<|endoftext|>",
+    "eos_token": "<|endoftext|>",
+    "pad_token": "<|pad|>",
+    "clean_up_tokenization_spaces": False,
+    "chat_template": CHAT_TEMPLATE,
+}
 SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special tokens
 
 

@@ -14,8 +14,8 @@ import torch
 
 from groundup.errors import UserError, listed, say
 from groundup.files.untrusted import read_json
+from groundup.tokens.text_tokenizer import TextTokenizer
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer
 
 # Other settings, with the values that model.py computes. Absent means the first.
 FIXED = {
@@ -56,7 +56,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def to_hf_config(
-    cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
+    cfg: ModelConfig, tokenizer: TextTokenizer, dtype: torch.dtype = torch.float32
 ) -> dict:
     """Return the content of config.json, with the names of transformers 5 and of transformers 4."""
     # The tokenizer has -1 for a special token that it lacks.

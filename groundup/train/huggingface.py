@@ -26,6 +26,7 @@ from torch import Tensor
 
 from groundup.errors import UserError, listed, naming, say
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
+from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import lora, ranks
 from groundup.train.config_json import (
     from_hf_config,
@@ -37,7 +38,6 @@ from groundup.train.config_json import (
 from groundup.train.device import SkipInit
 from groundup.train.lora import LoRAConfig, lora_config_of
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer
 
 DTYPES = ("F32", "F16", "BF16")  # safetensors' names; float32 holds each exactly
 PREFIX = "base_model.model."  # peft puts this before Hugging Face's names
@@ -70,7 +70,7 @@ def stored_weights(model: Transformer) -> dict[str, Tensor]:
 def write_model(
     directory: Path,
     model: Transformer,
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     base: str | Path = "",  # directory of the frozen weights of a model with adapters
     dtype: torch.dtype = torch.float32,
     weights: dict[str, Tensor] | None = None,  # a copy of stored_weights, if training goes on
@@ -90,7 +90,11 @@ def write_model(
 
 
 def write_settings(
-    directory: Path, cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype, base: str | Path
+    directory: Path,
+    cfg: ModelConfig,
+    tokenizer: TextTokenizer,
+    dtype: torch.dtype,
+    base: str | Path,
 ) -> None:
     """Write what a model directory holds beside its weights."""
     tokenizer.save(directory)
@@ -105,7 +109,7 @@ def write_settings(
     write_json(directory / "generation_config.json", json.loads(tokenizer.generation_config) | ids)
 
 
-def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_saves(cfg: ModelConfig, tokenizer: TextTokenizer) -> None:
     """Raise UserError now, not at the first save, if these settings would not be read back."""
     # Write them, read them, compare: this also covers what an edited model.py or tokenizer adds.
     with tempfile.TemporaryDirectory() as directory:
@@ -113,7 +117,7 @@ def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:
         read = from_hf_config(Path(directory, "config.json"))
         if read != replace(cfg, dropout=0.0):  # dropout is of a training run, not of the model
             raise UserError(f"checkpoint: {cfg} would be saved as {read}")
-        if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
+        if TextTokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
             raise UserError("checkpoint: the tokenizer's files do not give back its ids")
 
 
@@ -532,7 +536,7 @@ def load_adapter(model: Transformer, directory: Path) -> None:
 # ---- start a run from a directory ---------------------------------------------------------------
 
 
-def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
+def count_known_ids(source: Path, tokenizer: TextTokenizer, whose: str) -> int:
     """Return how many of the tokenizer's ids the weights in `source` were trained with.
 
     All, or the first ones if it extends their tokenizer. whose: its owner, for the message."""
@@ -543,7 +547,7 @@ def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
             raise UserError(f"config: {what}")
         return n_rows
     # The same tokenizer: rows that only pad the vocabulary count as known.
-    known = Tokenizer.load(directory)
+    known = TextTokenizer.load(directory)
     if known.fingerprint() == tokenizer.fingerprint():
         return n_rows
 
@@ -556,9 +560,9 @@ def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
     raise UserError(f"config: {what}; rerun prepare.py with --tokenizer_dir={source}")
 
 
-def check_teacher(teacher: Path, tokenizer: Tokenizer) -> None:
+def check_teacher(teacher: Path, tokenizer: TextTokenizer) -> None:
     """Raise UserError if the token ids of the model to learn from mean other text."""
-    other = Tokenizer.load(tokenizer_dir(teacher))
+    other = TextTokenizer.load(tokenizer_dir(teacher))
     if other.fingerprint() != tokenizer.fingerprint():
         sizes = f"{other.vocab_size:,} and {tokenizer.vocab_size:,} token ids"
         what = f"{teacher} and the student have different tokenizers ({sizes})"
@@ -597,7 +601,7 @@ def load_resumed(model: Transformer, path: Path) -> None:
     load_on_ranks(load_weights, model, path)
 
 
-def load_start(model: Transformer, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
+def load_start(model: Transformer, source: Path, n_known: int, tokenizer: TextTokenizer) -> None:
     """Load the weights that a new run starts from. Rows of ids from n_known on are new."""
     # The common case needs no second model.
     same_rows = load_config(source).vocab_size == model.cfg.vocab_size == n_known
@@ -615,12 +619,12 @@ def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> 
     together(load)(model, *args)
 
 
-def load_with_new_rows(model: Transformer, source: Path, n_known: int, tok: Tokenizer) -> None:
+def load_with_new_rows(model: Transformer, source: Path, n_known: int, tok: TextTokenizer) -> None:
     """Load `source` through a second model, in which new rows are made (lora.resize_vocab)."""
     # {id: known ids of its text} of new ordinary tokens. Special tokens have no text.
     pieces = {i: token for i, token in tok.engine.token_bytes.items() if i >= n_known}
     if pieces:
-        split = Tokenizer.load(tokenizer_dir(source)).encode_token
+        split = TextTokenizer.load(tokenizer_dir(source)).encode_token
         pieces = {i: split(token) for i, token in pieces.items()}
     start = load_model(source, block_size=model.cfg.block_size)
     lora.resize_vocab(start, model.cfg.vocab_size, n_known, pieces)

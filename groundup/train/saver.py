@@ -28,6 +28,7 @@ from torch import Tensor
 
 from groundup.errors import UserError, reason_of
 from groundup.files.disk import free_name, housekeeping, sync
+from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import fsdp, huggingface, ranks
 from groundup.train.checkpoint import (
     BEST,
@@ -41,7 +42,6 @@ from groundup.train.device import rng_state
 from groundup.train.log import RunLog
 from groundup.train.powersgd import PowerSGD
 from model import Transformer
-from tokenizer import Tokenizer
 
 NICENESS = 10  # of the thread: it takes a tenth of a busy core, all of an idle one
 
@@ -62,7 +62,7 @@ class Saver:
         self,
         out_dir: str | Path,
         keep_last: int,
-        tokenizer: Tokenizer,
+        tokenizer: TextTokenizer,
         log: RunLog,
         config: dict,
         data: dict,

@@ -14,7 +14,7 @@ from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, 
 from groundup.files.text_keys import columns_of
 from groundup.generate.answers import asked_of
 from groundup.generate.completion import prompt_ids
-from groundup.tokens.chat_files import ChatReader
+from groundup.tokens.conversations import ChatReader
 from tokenizer import Tokenizer, chat_ready
 
 

@@ -1,4 +1,4 @@
-"""Beam search of sampling.py, driven with transformers' own model, against generate() and against all sequences."""
+"""Beam search of beam.py, driven with transformers' own model, against generate() and against all sequences."""
 
 import itertools
 import math
@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from groundup.generate.sampling import Beam, Beams, SamplingParams
+from groundup.errors import UserError
+from groundup.generate.beam import Beam, BeamParams, Beams
 
 V, K, N_NEW = 24, 3, 9
 PROMPTS = [[5, 7, 9], [3, 11, 17, 4, 4], [20], [8, 8]]
@@ -27,7 +28,7 @@ def llama():
 
 
 @torch.no_grad()
-def search(llama, prompts: list[list[int]], params: SamplingParams, limits: list[int] | None = None):
+def search(llama, prompts: list[list[int]], params: BeamParams, limits: list[int] | None = None):
     """The finished beams of each prompt. Every step recomputes the whole of every row; rows are put together from
     tokens and parents alone."""
     found = []
@@ -50,7 +51,7 @@ def last_logits(llama, rows: list[list[int]]) -> torch.Tensor:
     return out
 
 
-def theirs(llama, prompt: list[int], params: SamplingParams, limit: int = 0) -> list[tuple[list[int], float]]:
+def theirs(llama, prompt: list[int], params: BeamParams, limit: int = 0) -> list[tuple[list[int], float]]:
     ids = torch.tensor([prompt])
     out = llama.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=params.num_beams,
@@ -73,9 +74,9 @@ def assert_same(got: list[Beam], want: list[tuple[list[int], float]], note) -> N
     assert [beam.score for beam in got] == pytest.approx([score for _, score in want], abs=1e-4), note
 
 
-def beam_params(**changes) -> SamplingParams:
+def beam_params(**changes) -> BeamParams:
     defaults = {"max_new_tokens": N_NEW, "temperature": 0, "num_beams": K, "eos_ids": frozenset({1})}
-    return SamplingParams(**{**defaults, **changes})
+    return BeamParams(**{**defaults, **changes})
 
 
 @pytest.mark.parametrize("early_stopping", ["false", "true", "never"])
@@ -145,19 +146,10 @@ def test_frequency_and_presence_penalties_by_their_scores(llama):
     assert search(llama, PROMPTS, params) != search(llama, PROMPTS, beam_params(length_penalty=0.5))
 
 
-def test_one_beam_is_greedy(llama):
-    params = SamplingParams(max_new_tokens=N_NEW, temperature=0)
-    for prompt, (beam,) in zip(PROMPTS, search(llama, PROMPTS, params), strict=True):
-        ids = list(prompt)
-        for _ in range(N_NEW):
-            ids.append(last_logits(llama, [ids])[0].argmax().item())
-        assert beam.ids == ids[len(prompt) :]
-
-
 # ---- a model that is a table ----------------------------------------------------------------------------------------
 
 
-def table_search(table: torch.Tensor, params: SamplingParams) -> list[Beam]:
+def table_search(table: torch.Tensor, params: BeamParams) -> list[Beam]:
     """table (steps, W, W): logits of the next id after each id, at each step; the prompt is [0]."""
     beams = Beams([0], params, params.max_new_tokens, table.shape[1])
     last = torch.zeros(params.num_beams, dtype=torch.int64)
@@ -177,7 +169,7 @@ def test_enough_beams_find_the_best_of_all_sequences(length_penalty):
         total = sum(logps[step][a][b] for step, (a, b) in enumerate(zip((0, *ids), ids, strict=False)))
         scores[ids] = total / len(ids) ** length_penalty
     best = sorted(scores, key=scores.get, reverse=True)
-    params = SamplingParams(max_new_tokens=3, temperature=0, num_beams=64, length_penalty=length_penalty,
+    params = BeamParams(max_new_tokens=3, temperature=0, num_beams=64, length_penalty=length_penalty,
                             early_stopping="never", eos_ids=frozenset({1}))  # fmt: skip
     got = table_search(table, params)
     assert [tuple(beam.ids) for beam in got] == best
@@ -189,7 +181,7 @@ def test_enough_candidates_when_many_end():
     table = torch.full((3, 6, 6), -30.0)
     table[0, 0] = torch.tensor([0.16, 0.2, 0.19, 0.18, 0.17, 0.1]).log()
     table[1:, :, 5] = 0.0
-    params = SamplingParams(max_new_tokens=3, temperature=0, num_beams=2, length_penalty=2, early_stopping="never",
+    params = BeamParams(max_new_tokens=3, temperature=0, num_beams=2, length_penalty=2, early_stopping="never",
                             eos_ids=frozenset({1, 2, 3, 4}))  # fmt: skip
     got = table_search(table, params)
     assert [beam.ids for beam in got] == [[0, 5, 5], [5, 5, 5]]
@@ -202,7 +194,7 @@ def test_never_with_a_penalty_of_length_hopes_for_the_present_length():
     table[0, 0] = torch.tensor([0.1, 0.3, 0.5, 0.1]).log()
     table[1, 2] = torch.tensor([1e-9, 0.3, 1e-9, 0.7]).log()
     table[2, 3, 1] = 0.0
-    params = SamplingParams(max_new_tokens=4, temperature=0, num_beams=2, length_penalty=-1, early_stopping="never",
+    params = BeamParams(max_new_tokens=4, temperature=0, num_beams=2, length_penalty=-1, early_stopping="never",
                             eos_ids=frozenset({1}))  # fmt: skip
     got = table_search(table, params)
     assert [beam.ids for beam in got] == [[1], [2, 3, 1]]
@@ -210,21 +202,42 @@ def test_never_with_a_penalty_of_length_hopes_for_the_present_length():
 
 
 def test_all_ids_end():
-    params = SamplingParams(max_new_tokens=4, temperature=0, num_beams=2, stop_token_ids=frozenset({0, 1, 2}))
+    params = BeamParams(max_new_tokens=4, temperature=0, num_beams=2, stop_token_ids=frozenset({0, 1, 2}))
     got = table_search(torch.tensor([0.0, 2.0, 1.0]).expand(4, 3, 3), params)
     assert [beam.ids for beam in got] == [[1], [2]]
 
 
 def test_fewer_texts_than_beams():
     """Two ids, one of them banned: there is one text."""
-    params = SamplingParams(max_new_tokens=4, temperature=0, num_beams=3, banned_ids=(1,))
+    params = BeamParams(max_new_tokens=4, temperature=0, num_beams=3, banned_ids=(1,))
     (beam,) = table_search(torch.zeros(4, 2, 2), params)
     assert beam.ids == [0, 0, 0, 0] and beam.score == pytest.approx(-math.log(2))
-    params = SamplingParams(max_new_tokens=1, temperature=0, num_beams=3)
+    params = BeamParams(max_new_tokens=1, temperature=0, num_beams=3)
     assert sorted(beam.ids for beam in table_search(torch.zeros(1, 2, 2), params)) == [[0], [1]]
 
 
 def test_no_results_before_any_beam_has_finished():
-    beams = Beams([0], SamplingParams(temperature=0, num_beams=2), 5, 3)
+    beams = Beams([0], BeamParams(temperature=0, num_beams=2), 5, 3)
     beams.advance(torch.zeros(2, 3))
     assert beams.finished == [] and not beams.ended
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(({"num_beams": value}, "num_beams must be at least 2") for value in (0, 1, -2)),
+        *(({"length_penalty": value}, "length_penalty must be from -10") for value in (-11.0, math.inf, math.nan)),
+        *(({"early_stopping": value}, "early_stopping must be false") for value in ("", "True")),
+        ({"n": 4}, f"n must be at least 1 and at most num_beams={K}"),
+        *((one, "num_beams must be 1 unless") for one in ({"temperature": 0.5}, {"logprobs": 1}, {"best_of": 2})),
+        ({"stop": ("x",)}, "num_beams must be 1 unless"),
+    ],
+)
+def test_impossible_parameters_are_one_line(changes, words):
+    with pytest.raises(UserError) as caught:
+        beam_params(**changes)
+    assert str(caught.value).startswith(f"sample: {words}") and "\n" not in str(caught.value)
+
+
+def test_edges_of_the_ranges_are_allowed():
+    assert beam_params(n=3, length_penalty=-1, early_stopping="never").n == 3

@@ -12,11 +12,13 @@ import torch
 from test_model import as_transformers, compile_blocks, random_ids, random_model, tiny_config
 
 from groundup.errors import UserError
-from groundup.generate import engine, kv_cache, native
+from groundup.generate import decode, engine, kv_cache
+from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.completion import Text, begin_prompt, check, never_sampled
 from groundup.generate.engine import Engine, generate, generate_each
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
+from groundup.kernels import decoding
 from groundup.tokens.training import train
 from model import Transformer
 from tokenizer import Tokenizer
@@ -133,9 +135,12 @@ def test_samples_wait_for_memory_and_one_that_never_fits_is_refused_with_the_num
     assert ids_of(generate(net, None, texts, params)) == ids_of(want)
     assert 2 <= max(busy) <= 4
     monkeypatch.setattr(engine, "free_bytes", lambda device: 2**12)
-    for changes in ({}, {"temperature": 0, "num_beams": 3}):
+    for draw in (
+        lambda: generate(net, None, texts, params),
+        lambda: next(search_each(net, None, texts, BeamParams(max_new_tokens=30, temperature=0))),
+    ):
         with pytest.raises(UserError) as caught:
-            generate(net, None, texts, dataclasses.replace(params, **changes))
+            draw()
         assert "tokens takes" in str(caught.value) and "free" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -335,7 +340,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
         results = generate(net, None, [prompt(9)], SamplingParams(max_new_tokens=8, temperature=0, logprobs=97))
         text = prompt(9) + results[0].completions[0].ids
         want = net(torch.tensor([text[:-1]]))[0, 8:].float().log_softmax(dim=-1)
-    assert e.kept[0].layers.dtype == torch.bfloat16
+    assert e.prefixes[0].cache.keys[0].dtype == torch.bfloat16
     assert e.model.lm_head.blocks.dtype == e.model.layers[1].mlp.down_proj.blocks.dtype == torch.bfloat16
     assert e.model.embed_tokens.weight is net.embed_tokens.weight and net.lm_head.weight.dtype == torch.float32
     assert e.model.norm.weight is net.norm.weight
@@ -350,7 +355,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
 @pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (2,))])
 def test_compiled_equals_eager(dtype, batch_sizes, monkeypatch):
     """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
-    monkeypatch.setattr(native, "kernels", lambda dtype: None)
+    monkeypatch.setattr(decoding, "kernels", lambda dtype: None)
     net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1, qkv_bias=True))
     texts = [prompt(n, seed=n) for n in (3, 50, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
@@ -569,13 +574,11 @@ def test_best_of_returns_the_likeliest(net, by):
 # ---- beam search ----------------------------------------------------------------------------------------------------
 
 
-def test_beams_beside_samples_equal_transformers(net):
+def test_beams_equal_transformers(net):
     hf = as_transformers(net)
     texts = [prompt(n, seed=n) for n in (9, 1, 20)]
-    beams = SamplingParams(max_new_tokens=12, temperature=0, num_beams=3, n=2, eos_ids=frozenset({4, 9, 33}))
-    params = [beams, SamplingParams(max_new_tokens=5), beams, beams]
-    results = generate(net, None, [texts[0], texts[0], *texts[1:]], params, batch_size=6)
-    for ids, result in zip(texts, [results[0], *results[2:]], strict=True):
+    params = BeamParams(max_new_tokens=12, temperature=0, num_beams=3, n=2, eos_ids=frozenset({4, 9, 33}))
+    for ids, (_, result) in zip(texts, search_each(net, None, texts, params), strict=True):
         want = hf.generate(
             torch.tensor([ids]), do_sample=False, max_new_tokens=12, num_beams=3, num_return_sequences=2,
             eos_token_id=[4, 9, 33], pad_token_id=0, return_dict_in_generate=True, output_scores=True,
@@ -653,7 +656,7 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     """For texts that come and go in caches of several lengths, which is a GPU's way."""
     import torch.nn.attention.varlen
 
-    monkeypatch.setattr(native, "kernels", lambda dtype: None)
+    monkeypatch.setattr(decoding, "kernels", lambda dtype: None)
     monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)
     net = random_model(tiny_config(n_kv_head=n_kv_head, block_size=400))
     prompts = [ids for ids, _ in traffic(net, 12)]
@@ -685,7 +688,7 @@ def test_compiled_blocks_serve_all_layers_and_widths():
     with torch.no_grad():
         for lengths in ([3, -1, 17], [4, 5, 18], [70, -1, 100], [150, 3, 130], [250, 1, 1]):
             steps = zip((compiled, eager), caches, strict=True)
-            got, want = (engine.decode_step(net, tokens, [cache.part(lengths)]) for net, cache in steps)
+            got, want = (decode.decode_step(net, tokens, [cache.part(lengths)]) for net, cache in steps)
             torch.testing.assert_close(got, want)
     assert len(graphs) == 2  # of the first width, and of any other
 
@@ -707,7 +710,7 @@ def test_a_block_that_attends_by_length_is_one_graph(monkeypatch):
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
     with torch.no_grad():
         for lengths in ([3, -1, 17], [5, 6, 7]):
-            engine.decode_step(net, torch.tensor([1, 2, 3]), [cache.part(lengths)])
+            decode.decode_step(net, torch.tensor([1, 2, 3]), [cache.part(lengths)])
     assert len(graphs) == 1 and any("varlen_attn" in name for name in graphs[0])
 
 
@@ -727,7 +730,7 @@ def test_a_gpu_attends_by_length_as_by_mask(monkeypatch):
             net.hidden(torch.arange(250, device=device).remainder(90).expand(3, -1), cache.chunk(0, 250))
             for i in range(5):
                 tokens = torch.tensor([1, 2, 3], device=device)
-                logits.append(engine.decode_step(net, tokens, [cache.part([9 + i, 100 + i, 250 + i])]))
+                logits.append(decode.decode_step(net, tokens, [cache.part([9 + i, 100 + i, 250 + i])]))
         found.append(torch.stack(logits))
     assert (found[0] - found[1]).abs().max() < 0.05 * found[1].abs().max()
 
@@ -776,7 +779,7 @@ def test_ids_are_the_same_alone_and_among_others_that_come_and_go(n, monkeypatch
     assert moves >= 2 and 1 < len(cancelled) < n / 3 and len(finished) + len(cancelled) == n
     assert ids_of([finished[i] for i in sorted(finished)]) == ids_of([alone[i] for i in sorted(finished)])
     assert busy.cache.n_bytes() == 0  # of what has ended only copies are kept, which give way to requests
-    assert len(busy.kept) <= rows
+    assert len(busy.prefixes) <= rows
 
 
 def test_a_long_prompt_lets_the_others_go_on(net, monkeypatch):
@@ -866,16 +869,17 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     broken = random_model(tiny_config())
     with torch.no_grad():
         broken.norm.weight.fill_(float("nan"))
-    for params in (SamplingParams(), SamplingParams(temperature=0.0, num_beams=2)):
-        with pytest.raises(UserError, match="not finite"):
-            generate(broken, None, [[1]], params)
+    with pytest.raises(UserError, match="not finite"):
+        generate(broken, None, [[1]], SamplingParams())
+    with pytest.raises(UserError, match="not finite"):
+        next(search_each(broken, None, [[1]], BeamParams(temperature=0)))
     for prompt in ("ab", 7, torch.tensor([1, 2]), [1, "a"]):
         with pytest.raises(UserError, match="must be a list of token ids"):
             generate(net, None, [prompt], SamplingParams())
     with pytest.raises(UserError, match="batch_size=-1"):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
-    monkeypatch.setattr(engine.shutil, "which", lambda name: None)
-    monkeypatch.setattr(native, "kernels", lambda dtype: None)
+    monkeypatch.setattr(decode.shutil, "which", lambda name: None)
+    monkeypatch.setattr(decoding, "kernels", lambda dtype: None)
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
         generate(net, None, [[1]], SamplingParams(), compile=True)
 

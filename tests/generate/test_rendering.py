@@ -38,7 +38,7 @@ def test_a_template_that_loops_is_ended_and_others_go_on(directory):
     tokenizer, renderer = Tokenizer.load(directory), Renderer(directory, seconds=0.5)
     want = tokenizer.render(ask("Hello 你好 <|im_end|>"), add_generation_prompt=True)[0]
     assert renderer.render(ask("Hello 你好 <|im_end|>"), {}) == want
-    first, began = renderer.process, time.monotonic()
+    first, began = renderer.helper.process, time.monotonic()
     for text in ("loop", "fill"):
         with pytest.raises(UserError, match="the chat template"):
             renderer.render(ask(text), {})
@@ -52,4 +52,4 @@ def test_a_template_that_loops_is_ended_and_others_go_on(directory):
     first.kill()
     first.wait()
     assert renderer.render(ask("Hello 你好 <|im_end|>"), {}) == want
-    renderer.process.kill()
+    renderer.helper.process.kill()

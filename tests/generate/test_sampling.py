@@ -434,9 +434,6 @@ NAN = float("nan")
         *[("n", value) for value in (0, -1)],
         *[("best_of", value) for value in (-1,)],
         *[("best_of_by", value) for value in ("", "reward")],
-        *[("num_beams", value) for value in (0, -2)],
-        *[("length_penalty", value) for value in (-11.0, INF, NAN)],
-        *[("early_stopping", value) for value in ("", "True")],
         *[(key, value) for key in ("logprobs", "prompt_logprobs") for value in (-2,)],
         *[("seed", value) for value in (-1, 2**63)],
         ("stop", "User:"), ("stop_token_ids", {1}), ("temperature", "1"), ("n", True), ("n", 1.0), ("ignore_eos", 1),
@@ -458,16 +455,6 @@ def test_impossible_parameters_are_one_line(key, value):
         ({"temperature": 0, "n": 2}, "temperature must be above 0 for n=2, got 0"),
         ({"temperature": 0, "best_of": 3}, "temperature must be above 0 for best_of=3, got 0"),
         ({"n": 3, "best_of": 2}, "best_of must be 0 (as n) or at least n=3, got 2"),
-        ({"length_penalty": 0.5}, "num_beams must be above 1 for length_penalty and early_stopping, got 1"),
-        ({"early_stopping": "true"}, "num_beams must be above 1 for length_penalty and early_stopping, got 1"),
-        ({"num_beams": 2, "temperature": 0, "n": 3}, "n must be at most num_beams=2, got 3"),
-        *(
-            (params, "num_beams must be 1 unless temperature is 0 and best_of, stop and logprobs are off, got 2")
-            for params in (
-                {"num_beams": 2}, {"num_beams": 2, "temperature": 0, "logprobs": 1},
-                {"num_beams": 2, "temperature": 0, "best_of": 2}, {"num_beams": 2, "temperature": 0, "stop": ("x",)},
-            )
-        ),
     ],
 )
 def test_parameters_that_contradict_each_other(params, words):
@@ -481,7 +468,6 @@ def test_edges_of_the_ranges_are_allowed():
         {"temperature": 0}, {"temperature": 1e-6}, {"top_k": 10**9}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1},
         {"min_p": 1}, {"presence_penalty": -2, "frequency_penalty": 2}, {"repetition_penalty": 1e-3},
         {"min_new_tokens": 256}, {"n": 2, "best_of": 2}, {"n": 2, "best_of": 5, "best_of_by": "mean"},
-        {"num_beams": 3, "n": 3, "temperature": 0, "length_penalty": -1, "early_stopping": "never"},
         {"logprobs": 0, "prompt_logprobs": 0}, {"seed": 2**63 - 1},
     ):  # fmt: skip
         assert SamplingParams(**params)

@@ -10,9 +10,9 @@ from test_templates import TAGGED
 
 from groundup.generate.completion import call_ids, never_sampled
 from groundup.generate.text_parts import CallReader, StopStrings, ThoughtReader
-from groundup.tokens.foreign import to_json, with_specials
+from groundup.tokens.foreign import to_json
 from groundup.tokens.training import train
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, with_specials
 
 
 def test_stop_strings_are_those_of_a_plain_search():

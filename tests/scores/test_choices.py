@@ -13,10 +13,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tokenizer as tok
-from groundup.scores.tables import describe_choices
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.scores.choices import TASKS, evaluate_choices, likeliest, read_task, subjects_file, summary
+from groundup.scores.tables import describe_choices
 from groundup.tokens.training import train
 from groundup.train import huggingface
 from model import ModelConfig, Transformer

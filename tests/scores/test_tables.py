@@ -19,7 +19,8 @@ def test_tables_are_aligned_where_characters_are_wide():
 def test_figures_of_any_task_are_shown():
     found = {"n": 3, "rate": 0.25, "note": "x", "rows": [1], "left": {"long": 2}}
     shown = tables.describe("generation", found)
-    assert re.findall(r"^(\w+) +(\S+)$", shown, re.MULTILINE)[:3] == [("answers", "3"), ("rate", "0.2500"), ("note", "x")]
+    figures = re.findall(r"^(\w+) +(\S+)$", shown, re.MULTILINE)
+    assert figures[:3] == [("answers", "3"), ("rate", "0.2500"), ("note", "x")]
     assert "left: long 2" in shown
     assert "rows" not in shown
 

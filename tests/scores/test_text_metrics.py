@@ -5,12 +5,12 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
+import forks
 import pytest
 import test_ddp
 import torch
@@ -164,7 +164,7 @@ def test_questions_in_gbk_and_in_a_prepared_directory(tmp_path):
     flags = [f"--input={source}", f"--out_dir={tmp_path / 'data'}", "--kind=chat", "--val_fraction=0.3", "--workers=1"]
 
     script = Path(prepare.__file__)
-    subprocess.run([sys.executable, script, *flags], check=True, capture_output=True)
+    forks.run([sys.executable, script, *flags], check=True, capture_output=True)
     held_out = [json.loads(line) for line in (tmp_path / "data/val.jsonl").read_text(encoding="utf-8").splitlines()]
     found, _, _ = read_questions(str(tmp_path / "data"))
     assert [one.reference for one in found] == [row["messages"][-1]["content"] for row in held_out]

@@ -5,12 +5,12 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 from planted import UNIT, Planted, jaccard, plant, score
@@ -20,8 +20,8 @@ from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.text import select, unit
-from groundup.tokens import chat_files, pairs
-from groundup.tokens.row_reader import Unusable
+from groundup.tokens import conversations, pairs
+from groundup.tokens.rows import Unusable
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
@@ -161,8 +161,8 @@ if __name__ == "__main__":
                        "max_bad_fraction": 1.0}
              | planted_files}))
 """
-    (tmp_path / "go.py").write_text(code, encoding="utf-8")
-    subprocess.run([sys.executable, tmp_path / "go.py"], check=True, capture_output=True, cwd=ROOT)
+    (tmp_path / "prepare_all.py").write_text(code, encoding="utf-8")
+    forks.run([sys.executable, tmp_path / "prepare_all.py"], check=True, capture_output=True, cwd=ROOT)
     found, expected = content(tmp_path / "out"), content(prepared)
     for one in (found, expected):  # inputs.tsv has a hash of each part
         manifest = json.loads(one.pop("manifest.json"))
@@ -370,7 +370,8 @@ def test_prepare_keeps_what_the_trainers_keep(tmp_path, tok):
     kept = {}
     for kind in ("chat", "preference"):
         recipe = prepare.check_config(KEYS | {"input": "x", "out_dir": "x", "kind": kind})
-        judge, reader = unit.Judge(recipe.sources[0], recipe, tmp_path), chat_files.ChatReader(Tokenizer.load(tok))
+        judge = unit.Judge(recipe.sources[0], recipe, tmp_path)
+        reader = conversations.ChatReader(Tokenizer.load(tok))
         if kind == "preference":
             prompts = [row["messages"] for row in rows if row["messages"][-1]["role"] != "assistant"]
             rows = [{"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in prompts]
@@ -432,7 +433,7 @@ def test_bad_answers_of_kto_are_dropped(tmp_path, tok, label):
     expected = [talk(f"Question {k}?", f"answer {k}") for k in (0, 3)]
     expected += [talk("P?", "c"), talk("In turns?", "yes")]
     assert rows_in(tmp_path / "out")["train"] == expected
-    source = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0)
+    source = conversations.read_chat(str(path), Tokenizer.load(tok), 0.0)
     assert len(source.train) == 4 and source.reader.dropped == {"bad answer": 6}
 
 
@@ -447,9 +448,9 @@ def test_answers_not_to_learn_from_have_no_mask(tmp_path, tok):
     path = write_rows(tmp_path / "x.jsonl", rows)
     run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, tokenizer_dir=tok)
     tokenizer = Tokenizer.load(tok)
-    raw = chat_files.read_chat(str(path), tokenizer, 0.0).train
-    mapped = chat_files.read_chat(str(tmp_path / "out"), tokenizer, 0.0).train
-    again = chat_files.read_chat(str(tmp_path / "out" / "train.jsonl"), tokenizer, 0.0).train
+    raw = conversations.read_chat(str(path), tokenizer, 0.0).train
+    mapped = conversations.read_chat(str(tmp_path / "out"), tokenizer, 0.0).train
+    again = conversations.read_chat(str(tmp_path / "out" / "train.jsonl"), tokenizer, 0.0).train
     for k in range(len(flags)):
         ids, mask = raw.ids(k)
         learned = tokenizer.decode([int(i) for i, one in zip(ids, mask, strict=True) if one])
@@ -474,7 +475,7 @@ def test_keys_that_are_not_read_are_named_once(tmp_path, tok, capsys):
     assert f"Keys {of_sources}." in (tmp_path / "out" / "report.md").read_text()
     run(tmp_path / "out2", input=path, kind="chat", show=3)
     assert "keys not read: summary in 3 rows, messages.name in 1 row" in capsys.readouterr().out
-    reader = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
+    reader = conversations.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
     assert reader.report("x.jsonl") == [f"x.jsonl: {named}"]
 
 
@@ -495,7 +496,7 @@ def test_an_unknown_format_is_said_once(tmp_path, tok, capsys):
     path = write_rows(tmp_path / "x.jsonl", [*rows, talk("Question?", "answer")])
     run(tmp_path / "out", input=path, kind="chat")
     assert capsys.readouterr().out.count("unknown format") == 1
-    reader = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
+    reader = conversations.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
     assert "".join(reader.report("x")).count("unknown format") == 1
     assert reader.dropped == {"not understood": 30}
 
@@ -553,7 +554,7 @@ def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
     assert manifest["info"]["documents"]["kept"] == len(rows) == sum(e["rows"] for e in manifest["splits"].values())
     assert "tokens" in manifest["splits"]["val"] and "tokens" not in manifest["splits"]["held_out"]
     assert f"held_out{len(held_out):>12} rows" in capsys.readouterr().out
-    learnt = chat_files.read_chat(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
+    learnt = conversations.read_chat(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
     assert len(learnt.train) + len(learnt.val) == len(rows) - len(held_out)
     assert run(tmp_path / "out", input=path, hold_out=0.25, **settings) == 0
     assert "is up to date" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""conversations.py and chat_files.py: labels against hand arithmetic, rows and files against what was written."""
+"""conversations.py: labels against hand arithmetic, rows and files against what was written."""
 
 import itertools
 import json
@@ -14,8 +14,7 @@ from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
-from groundup.tokens.chat_files import in_memory, read_chat, tokenize
-from groundup.tokens.conversations import ChatCorpus, Rows, fit, load_rows
+from groundup.tokens.conversations import ChatCorpus, InMemory, Rows, fit, load_rows, read_chat, tokenize_chat
 from groundup.tokens.corpus import changed_entry
 from groundup.tokens.training import train
 from groundup.train.ranks import World
@@ -40,6 +39,9 @@ class Toy:
     IDS |= {"1": [17], "+": [18], "2": [19], "b": [20]}
     im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, foreign_template = 1, 2, 2, 0, 64, False
     render = Tokenizer.render
+
+    def recent_ids(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode(self, text: str) -> list[int]:
         role, newline, rest = text.partition("\n")
@@ -98,7 +100,10 @@ def write_talks(path: Path, found: list[list[dict]]) -> str:
 
 
 def rows_of(found: list[list[dict]], tokenizer, block_size: int, pack: bool, seed: int = 1) -> Rows:
-    return Rows(in_memory([tokenize(talk, tokenizer) for talk in found], tokenizer), block_size, pack, seed, "x")
+    store = InMemory(tokenizer)
+    for talk in found:
+        store.append(tokenize_chat(talk, tokenizer))
+    return Rows(store.conversations(), block_size, pack, seed, "x")
 
 
 def everything(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -150,7 +155,7 @@ def test_worked_example_packed():
 
 
 def test_what_is_too_long_ends_after_its_last_complete_answer():
-    ids, mask = tokenize(C1, Toy())
+    ids, mask = tokenize_chat(C1, Toy())
     for limit in range(40):
         found, found_mask = fit(ids, mask, limit)
         n = 28 if limit >= 28 else 27 if limit == 27 else 14 if limit >= 14 else 13 if limit == 13 else 0
@@ -171,7 +176,7 @@ def test_an_answer_that_does_not_fit_is_neither_cut_nor_replaced():
 
 def test_fit_keeps_whole_messages_of_random_conversations(tok):
     for messages in talks(30, seed=5, longest=12):
-        ids, mask = tokenize(messages, tok)
+        ids, mask = tokenize_chat(messages, tok)
         prefixes = [len(tok.render(messages[: k + 1])[0]) for k, m in enumerate(messages) if m["role"] == "assistant"]
         newline = len(tok.encode("\n"))
         for limit in range(0, len(ids) + 3, 7):
@@ -300,7 +305,7 @@ def test_shares_stages_and_epochs(tok, two_files, tmp_path):
         corpus.order(1, 4, 10, max_epochs="c.jsonl=2")
     staged = ChatCorpus(f"0: {a}=1; 10: {a}=1,{b}=1", tok, 256, True, 7)
     order = staged.order(1, 4, 20)
-    assert order.start(np.arange(40))[0].max() == 0 and 0.2 < order.start(np.arange(40, 400))[0].mean() < 0.8
+    assert order.starts_of(np.arange(40))[0].max() == 0 and 0.2 < order.starts_of(np.arange(40, 400))[0].mean() < 0.8
     assert staged.val_shares() == [0.5, 0.5] and list(staged.val) == ["a.jsonl", "b.jsonl"]
     assert changed_entry(corpus.record(), corpus.record(), 5) == ""
     assert changed_entry(corpus.record(), staged.record(), 5) == "stages"
@@ -415,7 +420,7 @@ def test_raw_files_rows_and_token_files_give_the_same_samples(tok, tok_dir, tmp_
     assert make(tmp_path / "rows", path) == make(tmp_path / "tokens", path, tokenizer_dir=tok_dir) == 0
     from_rows, from_tokens = (ChatCorpus(str(tmp_path / name), tok, 256, True, 5) for name in ("rows", "tokens"))
     assert isinstance(from_tokens.train[0].conversations.tokens.base, np.memmap)
-    assert from_rows.train[0].conversations.tokens.base is None
+    assert not isinstance(from_rows.train[0].conversations.tokens.base, np.memmap)
     raw = ChatCorpus(path, tok, 256, True, 5, val_fraction=0.2)
     assert same(from_rows, from_tokens) and same(raw, from_tokens) and len(raw.val["a.jsonl"].conversations) > 2
     # what numpy reads from the files is what the renderer makes of the lines

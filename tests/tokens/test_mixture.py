@@ -49,7 +49,7 @@ def test_windows_of_an_epoch() -> None:
             n = (n_tokens - 1) // block_size - 1
             assert sampler.per_epoch == n >= 1
             for epoch in range(4):
-                starts = sampler.start(np.arange(epoch * n, (epoch + 1) * n))
+                starts = sampler.starts_of(np.arange(epoch * n, (epoch + 1) * n))
                 targets = np.sort((starts[:, None] + 1 + np.arange(block_size)).ravel())
                 assert starts.min() >= 0 and targets.max() < n_tokens
                 assert np.array_equal(targets, np.arange(targets[0], targets[0] + n * block_size))
@@ -59,25 +59,25 @@ def test_windows_of_an_epoch() -> None:
 def test_epochs_differ_in_order_and_borders_and_seeds_differ() -> None:
     sampler = WindowSampler(10_000, 16, seed=1)
     n = sampler.per_epoch
-    epochs = [tuple(sampler.start(np.arange(e * n, (e + 1) * n))) for e in range(20)]
+    epochs = [tuple(sampler.starts_of(np.arange(e * n, (e + 1) * n))) for e in range(20)]
     assert len({epoch[0] % 16 for epoch in epochs}) > 8 and len({epoch[:8] for epoch in epochs}) == 20
     mixed = np.random.default_rng(0).permutation(20 * n)  # any order, many epochs at once
-    assert np.array_equal(sampler.start(mixed), np.concatenate(epochs)[mixed])
-    assert not np.array_equal(WindowSampler(10_000, 16, seed=2).start(np.arange(n)), epochs[0])
+    assert np.array_equal(sampler.starts_of(mixed), np.concatenate(epochs)[mixed])
+    assert not np.array_equal(WindowSampler(10_000, 16, seed=2).starts_of(np.arange(n)), epochs[0])
     # fixed for ever: a changed order would break the resumption of every run
-    starts = WindowSampler(1000, 10, seed=1337).start(np.array([0, 1, 2, 98, 10**9]))
+    starts = WindowSampler(1000, 10, seed=1337).starts_of(np.array([0, 1, 2, 98, 10**9]))
     assert starts.tolist() == [281, 171, 881, 963, 624]
 
 
 def test_rows_come_once_per_epoch() -> None:
     sampler = Sampler(23, seed=3)
-    epochs = sampler.start(np.arange(4 * 23)).reshape(4, 23)
+    epochs = sampler.starts_of(np.arange(4 * 23)).reshape(4, 23)
     assert np.array_equal(np.sort(epochs, axis=1), np.tile(np.arange(23), (4, 1)))
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
 def test_sources_of_one_size_have_orders_of_their_own() -> None:
-    starts = [WindowSampler(10_000, 16, 1, source).start(np.arange(300)) // 16 for source in range(3)]
+    starts = [WindowSampler(10_000, 16, 1, source).starts_of(np.arange(300)) // 16 for source in range(3)]
     assert all((starts[a] == starts[b]).mean() < 0.05 for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
@@ -172,9 +172,9 @@ def test_three_stages_against_counting() -> None:
     some = np.random.default_rng(0).integers(0, n, (40, 7))
     for found, whole in zip(order.locate(some), (sources, numbers), strict=True):
         assert np.array_equal(found, whole[some])
-    starts = order.start(some)[1]
+    starts = order.starts_of(some)[1]
     for source, number, start in zip(sources[some].flat, numbers[some].flat, starts.flat, strict=True):
-        assert order.samplers[source].start(np.array([number])) == [start]
+        assert order.samplers[source].starts_of(np.array([number])) == [start]
 
 
 def test_the_pattern_is_shuffled_and_seeded() -> None:
@@ -188,7 +188,7 @@ def test_the_pattern_is_shuffled_and_seeded() -> None:
 def test_a_later_stage_changes_nothing_before_it() -> None:
     before = Mixture(of_sizes(100, 100), 5, [(0, [1, 0])])
     after = Mixture(of_sizes(100, 100), 5, [(0, [1, 0]), (2000, [1, 1])])
-    for a, b in zip(before.start(np.arange(2000)), after.start(np.arange(2000)), strict=True):
+    for a, b in zip(before.starts_of(np.arange(2000)), after.starts_of(np.arange(2000)), strict=True):
         assert np.array_equal(a, b)
     assert set(after.locate(np.arange(2000, 2100))[0]) == {0, 1}
 
@@ -196,8 +196,8 @@ def test_a_later_stage_changes_nothing_before_it() -> None:
 def test_one_source_alone_has_the_order_of_its_sampler() -> None:
     sampler = WindowSampler(1000, 10, seed=1337)
     samples = np.array([0, 1, 2, 98, 1023, 1024, 10**9, 10**15])
-    sources, starts = Mixture([sampler], 1337).start(samples)
-    assert not sources.any() and np.array_equal(starts, sampler.start(samples))
+    sources, starts = Mixture([sampler], 1337).starts_of(samples)
+    assert not sources.any() and np.array_equal(starts, sampler.starts_of(samples))
     assert starts[[0, 1, 2, 3, 6]].tolist() == [281, 171, 881, 963, 624]  # fixed for ever
 
 

@@ -15,11 +15,10 @@ from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.files.row_formats import Pair
 from groundup.tokens.batches import Batches
-from groundup.tokens.chat_files import ChatReader
-from groundup.tokens.labelled import LabelReader
+from groundup.tokens.conversations import ChatReader
 from groundup.tokens.mixture import Sampler
-from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs, read_pair, tokenize
-from groundup.tokens.row_reader import Unusable
+from groundup.tokens.pairs import LabelReader, PairBatch, PairCorpus, load_pairs, read_pair, tokenize_pair
+from groundup.tokens.rows import Unusable
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer
@@ -41,6 +40,9 @@ class Toy:
     IDS = {"user": [10], "assistant": [14], "\n": [11], "H": [12], "i": [13], "你": [15], "好": [16], "b": [20]}
     im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, foreign_template = 1, 2, 2, 0, 64, False
     render = Tokenizer.render
+
+    def recent_ids(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode(self, text: str) -> list[int]:
         role, newline, rest = text.partition("\n")
@@ -88,7 +90,7 @@ def texts(corpus: PairCorpus, batch: PairBatch) -> list[str]:
 def test_worked_example():
     pair = Pair([user("Hi")], "你好", "b")
     prompt, chosen, rejected = [1, 10, 11, 12, 13, 2, 11, 1, 14, 11], [15, 16, 2], [20, 2]
-    ids = tokenize(pair, Toy())
+    ids = tokenize_pair(pair, Toy())
     assert [part.tolist() for part in ids[:3]] == [prompt, chosen, rejected]
     assert ids.margin == 0 and ids.prompt.dtype == np.uint16
 
@@ -117,7 +119,7 @@ def test_answers_are_what_a_rendered_conversation_learns(tok):
     """Against the mask of the whole conversation, in which the prompt's answers are learnt, too."""
     prompt = [{"role": "system", "content": "规则"}, user("one"), assistant("1"), user("two\n")]
     pair = Pair(prompt, " 2 <|im_end|>\n", "twenty-two")  # text that looks like a marker is none
-    ids = tokenize(pair, tok)
+    ids = tokenize_pair(pair, tok)
     for answer, part in ((pair.chosen, ids.chosen), (pair.rejected, ids.rejected)):
         whole, mask = tok.render([*prompt, assistant(answer)])
         n = len(ids.prompt)
@@ -291,7 +293,7 @@ def test_every_shape_and_container_is_the_same_pair(tok, tmp_path):
         {"instruction": "r", "output": [good, bad], "history": [["q", "a"]]},
     ]  # fmt: skip
     del rows[6]  # a list of turns has no history beside it
-    expected = tokenize(Pair(turns, good, bad), tok)
+    expected = tokenize_pair(Pair(turns, good, bad), tok)
     assert tok.decode(expected.prompt.tolist()).count("<|im_start|>") == 4
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     write(tmp_path / "a.jsonl", rows)
@@ -376,7 +378,7 @@ def test_margins_are_kept(tok, tmp_path):
 def order_of(corpus: PairCorpus, n: int, batch: int = 8, seed: int = 3, **more) -> np.ndarray:
     """The pairs of the first n samples."""
     order = corpus.order(seed, batch, 10**6, **more)
-    return order.start(np.arange(n))[1]
+    return order.starts_of(np.arange(n))[1]
 
 
 @pytest.mark.parametrize("n", [5, 64, 203, 1300])
@@ -384,7 +386,7 @@ def test_an_epoch_has_each_pair_once_and_steps_are_of_one_length(tok, tmp_path, 
     """Against a plain sort of the sampler's own order in windows of 64 steps, no two epochs in one window."""
     corpus = corpus_of(tmp_path / "p.jsonl", rows_of(n), tok)
     pairs = corpus.train[0]
-    plain = Sampler(n, 3).start(np.arange(3 * n))
+    plain = Sampler(n, 3).starts_of(np.arange(3 * n))
     ours = order_of(corpus, 3 * n)
     for epoch in range(3):
         now = ours[epoch * n : (epoch + 1) * n].tolist()
@@ -423,9 +425,9 @@ def test_the_order_is_a_function_of_the_number_and_the_seed(tok, tmp_path):
     whole = order_of(corpus, 1000)
     order = corpus.order(3, 8, 10**6)
     shuffled = np.random.default_rng(0).permutation(1000)
-    assert (order.start(shuffled)[1] == whole[shuffled]).all()
-    assert (order.start(shuffled.reshape(10, 100))[1].reshape(-1) == whole[shuffled]).all()
-    assert 0 <= order.start(np.array([10**12]))[1] < 150
+    assert (order.starts_of(shuffled)[1] == whole[shuffled]).all()
+    assert (order.starts_of(shuffled.reshape(10, 100))[1].reshape(-1) == whole[shuffled]).all()
+    assert 0 <= order.starts_of(np.array([10**12]))[1] < 150
     assert (whole != order_of(corpus, 1000, seed=4)).mean() > 0.9
     again = corpus_of(tmp_path / "q.jsonl", rows_of(150), tok)
     assert (order_of(again, 1000) == whole).all() and again.record() == corpus.record()
@@ -462,7 +464,7 @@ def test_several_sources(tok, tmp_path):
     sizes = [part.n_rows for part in (*corpus.train, *corpus.val.values())]
     assert corpus.names == ["a.jsonl", "b.jsonl"] and sum(sizes) == corpus.n_pairs == 100 and len(sizes) == 4
     order = corpus.order(3, 8, 100)
-    sources, starts = order.start(np.arange(2048))
+    sources, starts = order.starts_of(np.arange(2048))
     assert np.bincount(sources).tolist() == [1536, 512]
     for k, n in enumerate(sizes[:2]):
         for end in range(8, 2048, 8):  # after any step no pair of a source has come more than once before another
@@ -471,9 +473,9 @@ def test_several_sources(tok, tmp_path):
         numbers = corpus.load(sources[sources == k], starts[sources == k]).number
         assert set(numbers.tolist()) == set(range(sum(sizes[:k]), sum(sizes[: k + 1])))
     proportional = PairCorpus(f"{a},{b}", tok, 256, 1, val_fraction=0.0)
-    assert np.bincount(proportional.order(3, 8, 100).start(np.arange(1024))[0]).tolist() == [410, 614]
+    assert np.bincount(proportional.order(3, 8, 100).starts_of(np.arange(1024))[0]).tolist() == [410, 614]
     staged = PairCorpus(f"0: {a}=1; 4: {b}=1", tok, 256, 1, val_fraction=0.0).order(3, 8, 100)
-    assert staged.start(np.arange(64))[0].tolist() == [0] * 32 + [1] * 32
+    assert staged.starts_of(np.arange(64))[0].tolist() == [0] * 32 + [1] * 32
     text, warnings = corpus.describe(order, 2048)
     assert "epochs of" in text and "rows (a.jsonl)" in text and len(warnings) == 2
 

@@ -12,7 +12,7 @@ from groundup.errors import UserError
 from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.pairs import PairCorpus
 from groundup.tokens.prompts import PromptCorpus, prompt_of
-from groundup.tokens.row_reader import Unusable
+from groundup.tokens.rows import Unusable
 from tokenizer import Tokenizer, chat_ready
 
 

@@ -2,24 +2,36 @@
 
 The templates are read from the installed package. Each gets a small tokenizer whose added tokens
 are the markers that it writes, once as special tokens and once as tokens that are not special.
+
+    PYTHONPATH=.:tests python tests/tokens/test_published_templates.py DIR     # those of another version: *.jinja
 """
 
 import json
 import re
+import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from groundup.align.losses import pair_logps, reference_logps
 from groundup.align.reward_model import answered_ids, drawn_ids
+from groundup.align.rollouts import AnswerSampler
 from groundup.errors import UserError
 from groundup.files.usable import Pair
+from groundup.kernels.cross_entropy import cross_entropy, token_scores
 from groundup.tokens import pairs
+from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.foreign import added_token, to_json
-from groundup.tokens.labelled import LabelReader
+from groundup.tokens.pairs import LabelReader, PairCorpus
+from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.templates import OPENED
 from groundup.tokens.training import train
+from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready, split_answer
 
 TRL = Path(find_spec("trl").origin).parent / "chat_templates"
@@ -32,7 +44,9 @@ REFUSED = {
     "idefics3": "does not show where answer 1",
     "idefics3_training": "leaves out answers",
     "llava_next": "refuses this conversation",
+    "smolvlm": "does not show where answer 1",  # not in every version
 }
+REFUSED = {name: why for name, why in REFUSED.items() if (TRL / f"{name}.jinja").exists()}
 MARKER = re.compile(r"<[｜|/]?[\w▁]+[｜|]?>|\[/?[A-Za-z_]{2,}\]")
 # the model itself writes these, so no published tokenizer calls them special
 OF_ANSWERS = re.compile(r"</?(think|tool_call)>")
@@ -81,11 +95,11 @@ def test_an_answer_has_the_same_ids_in_every_stage(name, small):
 
         # dpo.py and reward.py, beside an answer of another kind on either side
         for other in ANSWERS:
-            found = pairs.tokenize(Pair(QUESTION, answer, other), tokenizer)
+            found = pairs.tokenize_pair(Pair(QUESTION, answer, other), tokenizer)
             given = found.given[0]
             assert [*found.prompt, *found.chosen[:given]] == before
             assert found.chosen[given:].tolist() == learned
-            found = pairs.tokenize(Pair(QUESTION, other, answer), tokenizer)
+            found = pairs.tokenize_pair(Pair(QUESTION, other, answer), tokenizer)
             assert found.rejected[found.given[1] :].tolist() == learned
 
         # dpo.py --loss=kto, of a label and of a pair
@@ -134,3 +148,80 @@ def test_no_marker_in_a_question_becomes_one(name, special, small):
         return [i for i in ids if i in markers]
 
     assert markers and markers_of(forged) == markers_of(plain)
+
+
+def write_rows(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["", "qwen3", "llama3", "gemma3"])
+def test_an_answer_is_as_likely_in_every_stage(name, small, tmp_path):
+    """A model is tuned with the batches of sft.py until it gives the answer. Then its probability is
+    that of sft's evaluation, of dpo's step 0 (and of its reference) and of rl's draw."""
+    tokenizer = Tokenizer(small)
+    if name:
+        tokenizer = tokenizer_for((TRL / f"{name}.jinja").read_text(encoding="utf-8"), small)
+    tokenizer = chat_ready(tokenizer)
+    question, answer = "How are you?", "well fine"
+    chat = write_rows(tmp_path / "chat.jsonl", {"prompt": question, "response": answer})
+    pair = {"prompt": question, "chosen": answer, "rejected": "Hello!"}
+    pairs_file = write_rows(tmp_path / "pairs.jsonl", pair)
+    torch.manual_seed(0)
+    cfg = ModelConfig(tokenizer.vocab_size, block_size=64, n_layer=1, n_head=2, n_kv_head=2, n_embd=32)
+    model = Transformer(cfg)
+    corpus = ChatCorpus(chat, tokenizer, 64, pack=False, seed=0)
+    batch = corpus.load(np.zeros(1, int), np.zeros(1, int))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+
+    for _ in range(200):
+        hidden = model(batch.x, documents=batch.documents, index=batch.index)
+        loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)  # the sum of labels
+        if loss < 0.5:
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        hidden = model(batch.x, documents=batch.documents, index=batch.index)
+        nats, _ = token_scores(hidden, model.lm_head.weight, batch.targets)
+
+        of_pairs = PairCorpus(pairs_file, tokenizer, 64, seed=0).load(np.zeros(1, int), np.zeros(1, int))
+        logps, n_tokens = pair_logps(model, of_pairs)
+        reference = reference_logps(model, of_pairs)
+    assert int(n_tokens[0, 0]) == len(batch.targets)
+    assert logps[0, 0].item() == pytest.approx(-nats.sum().item(), rel=1e-5, abs=1e-6)
+    assert reference[0, 0].item() == pytest.approx(logps[0, 0].item(), rel=1e-5, abs=1e-6)
+
+    prompt = PromptCorpus(chat, tokenizer, 40, seed=0).train[0].prompts[0]
+    sampler = AnswerSampler(model, tokenizer, 8, 24, 1.0, torch.float32, compile=False)
+    drawn = sampler.draw([prompt], [1], 8)
+    learned = [*batch.x[0].tolist(), -1][: batch.index[0] + 1] + batch.targets.tolist()
+    same = [one for one in drawn if prompt.ids + one.ids == learned[: len(prompt.ids) + len(one.ids)]]
+    assert same and all(one.finished for one in same)
+    assert same[0].logprob == pytest.approx(-nats[: len(same[0].ids)].sum().item(), rel=1e-4, abs=1e-5)
+    # what a template writes after the token that stops generation is no part of a draw
+    assert len(batch.targets) - len(same[0].ids) in (0, 1)
+
+
+def sweep(folder: Path) -> Counter[str]:
+    """Try every template in a folder, and count."""
+    globals()["TRL"], counts = folder, Counter()
+    files = train(["Hello! How are you? well fine system user assistant\n\n" * 3], 512).files
+    for path in sorted(folder.glob("*.jinja")):
+        try:
+            chat_ready(tokenizer_for(path.read_text(encoding="utf-8"), files))
+        except UserError as error:
+            counts["refused"] += 1
+            print(f"{path.stem}: {error}")
+            continue
+        test_an_answer_has_the_same_ids_in_every_stage(path.stem, files)
+        test_no_marker_in_a_question_becomes_one(path.stem, True, files)
+        test_no_marker_in_a_question_becomes_one(path.stem, False, files)
+        counts["the same ids in every stage, an end that is learned, no forged marker"] += 1
+    return counts
+
+
+if __name__ == "__main__":
+    print(dict(sweep(Path(sys.argv[1]))))

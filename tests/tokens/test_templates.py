@@ -4,6 +4,8 @@ import json
 import pickle
 import random
 import re
+import sys
+import tracemalloc
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,11 +15,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
-from groundup.tokens.chat_files import ChatReader
-from groundup.tokens.foreign import to_json, with_specials
+from groundup.tokens.conversations import ChatReader
+from groundup.tokens.foreign import to_json
 from groundup.tokens.templates import BEGIN, GUARD, ChatTemplate, Piece
 from groundup.tokens.training import train
-from tokenizer import Tokenizer, chat_ready
+from tokenizer import Tokenizer, chat_ready, with_specials
 
 TRL = Path(find_spec("trl").origin).parent / "chat_templates"
 SPECIALS = [
@@ -379,3 +381,25 @@ def test_answers_that_are_not_to_be_learned_are_not_marked(name):
             assert text == expected(TAGGED[name], messages)[0]
             n_tried += bool(found)
     assert n_tried > 20
+
+
+@pytest.mark.parametrize("constant", ["'a' * 10**8", "'a'|center(10**8)", "range(10**8)|list"])
+def test_what_a_template_does_not_reach_is_not_computed(constant):
+    """Jinja computes constants when it compiles, which no limit of time or memory would stop."""
+    source = "{% if messages|length > 99 %}{{ " + constant + " }}{% set x = " + constant + " %}{% endif %}"
+    tracemalloc.start()
+    try:
+        template = ChatTemplate(source + "{% for m in messages %}{{ m.content }}</s>{% endfor %}", ["</s>"], {})
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
+    assert template.text([{"role": "user", "content": "a"}], None, False) == "a</s>"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no copy is made elsewhere")
+@pytest.mark.parametrize("condition", ["tools", "add_generation_prompt", "'<think>' in messages[-1].content",
+                                       "messages[0].role == 'system'"])  # fmt: skip
+def test_a_branch_that_explodes_is_found_at_the_start(condition):
+    source = "{% if " + condition + " %}{{ 'a' * 10**11 }}{% endif %}"
+    with pytest.raises(UserError, match="the chat template cannot be used: it fails, or needs more"):
+        ChatTemplate(source, ["</s>"], {})

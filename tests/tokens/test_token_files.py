@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from groundup.tokens import IGNORE, token_files
 from groundup.tokens.batches import Batches, TextCorpus, Windows, load_windows, val_batches
 from groundup.tokens.mixture import Mixture, WindowSampler
 from groundup.tokens.packing import Packing, best_fit, pack, pack_rows
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import PackedData, TokenData, npy_header
 from groundup.tokens.token_writer import ShardWriter, verify, write_manifest, write_record
 from groundup.train.ranks import World
@@ -374,7 +375,7 @@ def test_batches_hold_the_samples_of_the_sampler(tmp_path: Path) -> None:
     split = TokenData(tmp_path, "train")
     batches = batches_of(split, 16, 3, 2, seed=9, first_step=4)
     assert batches.position(4) == 24
-    starts = WindowSampler(split.n_tokens, 16, 9).start(np.arange(24, 24 + 60))
+    starts = WindowSampler(split.n_tokens, 16, 9).starts_of(np.arange(24, 24 + 60))
     for k in range(20):
         x, y = batches.next()
         for row_x, row_y, start in zip(x, y, starts[3 * k : 3 * k + 3], strict=True):
@@ -403,7 +404,7 @@ def test_batches_of_another_kind(tmp_path: Path) -> None:
     split = row(tmp_path, 2000)
     order = Mixture([WindowSampler(split.n_tokens, 16, 5)], 5)
     batches = Batches(Strange(), order, 3, 2, World(0, 0, 1), first_step=1)
-    _, starts = order.start(np.arange(6, 12))
+    _, starts = order.starts_of(np.arange(6, 12))
     assert batches.count_targets(1) == starts.sum()
     for k in range(2):
         found = batches.next()
@@ -430,7 +431,7 @@ def test_an_epoch_is_every_window_once_over_all_ranks(tmp_path: Path, world_size
     ranks = [take(split, 12 // world_size, 1, 8, rank, world_size) for rank in range(world_size)]
     windows = torch.cat(ranks).view(-1, 16)
     assert len(windows) == 96 and len({tuple(window.tolist()) for window in windows}) == 96
-    offset = WindowSampler(split.n_tokens, 16, 5).start(np.arange(96)).min()
+    offset = WindowSampler(split.n_tokens, 16, 5).starts_of(np.arange(96)).min()
     expected = split.window(int(offset), 96 * 16).reshape(96, 16)
     assert sorted(windows.tolist()) == sorted(expected.tolist())
 
@@ -668,9 +669,11 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
         TextCorpus(f"{tmp_path}/wiki", 16).order(1, 8, 10, max_epochs=f"{tmp_path}/code=1")
 
 
-def test_epochs_that_make_no_steps_are_refused_with_flags_that_do() -> None:
+def test_epochs_that_make_no_steps_are_refused_with_flags_that_do(capsys) -> None:
     config = {"max_steps": 0, "epochs": 1.0, "batch_size": 4, "total_batch_pairs": 64, "world_size": 1}
+    assert steps_of(config, 20 * 64, 64, "total_batch_pairs") == 20 and not capsys.readouterr().err
     assert steps_of(config, 320, 64, "total_batch_pairs") == 5
+    assert re.search(r"320 rows make 5 steps .* few to learn from; .* --epochs=1$", capsys.readouterr().err.strip())
     with pytest.raises(UserError, match=r"11 pairs make 1 step of total_batch_pairs=64, too few .* --epochs=2$"):
         steps_of(config, 11, 64, "total_batch_pairs", "pairs")
     with pytest.raises(UserError, match=r"too few to learn from: left out 1 \(bad_json\); first: f:5; smaller"):
@@ -818,7 +821,7 @@ def test_training_on_packed_rows(tmp_path: Path) -> None:
         of_rank.close()
     counts = order.counts(6 * n_steps)
     for source, split in enumerate(corpus.train):
-        rows = order.samplers[source].start(np.arange(min(counts[source], split.n_rows)))
+        rows = order.samplers[source].starts_of(np.arange(min(counts[source], split.n_rows)))
         assert len(set(rows)) == len(rows) and (rows < split.n_rows).all()
     assert len(set(found[0]) | set(found[1])) > 0.9 * n_rows
     assert batches_of(TokenData(tmp_path, "train", "wiki"), 16, 3, 2, 1).count_targets(5) == 96

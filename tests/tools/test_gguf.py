@@ -28,10 +28,10 @@ from transformers import (
 )
 
 from groundup.errors import UserError
-from groundup.tokens.foreign import to_json, with_specials
+from groundup.tokens.foreign import to_json
 from groundup.tokens.training import train
 from groundup.train import huggingface
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, with_specials
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["Hello world, it's 12345\n\n\t你好世界！ 春天 def f(x):\n    return x\n"] * 20

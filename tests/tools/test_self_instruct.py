@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 
 from groundup.errors import UserError
@@ -352,7 +353,7 @@ def start(c):
     keys = ("seeds", "out", "model", "base_url", "n_tasks", "parallel", "retry_wait")
     flags = [f"--{k}={getattr(c, k)}" for k in keys]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, ROOT / "tools" / "self_instruct.py", *flags], **pipes)
+    return forks.Popen([sys.executable, ROOT / "tools" / "self_instruct.py", *flags], **pipes)
 
 
 def run_as_command(c, timeout):
@@ -518,7 +519,7 @@ def test_mistakes_are_one_line(settings, flag, monkeypatch):
     monkeypatch.setenv("EMPTY_KEY", "")
     flags = [f"--{k}={getattr(settings, k)}" for k in ("seeds", "out", "model", "base_url") if f"--{k}=" not in flag]
     flags.append(flag)
-    done = subprocess.run([sys.executable, ROOT / "tools/self_instruct.py", *flags], capture_output=True, text=True)
+    done = forks.run([sys.executable, ROOT / "tools/self_instruct.py", *flags], capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert not Path(settings.out).exists()
 

@@ -109,7 +109,7 @@ def test_a_kill_between_evaluation_and_links_is_repaired_at_the_start(tmp_path: 
 
 
 @pytest.mark.slow
-def test_kill_at_every_moment_from_an_evaluation_to_its_links(tmp_path: Path, unsynced) -> None:
+def test_kill_at_every_moment_from_an_evaluation_to_its_links(tmp_path: Path) -> None:
     """The best checkpoint stays, and the next start has the links of a run that was not killed."""
     base = tmp_path / "base"
     for step, loss in ((1, 1.0), (2, 2.0), (3, None)):
@@ -354,14 +354,8 @@ def wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.fixture
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsync matters when the machine stops, not when a process does; without it these tests are much faster."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 @pytest.mark.slow
-def test_kill_at_every_moment_of_a_save(tmp_path: Path, unsynced: None) -> None:
+def test_kill_at_every_moment_of_a_save(tmp_path: Path) -> None:
     """Whatever the moment, the run has a whole checkpoint: the one before, or the new one; and the next save works."""
     models, base = {step: tiny(step) for step in (1, 2, 3)}, tmp_path / "base"
     for step, loss in ((1, 1.0), (2, 2.0)):
@@ -399,7 +393,7 @@ def test_kill_at_every_moment_of_a_save(tmp_path: Path, unsynced: None) -> None:
 
 
 @pytest.mark.slow
-def test_kill_at_every_moment_of_replacing_a_step(tmp_path: Path, unsynced: None) -> None:
+def test_kill_at_every_moment_of_replacing_a_step(tmp_path: Path) -> None:
     """The only checkpoint of a run is saved again: whenever it is killed, the old or the new one is found."""
     old, new, base = tiny(1), tiny(2), tmp_path / "base"
     save(base, 7, old, keep_last=1)
@@ -967,7 +961,7 @@ def test_machines_need_no_shared_disk_to_save_but_each_the_checkpoint_to_resume(
         for name, mine in hook.state_dict().items() if compress == "powersgd" else ():
             mine["error"].fill_(len(name) + world.rank)
         torch.manual_seed(world.rank)
-        behind.save(1, model, parallel, *saved.training(1)[1:], other={"data": tc.DATA})
+        behind.save(1, model, parallel, *saved.training(1)[1:], extra={"data": tc.DATA})
         behind.close()
         assert behind.saved
 

@@ -1,4 +1,4 @@
-"""native.py and step.c against the same model in torch."""
+"""kernels/decoding.py and step.c against the same model in torch."""
 
 import dataclasses
 import shutil
@@ -7,13 +7,14 @@ import pytest
 import torch
 from test_model import random_ids, random_model, tiny_config
 
-from groundup.generate import engine, native
+from groundup.generate import decode
 from groundup.generate.completion import check
-from groundup.generate.engine import Engine, decode_step, generate
+from groundup.generate.decode import decode_step, for_inference
+from groundup.generate.engine import Engine, generate
 from groundup.generate.kv_cache import KVCache
-from groundup.generate.matrices import PackedLinear, for_inference
-from groundup.generate.native import NativeLinear, NativeStep, lay_out
 from groundup.generate.sampling import SamplingParams
+from groundup.kernels import decoding
+from groundup.kernels.decoding import NativeStep, lay_out
 from model import Transformer
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc") and not shutil.which("clang"), reason="needs a C compiler")
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 def model_with(dtype: torch.dtype = torch.float32, **changes: object) -> tuple[Transformer, Transformer, NativeStep]:
     """A model for torch, the same for step.c, and its step."""
     net = random_model(tiny_config(**changes)).to(dtype)
-    fast = for_inference(net, dtype, packed=True)
+    fast = for_inference(net, dtype)
     return net.eval(), fast, NativeStep(fast)
 
 
@@ -87,16 +88,13 @@ def test_a_row_is_to_the_bit_what_it_is_alone(dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("kind", [NativeLinear, PackedLinear])
-def test_layers_multiply_as_torchs_do(kind, dtype):
-    if kind is PackedLinear and not PackedLinear.works(torch.device("cpu"), dtype):
-        pytest.skip("oneDNN has no bfloat16 products on this processor")
+def test_layers_multiply_as_torchs_do(dtype):
     generator = torch.Generator().manual_seed(0)
     for N, K, bias in ((70, 34, True), (32, 64, False), (5, 2, True)):
         linear = torch.nn.Linear(K, N, bias=bias).to(dtype).requires_grad_(False)
         holder = torch.nn.Sequential(linear)
         lay_out([(holder, "0")], dtype)
-        layer = holder[0] if kind is NativeLinear else PackedLinear(linear.weight, linear.bias)
+        layer = holder[0]
         for shape in ((1, K), (1, 1, K), (5, 1, K), (3, 40, K)):
             x = torch.randn(*shape, generator=generator).to(dtype)
             tolerance = 1e-5 if dtype == torch.float32 else 0.1
@@ -126,15 +124,15 @@ def test_torch_does_it_without_a_compiler_or_for_another_model(monkeypatch):
     params = SamplingParams(max_new_tokens=20, temperature=0.0)
     want = generate(net, None, [ids], params)[0].completions[0].ids
     assert isinstance(Engine(net, None, 1).decode, NativeStep)
-    changes = {"kernels.compile_c.shutil.which": lambda name: None, "generate.native.is_plain": lambda _: False}
+    changes = {"kernels.compile_c.shutil.which": lambda name: None, "generate.decode.is_plain": lambda _: False}
     for name, value in changes.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"groundup.{name}", value)
-            native.kernels.cache_clear()
+            decoding.kernels.cache_clear()
             assert Engine(net, None, 2).decode is decode_step
             assert generate(net, None, [ids], params)[0].completions[0].ids == want
-        native.kernels.cache_clear()
+        decoding.kernels.cache_clear()
     assert Engine(net, None, 1, copies=False).decode is decode_step
     odd = random_model(dataclasses.replace(net.cfg, ffn_dim=33))
-    assert Engine(odd, None, 1).decode is decode_step and engine.has_kernels(net.cfg, CPU, torch.float32)
-    assert not engine.has_kernels(net.cfg, CPU, torch.float16)
+    assert Engine(odd, None, 1).decode is decode_step and decode.is_native(net.cfg, CPU, torch.float32)
+    assert not decode.is_native(net.cfg, CPU, torch.float16)

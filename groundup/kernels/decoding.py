@@ -1,13 +1,13 @@
-"""Products and decoding steps on a CPU in C: builds step.c with the machine's compiler and calls
-it.
+"""Products and decoding steps on a CPU in C: builds step.c with the machine's compiler and calls it.
 
-Where there is no C compiler, or model.py computes something else than step.c, torch does the
-same, more slowly.
+Where there is no C compiler torch does the same, more slowly. The plain reference is
+generate/decode.py's decode_step.
 """
 
 import ctypes
 import functools
 import mmap
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from groundup.errors import say
-from groundup.generate.kv_cache import Part
 from groundup.kernels.compile_c import SOURCES, compile_c
-from groundup.train.config_json import is_plain
-from model import ModelConfig, RMSNorm, Transformer
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTH = 32  # as in step.c
@@ -44,14 +41,10 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     return found
 
 
-def has_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether step.c computes what model.py does for models of this shape."""
-    if device.type != "cpu" or kernels(dtype) is None or cfg.n_embd % 2 or cfg.ffn_dim % 2:
-        return False
-    kinds = [kind for kind, has in (("qwen2", cfg.qkv_bias), ("qwen3", cfg.qk_norm)) if has] or [
-        "llama"
-    ]
-    return all(map(is_plain, kinds))
+def has_kernels(cfg: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether step.c works here, for models of these sizes."""
+    fits = device.type == "cpu" and cfg.n_embd % 2 == cfg.ffn_dim % 2 == 0
+    return fits and kernels(dtype) is not None
 
 
 class NativeLinear(nn.Module):
@@ -116,9 +109,9 @@ class Model(ctypes.Structure):
 
 
 class NativeStep:
-    """engine.decode_step for a model whose matrices lie in blocks."""
+    """decode.decode_step for a model whose matrices lie in blocks."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: nn.Module) -> None:
         cfg, self.dtype = model.cfg, model.lm_head.blocks.dtype
         layers: list[Tensor | None] = []
         for block in model.layers:
@@ -136,7 +129,8 @@ class NativeStep:
             layers += [linear.blocks for linear in matrices] + [
                 linear.bias for linear in matrices[:3]
             ]
-            layers += [norm.weight.float() if isinstance(norm, RMSNorm) else None for norm in norms]
+            weights = [getattr(norm, "weight", None) for norm in norms]
+            layers += [None if weight is None else weight.float() for weight in weights]
         norm = model.norm.weight.float()
         table = (ctypes.c_void_p * len(layers))(*map(address, layers))
         self.kept = layers, norm, table  # C holds their addresses
@@ -152,19 +146,17 @@ class NativeStep:
         ends = ctypes.addressof(table), address(norm), address(model.lm_head.blocks)
         self.model = Model(*sizes, cfg.norm_eps, *ends)
 
-    def __call__(self, model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
+    def __call__(self, model: nn.Module, tokens: Tensor, parts: list) -> Tensor:
         """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see
         CacheStep."""
         cfg, B, n_threads = model.cfg, len(tokens), torch.get_num_threads()
         x, logits = model.embed_tokens.weight[tokens].float(), torch.empty(B, cfg.vocab_size)
-        positions = torch.cat([lengths for _, _, lengths, _ in parts])
+        positions = torch.cat([part.lengths for part in parts])
         angles = [
             table[positions.clamp(max=cfg.block_size - 1)].float()
             for table in (model.cos, model.sin)
         ]
-        sizes = torch.tensor([
-            keys[0].shape[2] - 1 for keys, _, lengths, _ in parts for _ in lengths
-        ])
+        sizes = torch.tensor([part.keys[0].shape[2] - 1 for part in parts for _ in part.lengths])
         rows, longest = rows_of(parts), int(positions.max()) + 1
         D, n_sharing = cfg.head_dim, cfg.n_head // cfg.n_kv_head
         shared = torch.empty(B, 2 * (cfg.n_head + cfg.n_kv_head) * D + cfg.ffn_dim)
@@ -179,10 +171,10 @@ class NativeStep:
         return logits
 
 
-def rows_of(parts: list[Part]) -> np.ndarray:
+def rows_of(parts: list) -> np.ndarray:
     """Return (2 n_layer, B) the addresses of each layer's keys, then values, of each row."""
     found = []
-    for keys, values, lengths, _ in parts:
-        begin = np.array([layer.data_ptr() for layer in keys + values])[:, None]
-        found.append(begin + np.arange(len(lengths)) * keys[0][0].nbytes)
+    for part in parts:
+        begin = np.array([layer.data_ptr() for layer in part.keys + part.values])[:, None]
+        found.append(begin + np.arange(len(part.lengths)) * part.keys[0][0].nbytes)
     return found[0] if len(found) == 1 else np.concatenate(found, axis=1)

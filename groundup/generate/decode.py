@@ -1,0 +1,187 @@
+"""A model's copy for inference and its decoding step: one call, whatever computes it.
+
+    view = for_inference(model, dtype)             # its matrices in `dtype`, on a CPU laid out for step.c
+    step = decoding_step(view, compile=False)
+    step(view, tokens, parts)                      # tokens (B,) -> logits (B, V) float32
+
+On a CPU a step is a call of C code (kernels/decoding.py); with compile=True it is a recorded CUDA
+graph on a GPU, elsewhere compiled; otherwise it runs as model.py has it.
+"""
+
+import copy
+import functools
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from groundup.errors import UserError
+from groundup.generate.kv_cache import CacheStep, Part
+from groundup.kernels.decoding import NativeLinear, NativeStep, has_kernels, lay_out
+from groundup.train.config_json import is_plain
+from groundup.train.lora import LoRALinear, plain_linear
+from model import ModelConfig, Transformer
+
+CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which bounds memory
+
+
+# ---- the copy for inference ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def for_inference(
+    model: Transformer, dtype: torch.dtype, native: bool = True, merged: bool = True
+) -> Transformer:
+    """Return a copy of the model in eval mode with matrices in `dtype`; tensors that need no change
+    are shared with `model`. Embedding and norms keep their dtype, as in training.
+
+    merged: add adapters to copies of their matrices. native: lay the matrices out for step.c, if it
+    computes this model and the memory suffices."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    device = model.embed_tokens.weight.device
+    view = shared_copy(model)
+    if merged:
+        merge_adapters(view)
+    # A linear layer of another class may compute something else: it stays.
+    places = [
+        (parent, name)
+        for parent in view.modules()
+        if not isinstance(parent, LoRALinear)
+        for name, child in parent.named_children()
+        if type(child) in (nn.Linear, LoRALinear)
+    ]
+    n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    if native and n_bytes < free_bytes(device) / 2 and is_native(model.cfg, device, dtype):
+        lay_out(places, dtype)
+        return view.eval()
+    for parent, name in places:
+        linear = getattr(parent, name)
+        if linear.weight.dtype != dtype:
+            linear.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
+    return view.eval()
+
+
+def shared_copy(model: Transformer) -> Transformer:
+    """Return a copy that shares all tensors, with eager blocks: those compiled for training would be
+    compiled anew here."""
+    same = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    compiled = [vars(part)["forward"] for part in model.modules() if "forward" in vars(part)]
+    view = copy.deepcopy(model, same | {id(forward): None for forward in compiled})
+    for part in view.modules():
+        vars(part).pop("forward", None)
+    return view
+
+
+def merge_adapters(view: Transformer) -> None:
+    """Replace each adapted matrix by the sum of both."""
+    for parent in list(view.modules()):
+        if isinstance(parent, LoRALinear):
+            continue  # replaced already: a parent comes before its children
+        for name, child in parent.named_children():
+            if isinstance(child, LoRALinear):
+                weight = nn.Parameter(child.merged_weight(), requires_grad=False)
+                setattr(parent, name, plain_linear(weight, child.bias))
+
+
+def is_native(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether step.c computes what model.py does for models of this shape."""
+    has = {"qwen2": cfg.qkv_bias, "qwen3": cfg.qk_norm}
+    kinds = [kind for kind in has if has[kind]] or ["llama"]
+    return has_kernels(cfg, device, dtype) and all(map(is_plain, kinds))
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the free memory of the device, infinity if unknown."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    path = Path("/proc/meminfo")
+    if device.type != "cpu" or not path.exists():
+        return math.inf
+    lines = dict(line.split(":") for line in path.read_text(encoding="utf-8").splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+def decoding_step(view: Transformer, compile: bool) -> Callable:
+    """Return the step of a copy for inference. Raise UserError if it cannot be compiled."""
+    if isinstance(view.lm_head, NativeLinear):
+        return NativeStep(view)
+    if not compile:
+        return decode_step
+    device_type = view.embed_tokens.weight.device.type
+    if device_type == "cuda":
+        return RecordedStep(view)
+    if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise UserError(
+            "sample: compile=True needs a C++ compiler; install g++, or set compile=False"
+        )
+    return compiled_step()
+
+
+def decode_step(model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
+    """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see CacheStep."""
+    hidden = model.hidden(tokens.unsqueeze(1), CacheStep(parts))
+    return model.lm_head(hidden)[:, 0].float()
+
+
+@functools.cache
+def compiled_step() -> Callable:
+    """Return decode_step compiled for each number of rows."""
+    return torch.compile(decode_step, dynamic=False)
+
+
+class RecordedStep:
+    """decode_step of one cache with a fixed number of rows, with compiled blocks, on a GPU.
+
+    At one row a step is a few hundred short kernels, and Python takes longer to launch them than the
+    GPU to run them. A CUDA graph launches all of them at once. It reads and writes the addresses of
+    its recording: tokens and lengths are copied into its own tensors; weights and cache stay where
+    they were.
+
+    A graph is recorded for each width of the cache. All blocks share one compiled function, so
+    that it takes seconds, not a minute."""
+
+    def __init__(self, model: Transformer) -> None:
+        """Compile the blocks of `model`, a copy for inference."""
+        for part in (*model.layers, model.norm):
+            part.forward = torch.compile(part.forward)
+        self.keys: list[Tensor] | None = None  # of the cache that the graphs write to
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
+        """tokens (B,) -> logits (B, V) float32."""
+        (part,) = parts
+        if part.keys is not self.keys:  # a longer cache has replaced it
+            self.keys, self.graphs = part.keys, {}
+        width = part.span.shape[0]
+        if width not in self.graphs:
+            own = part._replace(lengths=part.lengths.clone())
+            self.graphs[width] = self.record(model, tokens.clone(), own)
+        graph, own_tokens, own_lengths, logits = self.graphs[width]
+        own_tokens.copy_(tokens)
+        own_lengths.copy_(part.lengths)
+        graph.replay()
+        return logits.clone()  # the next replay overwrites them
+
+    def record(
+        self, model: Transformer, tokens: Tensor, part: Part
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
+        """Return (graph, its tokens, its lengths, its logits)."""
+        from torch._dynamo import config  # late: its import takes as long as all of torch
+
+        # Of all models and numbers of rows; beyond torch's 8 a call fails. Each thread has its own.
+        config.recompile_limit = 128
+        # Compile. What this writes to the cache, the replay writes again.
+        decode_step(model, tokens, [part])
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the engine of another model may allocate memory in its thread meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = decode_step(model, tokens, [part])
+        return graph, tokens, part.lengths, logits
