@@ -298,6 +298,8 @@ if __name__ == "__main__":
     gc.freeze()
     words = serve(sys.argv[1])
     if words[0] == "-m" or "prepare" in str(words):  # these start processes
-        words = serve_for_me() or words
-        spawn_forks()
+        if theirs := serve_for_me():
+            words = theirs  # a rank or a worker: what it starts would be adopted by the process that asked for it
+        else:
+            spawn_forks()
     play_to_the_end(words)
