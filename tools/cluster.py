@@ -1,29 +1,31 @@
-"""prepare.py for text that one machine cannot hold: its steps as tasks of datatrove, here, on Slurm or on Ray.
+"""prepare.py for text that one machine cannot hold: its steps as tasks of datatrove, here, on Slurm
+or on Ray.
 
     pip install -r requirements-cluster.txt
-    python tools/cluster.py --input='web/*.jsonl.gz' --tokenizer_dir=data/small --out_dir=data/web --tasks=4 --workers=2
-    python tools/cluster.py config/web.py --executor=slurm --partition=cpu --tasks=1000 --workers=200
-    python tools/cluster.py config/web.py --executor=ray --input='s3://bucket/web/*.parquet' --tasks=1000
+    python tools/cluster.py --input='web/*.jsonl.gz' --tokenizer_dir=data/small --out_dir=data/web
+    python tools/cluster.py config/web.py --executor=slurm --partition=cpu --tasks=1000
+    python tools/cluster.py config/web.py --executor=ray --input='s3://bucket/web/*.parquet'
 
-The token files are those of prepare.py to the byte, for any number of tasks: both call the same functions, and a
-document's number, its unit and its place there, follows the order of the input. The files are local, or of any system
-that fsspec knows (s3://, hf://); a task copies one of these to its own disk while it reads it. out_dir and the hidden
-directory beside it lie on a file system that all machines share.
+The token files are those of prepare.py to the byte, for any number of tasks: both call the same
+functions, and a text's number, its unit and its place there, follows the order of the input. Files
+are local, or of any system that fsspec knows (s3://, hf://): a task copies one of these to its own
+disk while it reads it. out_dir lies on a file system that all machines share.
 
-stage     tasks   reads                             writes (in .NAME.cluster.tmp beside out_dir)
-inspect   tasks   its units of the input            units/ (unit.py), keys/: of each text, sorted
-equal     parts   keys/, a range of hashes          exact/: copies, each with the first equal text
-sign      tasks   units/*.sigs, exact/              bands/: a hash per band and text, sorted
-link      bands   bands/ of one band                links/: pairs of texts with the same hash
-join      1       links/                            groups/: texts that links connect
-compare   parts   groups/, units/*.sigs             near/: copies, each with the most similar text kept
-tokenize  tasks   units/*.docs, exact/, near/       units/: ids and splits of the texts that are kept
-cut       1       units/*.lengths, *.splits         shards.json: which texts each shard holds
-write     tasks   shards.json, units/*.tokens       out/: shards
-finish    1       what was counted, shards/         out/manifest.json; out/ becomes out_dir
+stage     tasks  reads                        writes, in .NAME.cluster.tmp beside out_dir
+inspect   tasks  its units of the input       units/ (unit.py), keys/: a hash of each text, sorted
+equal     parts  keys/, a range of hashes     exact/: copies, each with the first equal text
+sign      tasks  units/*.sigs, exact/         bands/: a hash of each band and text, sorted
+link      bands  bands/ of one band           links/: pairs of texts with the same hash
+join      1      links/                       groups/: texts that links connect, in parts
+compare   parts  groups/, units/*.sigs        near/: copies, each with the most similar text kept
+tokenize  tasks  units/*.docs, exact/, near/  units/: ids, lengths and splits of the texts kept
+cut       1      units/*.lengths, *.splits    shards.json: which texts each shard holds
+write     tasks  shards.json, units/*.tokens  out/: shards
+finish    1      what was counted, shards/    out/manifest.json; out/ becomes out_dir
 
-A stage begins when all tasks of the one before it are complete, which datatrove notes in log/STAGE/completions. So the
-same command, given again after a failure, runs only the tasks that are missing. docs/scaling.md has the costs.
+A stage begins when all tasks of the one before are complete, which datatrove notes in
+log/STAGE/completions. So the same command, given again after a failure, runs only the tasks that
+are missing. docs/scaling.md has what it costs, and what datatrove does that one should know.
 """
 
 import io
@@ -168,7 +170,8 @@ def work_path(out_dir: str) -> Path:
 
 
 def make_plan(config: dict) -> Job:
-    """Write job.pickle. Remove what another plan left, but its units: these are used again if they are the same."""
+    """Write job.pickle. Remove what another plan left, but its units: those that are the same are
+    used again."""
     settings = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
     keep = parse_rules(config["rules"]).keep  # tasks run elsewhere
     rules = config["rules"].replace(keep, os.path.abspath(keep)) if keep else config["rules"]
@@ -177,7 +180,9 @@ def make_plan(config: dict) -> Job:
     tokenizer = prepare.existing_tokenizer(config["tokenizer_dir"], "text")
     if tokenizer is None:
         hint = "make one with prepare.py on a part of the text"
-        raise UserError(f"cluster: no tokenizer in tokenizer_dir={config['tokenizer_dir']!r}; {hint}")
+        raise UserError(
+            f"cluster: no tokenizer in tokenizer_dir={config['tokenizer_dir']!r}; {hint}"
+        )
     out_dir, work = Path(config["out_dir"]).absolute(), work_path(config["out_dir"])
     (work / "units").mkdir(parents=True, exist_ok=True)
     inputs = list_inputs(checked, out_dir, work)
@@ -192,16 +197,16 @@ def make_plan(config: dict) -> Job:
         found = map(far_unit, files) if far else plan_units(files)
         units += [Unit(len(units) + k, *unit[1:]) for k, unit in enumerate(found)]
     job = Job(work, out_dir, key, checked, inputs, units, config)
-    saved = work / "job.pickle"
-    old = pickle.loads(saved.read_bytes()) if saved.exists() else None
-    if not old or (old.key, old.stages) != (job.key, job.stages):
+    plan = {"key": key, "stages": list(map(list, job.stages))}
+    if read_json(work / "plan.json") != plan:
         for path in work.iterdir():
             if path.is_dir() and path.name != "units":
                 shutil.rmtree(path)
         (work / "out").mkdir()
         prepare.save_evals(checked, work)
         tokenizer.save(work / "out")
-    saved.write_bytes(pickle.dumps(job))
+        write_json(work / "plan.json", plan)
+    (work / "job.pickle").write_bytes(pickle.dumps(job))
     return job
 
 
@@ -223,7 +228,7 @@ def is_far(file: Input | Part) -> bool:
 
 
 def far_files(url: str) -> Iterator[Input]:
-    """Yield the files of a URL: a file, a directory or a pattern. Raise UserError if there is none."""
+    """Yield the files of a URL, which is a file, a directory or a pattern. Raise UserError."""
     from fsspec.core import url_to_fs
 
     fs, path = url_to_fs(url)
@@ -296,7 +301,8 @@ def sign(job: Job, rank: int, tasks: int) -> None:
         compared = (signatures != dedup.NO_UNITS).any(axis=(1, 2))
         compared[copies_of(unit, job, "exact")] = False
         hashes = np.zeros((compared.sum(), bands), np.uint64)
-        for k in range(rows):  # to 64 bits: with 32, of a billion texts each would meet others by chance
+        # 64 bits: with 32, a billion texts would share hashes by chance.
+        for k in range(rows):
             hashes = dedup.mix64(hashes + signatures[compared, :, k] + np.uint64(1))
         for band, found in enumerate(of_band):
             found.append(table(BAND, hashes[:, band], numbers(unit, np.flatnonzero(compared))))
@@ -316,8 +322,8 @@ def link(job: Job, band: int, tasks: int) -> None:
 
 
 def join(job: Job, rank: int, tasks: int) -> None:
-    """Put texts that links connect, over any number of them, into one group. Texts of other groups share no hash with
-    these, so they do not decide about them, and each task of `compare` may take some groups."""
+    """Put texts that links connect, over any number of others, into one group. Texts of other
+    groups share no hash with these and have no say, so each task of `compare` takes some groups."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
@@ -335,7 +341,7 @@ def join(job: Job, rank: int, tasks: int) -> None:
 
 
 def compare(job: Job, rank: int, tasks: int) -> None:
-    """Find the near copies within some groups, in the order of the input, as prepare.py does among all texts."""
+    """Find the near copies within some groups, as prepare.py does among all texts."""
     bands, rows = job.recipe.near_bands, job.recipe.near_rows
     ids = np.load(job.work / "groups" / f"{rank:05d}.npy")
     path = job.work / "groups" / f"{rank:05d}.sigs"
@@ -380,12 +386,13 @@ def tokenize(job: Job, rank: int, tasks: int) -> None:
 
 
 def cut(job: Job, rank: int, tasks: int) -> None:
-    """Decide which texts each shard holds: as many as fit into shard_tokens, as ShardWriter does."""
+    """Decide which texts each shard holds: as many as fit, as ShardWriter does."""
     for name, n in sum((Counter(one["records"]) for one in counted(job)), Counter()).items():
         if 0 < n <= FEW:  # prepare.py cuts each of them into the splits
             of = f" of source {name}" if name else ""
             raise UserError(f"cluster: {n} documents{of} are few; use prepare.py for these")
-    shards: dict[tuple[int, int], list[list]] = {}  # by source and split: [unit, begin, end] of each shard
+    # By source and split: for each shard, [unit, begin, end] of its texts.
+    shards: dict[tuple[int, int], list[list]] = {}
     room: Counter[tuple[int, int]] = Counter()  # for tokens in the last shard
     for unit in job.units:
         lengths = np.fromfile(unit.file(job.work, "lengths"), "<i8") + 1  # with <|endoftext|>
@@ -402,7 +409,9 @@ def cut(job: Job, rank: int, tasks: int) -> None:
                 room[of] -= own[end - 1] - used
                 begin = end
     if not shards:
-        raise UserError("cluster: no document is kept; prepare.py --show=5 prints how rows are read")
+        raise UserError(
+            "cluster: no document is kept; prepare.py --show=5 prints how rows are read"
+        )
     plan = [
         {"source": source, "split": split, "number": k, "texts": texts, "last": k == len(own) - 1}
         for (source, split), own in sorted(shards.items()) for k, texts in enumerate(own)
@@ -496,7 +505,8 @@ def save_sorted(path: Path, dtype: np.dtype, tables: list[np.ndarray], by: str =
 
 
 def select(folder: Path, by: str, begin: int, end: int) -> np.ndarray:
-    """Return the rows of all tables of a folder, sorted `by` a column, whose value is in [begin, end)."""
+    """Return the rows of all tables of a folder, which are sorted `by` a column, whose value is in
+    [begin, end)."""
     found = []
     for path in sorted(folder.glob("*.npy")):
         rows = np.load(path, mmap_mode="r")
@@ -529,10 +539,13 @@ class Step(PipelineStep):
 
     def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
         job = pickle.loads((self.work / "job.pickle").read_bytes())
-        # Slurm may begin a stage although tasks of an earlier one failed: of several arrays only the last counts.
+        # Slurm may begin a stage although tasks of an earlier one failed: it waits for the last of
+        # several arrays.
         for name, n in job.stages[: job.stages.index((self.name, world_size))]:
             if len(list(job.work.glob(f"log/{name}/completions/*"))) < n:
-                raise UserError(f"cluster: {self.name} needs all tasks of {name}; give the command again")
+                raise UserError(
+                    f"cluster: {self.name} needs all tasks of {name}; give the command again"
+                )
         STAGES[self.name](job, rank, world_size)
 
 
@@ -541,6 +554,7 @@ def executors(job: Job, exported: dict[str, str]) -> list:
     from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 
     config, made = job.config, []
+    options = config["sbatch"].split(",")
     for name, tasks in job.stages:
         settings = {
             "pipeline": [Step(job.work, name)], "tasks": tasks, "workers": config["workers"] or -1,
@@ -555,8 +569,8 @@ def executors(job: Job, exported: dict[str, str]) -> list:
             made.append(SlurmPipelineExecutor(
                 **settings, **memory, time=str(round(config["hours"] * 60)),
                 partition=config["partition"], qos="", job_name=f"{job.out_dir.name}-{name}",
-                env_command="export " + " ".join(f"{key}={value}" for key, value in exported.items()),
-                sbatch_args=dict(option.split("=") for option in config["sbatch"].split(",") if option),
+                env_command=f"export {' '.join(map('='.join, exported.items()))}",
+                sbatch_args=dict(option.partition("=")[::2] for option in options if option),
                 depends=made[-1] if made else None,
             ))  # fmt: skip
     return made
@@ -566,12 +580,16 @@ def environment() -> dict[str, str]:
     """Return what a task needs to find Python, datatrove and this file on any machine."""
     packages = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
     programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    return {"PYTHONPATH": ":".join(filter(None, packages)), "PATH": ":".join(programs), "OMP_NUM_THREADS": "1"}
+    return {
+        "PYTHONPATH": ":".join(filter(None, packages)),
+        "PATH": ":".join(programs),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def run_local(executor: object, workers: int, work: Path) -> None:
-    """Run the tasks that are missing, each in a process of its own, which ends with this one. datatrove's pool would
-    wait forever for a worker that was killed."""
+    """Run the tasks that are missing, each in a process of its own, which ends with this one.
+    datatrove's pool would wait forever for a worker that was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cluster"])  # so that the imports are done once
     watched, lifeline = context.Pipe(duplex=False)
@@ -595,7 +613,7 @@ def run_task(executor: object, rank: int, watched: Connection, work: Path) -> No
 
 
 def main(config: dict) -> int:
-    """Run all stages, or submit them. Return the exit status: 1 if more than max_bad_fraction is lost."""
+    """Run all stages, or submit them. Return the exit status: 1 if too much is lost."""
     if PipelineStep is object:
         hint = "run: pip install -r requirements-cluster.txt"
         raise UserError(f"cluster: datatrove is not installed; {hint}")
@@ -639,7 +657,9 @@ def run(config: dict) -> int:
     shutil.rmtree(job.work)
     manifest = read_prepared(out_dir)
     if manifest["info"].get("key") != job.key:
-        raise UserError(f"cluster: {out_dir} holds something else; remove it, or use another out_dir")
+        raise UserError(
+            f"cluster: {out_dir} holds something else; remove it, or use another out_dir"
+        )
     report.print_report(manifest, time.perf_counter() - start)
     return report.exit_status(manifest["info"], len(job.inputs), config["max_bad_fraction"])
 

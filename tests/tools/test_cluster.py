@@ -1,4 +1,5 @@
-"""tools/cluster.py against prepare.py: the same token files to the byte, for any number of tasks, whatever was killed.
+"""tools/cluster.py against prepare.py: the same token files to the byte, for any number of tasks,
+whatever was killed.
 
 Most tests call the stages in this process, for which datatrove is not needed."""
 
@@ -22,7 +23,9 @@ from groundup.tokens.token_files import TokenData
 from groundup.tokens.token_writer import verify
 from groundup.tokens.training import train
 
-WORDS = "the of and model reads every word in a text that people wrote about rivers and hills".split()
+WORDS = (
+    "the of and model reads every word in a text that people wrote about rivers and hills".split()
+)
 HAN = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳"
 KEYS = {key: value for key, value in vars(cluster).items() if is_key(key, value)}
 PREPARE = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
@@ -40,7 +43,9 @@ def documents(n: int) -> list[str]:
             text = f" {r.choice(texts).upper()}  "
         if i > 20 and i % 10 == 5:
             text = r.choice(texts).replace("river", "brook") + "末尾"
-        texts.append("" if i % 50 == 9 else text * 40 if i == 33 else text)  # 33 fills a shard of 3,000 tokens
+        texts.append(
+            "" if i % 50 == 9 else text * 40 if i == 33 else text
+        )  # 33 fills a shard of 3,000 tokens
     return texts
 
 
@@ -68,7 +73,11 @@ def small_units(monkeypatch):
 
 def settings(corpus: Path, out: Path, **own) -> dict:
     given = {"input": f"{corpus}/raw", "tokenizer_dir": f"{corpus}/tokenizer", "out_dir": str(out)}
-    return given | {"txt_split": "line", "val_fraction": 0.1, "shard_tokens": 3000, "max_bad_fraction": 0.1} | own
+    return (
+        given
+        | {"txt_split": "line", "val_fraction": 0.1, "shard_tokens": 3000, "max_bad_fraction": 0.1}
+        | own
+    )
 
 
 def run_stages(config: dict) -> dict:
@@ -81,7 +90,10 @@ def run_stages(config: dict) -> dict:
 
 
 def arrays(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*.npy"))}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*.npy"))
+    }
 
 
 def run_prepare(config: dict) -> Path:
@@ -155,13 +167,18 @@ def test_a_plan_with_other_settings_starts_again_and_the_same_one_goes_on(corpus
     assert (job.work / "log").exists() and (job.work / "keys").exists()
     job = cluster.make_plan(config | {"near": 0.0, "tasks": 1})
     assert not (job.work / "log").exists() and not (job.work / "keys").exists()
-    assert [path.stat().st_mtime_ns for path in sorted((job.work / "units").glob("*.json"))] == first
+    assert [
+        path.stat().st_mtime_ns for path in sorted((job.work / "units").glob("*.json"))
+    ] == first
 
 
 @pytest.mark.parametrize(
     "own, message",
     [
-        ({"tokenizer_dir": "none"}, "no tokenizer in tokenizer_dir='none'; make one with prepare.py"),
+        (
+            {"tokenizer_dir": "none"},
+            "no tokenizer in tokenizer_dir='none'; make one with prepare.py",
+        ),
         ({"near": 2.0}, "got 2.0"),
         ({"rules": "length=1000000.."}, "no document is kept"),
         ({"rules": "length=2000.."}, "1 documents are few"),
@@ -197,7 +214,9 @@ def keep(text):
 @pytest.mark.slow
 def test_a_killed_task_is_started_again_alone(corpus, prepared, tmp_path, capsys):
     (tmp_path / "own.py").write_text(KEEP, encoding="utf-8")
-    config = KEYS | settings(corpus, tmp_path / "out", tasks=2, workers=2, rules=f"keep={tmp_path}/own.py:keep")
+    config = KEYS | settings(
+        corpus, tmp_path / "out", tasks=2, workers=2, rules=f"keep={tmp_path}/own.py:keep"
+    )
     with pytest.raises(UserError, match="1 of 2 tasks of inspect did not finish"):
         cluster.main(config)
     (done,) = (tmp_path / ".out.cluster.tmp" / "log" / "inspect" / "completions").iterdir()
@@ -214,15 +233,26 @@ def test_a_killed_task_is_started_again_alone(corpus, prepared, tmp_path, capsys
 
 
 @needs_datatrove
-def test_slurm_gets_a_job_for_each_stage_that_waits_for_the_one_before(corpus, tmp_path, monkeypatch):
+def test_slurm_gets_a_job_for_each_stage_that_waits_for_the_one_before(
+    corpus, tmp_path, monkeypatch
+):
     fake, scripts = tmp_path / "bin" / "sbatch", tmp_path / "scripts"
     fake.parent.mkdir()
     scripts.mkdir()
-    save = f'n=$(ls {scripts} | wc -l)\n{{ echo "$@"; cat "${{@: -1}}"; }} > {scripts}/$(printf %02d $n)'
-    fake.write_text(f"#!/bin/bash\n{save}\necho Submitted batch job $((100 + n))\n", encoding="utf-8")
+    shown = '{ echo "$@"; cat "${@: -1}"; }'
+    save = f"n=$(ls {scripts} | wc -l)\n{shown} > {scripts}/$(printf %02d $n)"
+    fake.write_text(
+        f"#!/bin/bash\n{save}\necho Submitted batch job $((100 + n))\n", encoding="utf-8"
+    )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    own = {"executor": "slurm", "partition": "cpu", "tasks": 3, "workers": 2, "sbatch": "account=me"}
+    own = {
+        "executor": "slurm",
+        "partition": "cpu",
+        "tasks": 3,
+        "workers": 2,
+        "sbatch": "account=me",
+    }
     config = KEYS | settings(corpus, tmp_path / "out", **own)
     with pytest.raises(UserError, match="executor=slurm needs partition"):
         cluster.main(config | {"partition": ""})
@@ -230,8 +260,16 @@ def test_slurm_gets_a_job_for_each_stage_that_waits_for_the_one_before(corpus, t
     texts = [path.read_text(encoding="utf-8") for path in sorted(scripts.iterdir())]
     jobs = [text for text in texts if "launch_pickled_pipeline" in text]
     names = "inspect equal sign link join compare tokenize cut write finish".split()
-    for k, (text, name, n) in enumerate(zip(jobs, names, [3, 16, 3, 16, 1, 16, 3, 1, 3, 1], strict=True)):
-        for line in (f"job-name=out-{name}", f"array=0-{n - 1}%2", "partition=cpu", "account=me", "time=1440"):
+    for k, (text, name, n) in enumerate(
+        zip(jobs, names, [3, 16, 3, 16, 1, 16, 3, 1, 3, 1], strict=True)
+    ):
+        for line in (
+            f"job-name=out-{name}",
+            f"array=0-{n - 1}%2",
+            "partition=cpu",
+            "account=me",
+            "time=1440",
+        ):
             assert f"#SBATCH --{line}\n" in text
         assert f"{cluster.ROOT}/tools" in text and f"log/{name}/executor.pik" in text
         # two scripts for each stage: its own, and one that adds its statistics
