@@ -39,18 +39,10 @@ from pathlib import Path
 from configurator import configure, write_config
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.text import answer_pairs, dedup, inputs, report
+from groundup.text import answer_pairs, dedup, inputs, prepared_dir, report
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input, find_inputs
-from groundup.text.prepared_dir import (
-    DAMAGED,
-    check_replaceable,
-    publish,
-    read_prepared,
-    what_changed,
-    work_dir,
-    work_path,
-)
+from groundup.text.prepared_dir import work_dir, work_path
 from groundup.text.recipe import Recipe, check_config
 from groundup.text.select import select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
@@ -252,7 +244,7 @@ def show_first(config: dict, recipe: Recipe, tokenizer: Tokenizer | None) -> int
 def main(config: dict) -> int:
     """Prepare out_dir, or verify, or show. Return the exit status: 1 if something is lost."""
     if config["verify"]:
-        report.print_splits(read_prepared(Path(config["verify"]), every_byte=True))
+        report.print_splits(prepared_dir.read_prepared(Path(config["verify"]), every_byte=True))
         print(f"prepare: {config['verify']} is as it was written")
         return 0
     start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
@@ -268,8 +260,8 @@ def main(config: dict) -> int:
     with work_dir(out_dir) as work:
         files, answers, lost = read_inputs(recipe, config, work)
         try:
-            manifest = read_prepared(out_dir)
-        except DAMAGED:
+            manifest = prepared_dir.read_prepared(out_dir)
+        except prepared_dir.DAMAGED:
             manifest = {}
         before = manifest.get("info", {})
         before_files = inputs.read(out_dir) if before.get("prepare") == VERSION else []
@@ -284,16 +276,18 @@ def main(config: dict) -> int:
         }
         if answers:
             info["answers"] = answers
-        why = what_changed(info, before, before_files)
+        why = prepared_dir.what_changed(info, before, before_files)
         if why:
-            check_replaceable(out_dir, config["overwrite"], why if before else "", work)
+            prepared_dir.check_replaceable(
+                out_dir, config["overwrite"], why if before else "", work
+            )
             if out_dir.exists():
                 print(f"prepare: {out_dir} is made anew: {why}")
             manifest = build(files, recipe, tokenizer, work, config, info, lost)
             again = config | {"overwrite": False}  # to run it again must not delete anything
             command = f"python prepare.py {out_dir}/config.py"
             write_config(again, str(work / "out" / "config.py"), command=command)
-            publish(work, out_dir)
+            prepared_dir.publish(work, out_dir)
             report.print_report(manifest, time.perf_counter() - start)
     print(f"prepare: {out_dir} is {'done' if why else 'up to date'}")
     return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])

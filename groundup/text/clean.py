@@ -33,8 +33,8 @@ LONG_RUN = re.compile(r"(?<!\s)(\s{256})\s+")
 HAN_RANGES = ((0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x323B0))
 HAN = "".join(f"{chr(begin)}-{chr(end - 1)}" for begin, end in HAN_RANGES)
 HALF_WIDTH = re.compile(f"(?<=[{HAN}])[,.!?:;()](?=[{HAN}])")
-FULL_WIDTH = dict(zip(",.!?:;()", "，。！？：；（）", strict=True))
-REPEATED_MARKS = re.compile("([。！？，、])\\1+")
+FULL_WIDTH = dict(zip(",.!?:;()", "\uff0c\u3002\uff01\uff1f\uff1a\uff1b\uff08\uff09", strict=True))
+REPEATED_MARKS = re.compile("([\u3002\uff01\uff1f\uff0c\u3001])\\1+")
 # Classes of characters; ACCENTED are Latin letters.
 SPACE, OTHER, LETTERS, KANA, ACCENTED, LATIN, HAN_CLASS = range(7)
 N_CLASSES = 7

@@ -66,14 +66,19 @@ def duplicate_characters(parts: list[str]) -> float:
 
 STOP_WORDS = {
     "en": ("the", "be", "to", "of", "and", "that", "have", "with"),  # Gopher
-    "zh": tuple("的年在月是和日了於為有被人中为他與後也而由"),  # FineWeb-2, Chinese
+    "zh": tuple(
+        "\u7684\u5e74\u5728\u6708\u662f\u548c\u65e5\u4e86\u65bc\u70ba\u6709"
+        "\u88ab\u4eba\u4e2d\u4e3a\u4ed6\u8207\u5f8c\u4e5f\u800c\u7531"
+    ),  # FineWeb-2, Chinese
 }
 STOP_WORD_FORMS = {
     form: word for word in STOP_WORDS["en"] for form in (word, word.capitalize(), word.upper())
 }
 BULLETS = tuple("-*\u2022\u2023\u25b6\u25c6\u25cf\u25cb\u25e6\u25a0\u25a1\u25aa\u25ab\u00b7")
 ELLIPSES = ("...", "\u2026")
-TERMINAL = tuple(".!?\"'\u201d\u2019\u2026。！？；」』")  # C4's, with those of Chinese
+TERMINAL = tuple(
+    ".!?\"'\u201d\u2019\u2026\u3002\uff01\uff1f\uff1b\u300d\u300f"
+)  # C4's, with those of Chinese
 LETTER = re.compile(r"[^\W\d_]")
 
 # In the order in which they are tried; only the first that a text breaks is counted. A word is what
