@@ -298,7 +298,8 @@ if __name__ == "__main__":
     data_record |= {"max_new_tokens": max_new_tokens, "prompts_per_step": prompts_per_step}
     data_record |= {"val_fraction": val_fraction, "trainable": trainable}
     data_record |= {"reward": rewards.record()} | corpus.record()
-    data_record["tools"] = file_sha256(Path(tools)) if tools else ""
+    if tools:
+        data_record["tools"] = file_sha256(Path(tools))
     if teacher:
         data_record["teacher_weights"] = huggingface.shared_fingerprint(teacher_source)
     elif trainable != "lora":  # a resumed run must measure its KL divergence to the same weights

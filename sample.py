@@ -32,7 +32,8 @@ from groundup.generate.answers import Answers, Draw, Rank
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat, converse
 from groundup.generate.completion import never_sampled, prompt_ids
-from groundup.generate.engine import Engine, cache_bytes, generate_each
+from groundup.generate.engine import Engine, generate_each
+from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
@@ -76,18 +77,9 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16
 compile = False  # compile decoding on a GPU: 20 seconds, worth it from some thousand tokens on
 
 # Keys that do not decide the answers, or that deciding_settings records in another form.
-FREE_KEYS = {
-    "init_from",
-    "prompt",
-    "prompts",
-    "out",
-    "chat",
-    "reward_from",
-    "batch_size",
-    "device",
-    "dtype",
-    "compile",
-}
+FREE_KEYS = set(
+    "init_from prompt prompts out chat reward_from batch_size device dtype compile".split()
+)
 
 
 def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:

@@ -21,8 +21,8 @@ gc.disable()  # until all files are imported: that leaves no garbage
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = "pretrain_ranks pretrain prepare ddp_step rl plan readme sft saver engine ddp dpo checkpoint fsdp "
-LONGEST += "startup powersgd bench sample reward self_instruct interop"
+LONGEST = "pretrain_ranks rl golden ddp_step pretrain plan readme sft stopping ddp prepare bench saver powersgd dpo "
+LONGEST += "fsdp gpu_check reward engine tokenizer sample startup checkpoint curves self_instruct interop"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

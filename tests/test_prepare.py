@@ -289,14 +289,16 @@ def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch):
     assert ids[1:].tolist()[: len(whole := tokenizer.encode(places[long][0]))] == whole
 
 
-def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_with_a_space(tok):
+def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_with_a_space(tok, tmp_path):
     class Spaced:
         def __init__(self):
             self.encode_array = lambda text: np.array(Tokenizer.load(tok).encode(" " + text))
             self.encode = lambda text: self.encode_array(text).tolist()
+            self.vocab_size = 512
 
     pieces = [select.Piece(0, "One.\n\n", True), select.Piece(1, "Two", False)]
-    assert select.ids_of(pieces, None, Spaced()).tolist() == Spaced().encode("One.\n\nTwo")
+    ids, n_bytes = select.ids_of(pieces, None, Spaced(), tmp_path / "ids")
+    assert ids.tolist() == Spaced().encode("One.\n\nTwo") and n_bytes == 9
 
 
 def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
@@ -639,6 +641,35 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
     again(said + "nothing complete is there yet")
     again("is up to date")
     verify(tmp_path / "out")
+
+
+def test_every_input_is_opened_twice(tmp_path, tok, monkeypatch):
+    """Once to look at it, once to read it; its sha256 is taken while it is read."""
+    for i, text in enumerate(texts(30)):
+        (tmp_path / f"{i}.txt").write_text(text, "utf-8")
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": EN}).encode()))
+    opened, real = collections.Counter(), open
+
+    def counting(path, *args, **options):
+        opened[str(path)] += 1
+        return real(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", counting)
+    run(tmp_path / "out", input=f"{tmp_path}/*.txt,{tmp_path}/x.jsonl.gz", tokenizer_dir=tok)
+    monkeypatch.undo()
+    paths = [*tmp_path.glob("*.txt"), tmp_path / "x.jsonl.gz"]
+    assert [opened[str(path)] for path in paths] == [2] * 31
+    found = {entry["path"]: entry["sha256"] for entry in inputs.read(tmp_path / "out")}
+    assert found == {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def test_too_many_documents_are_refused_while_they_are_read(tmp_path, tok, monkeypatch):
+    make_small_units(monkeypatch)
+    monkeypatch.setattr("groundup.text.dedup.MOST_DOCUMENTS", 20)
+    monkeypatch.setattr(prepare, "select", None)
+    path = write_jsonl(tmp_path / "x.jsonl", texts(600))
+    with pytest.raises(UserError, match="documents are more than 20; prepare them in parts, or with near=0"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.8)
 
 
 def test_a_tokenizer_of_its_own_is_part_of_what_is_compared(tmp_path, capsys):

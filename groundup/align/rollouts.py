@@ -24,8 +24,8 @@ from torch import Tensor
 
 from groundup.align.rewards import Rewards, Rollout
 from groundup.generate.completion import check
-from groundup.generate.engine import Engine, cache_bytes, generate
-from groundup.generate.kv_cache import row_length
+from groundup.generate.engine import Engine, generate
+from groundup.generate.kv_cache import cache_bytes, row_length
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import Tools, read_calls, tool_ids
 from groundup.kernels.cross_entropy import token_entropies, token_logps

@@ -29,11 +29,7 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 # What an answer has beside the fields of its prompt
-OWN_KEYS = (
-    "index",
-    "completions",
-    "prompt_logprobs",
-)
+OWN_KEYS = ("index", "completions", "prompt_logprobs")
 
 # (prompt, whether it is a text to continue) -> ids
 Encode = Callable[[str | list[dict], bool], list[int]]

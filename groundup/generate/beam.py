@@ -1,6 +1,5 @@
-"""Beam search for sample.py, as transformers does it: the likeliest texts of several that grow together.
-
-No other file knows of it: a search is an engine of its own, with one cache for its rows.
+"""Beam search for sample.py, as transformers does it: the likeliest of several texts that grow
+together. No other file knows of it: a search is an engine of its own, with one cache for its rows.
 """
 
 import math
@@ -58,8 +57,8 @@ def search_each(
     batch_size: int = 0,
     compile: bool = False,
 ) -> Iterator[tuple[int, Result]]:
-    """Yield (index of the prompt, Result), as engine.generate_each does. A prompt at a time, whatever
-    the batch_size."""
+    """Yield (index of the prompt, Result), as engine.generate_each does. A prompt at a time: what
+    batch_size says is for samples."""
     engine = BeamSearch(model, tokenizer, params.num_beams, compile)
     for i, ids in enumerate(prompts):
         yield i, engine.search(check(i, ids, params, model.cfg, tokenizer))

@@ -10,17 +10,15 @@ graph on a GPU, elsewhere compiled; otherwise it runs as model.py has it.
 
 import copy
 import functools
-import math
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.generate.kv_cache import CacheStep, Part
+from groundup.generate.kv_cache import CacheStep, Part, free_bytes
 from groundup.kernels.decoding import NativeLinear, NativeStep, has_kernels, lay_out
 from groundup.train.config_json import is_plain
 from groundup.train.lora import LoRALinear, plain_linear
@@ -92,18 +90,6 @@ def is_native(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> boo
     has = {"qwen2": cfg.qkv_bias, "qwen3": cfg.qk_norm}
     kinds = [kind for kind in has if has[kind]] or ["llama"]
     return has_kernels(cfg, device, dtype) and all(map(is_plain, kinds))
-
-
-def free_bytes(device: torch.device) -> float:
-    """Return the free memory of the device, infinity if unknown."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    path = Path("/proc/meminfo")
-    if device.type != "cpu" or not path.exists():
-        return math.inf
-    lines = dict(line.split(":") for line in path.read_text(encoding="utf-8").splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0])
 
 
 # ---- the step ------------------------------------------------------------------------------------

@@ -35,16 +35,14 @@ from groundup.generate.decode import (
     CHUNK_TOKENS,
     decoding_step,
     for_inference,
-    free_bytes,
     is_native,
 )
 from groundup.generate.json_mode import drawn_orders
-from groundup.generate.kv_cache import KVCache, Part, Row, Rows, row_length
+from groundup.generate.kv_cache import KVCache, Part, Row, Rows, cache_bytes, free_bytes, row_length
 from groundup.generate.sampling import RowParams, SamplingParams, Seen
 from groundup.kernels import compute_dtype
 from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
-from groundup.train.device import autocast
-from model import ModelConfig, Transformer
+from model import Transformer
 from tokenizer import Tokenizer
 
 CHUNK_ROWS = 16  # prompts that are read at once
@@ -140,7 +138,9 @@ class Engine:
         self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = decoding_step(self.model, self.compile)
-        self.autocast = functools.partial(autocast, self.device, self.dtype)
+        self.autocast = functools.partial(
+            torch.autocast, self.device.type, self.dtype, enabled=self.dtype != torch.float32
+        )
         self.n_rows = rows
         self.clear()
 
@@ -477,8 +477,3 @@ def n_shared(a: list[int], b: list[int]) -> int:
     """Return how many ids two texts begin with together."""
     n = min(len(a), len(b))
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
-
-
-def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Return the memory of the keys and values of `rows` texts of `length` tokens."""
-    return 2 * cfg.n_layer * rows * cfg.n_kv_head * (length + 1) * cfg.head_dim * dtype.itemsize

@@ -1,6 +1,5 @@
-"""What serve.py needs of HTTP: bounds of connections and bodies, who may ask, clients that go away, counts.
-
-Nothing here knows what is asked.
+"""What serve.py needs of HTTP: bounds of connections and bodies, who may ask, clients that go away,
+counts. Nothing here knows what is asked.
 """
 
 import asyncio
@@ -17,22 +16,11 @@ from groundup.generate.openai_format import Refused
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
 BODY_S = 20  # for a client to send its body
 HEAD_S = 10  # for the head of a connection's first request
-KEEP_S = (
-    30  # of an idle connection: clients that drop it after 5, as httpx does, never meet its end
-)
+# Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
+KEEP_S = 30
 STALL_S = 60  # of a client that does not read what is sent to it
-TTFT_SECONDS = (
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-)  # buckets of the time to the first token
+# Buckets of the time to the first token
+TTFT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 # ---- connections ---------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ of up to 512 in the next, and so on. A long text so takes memory and time for it
 others.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -317,3 +319,23 @@ class Rows:
                 parts.append(cache.part(at))
                 rows += cache.texts
         return parts, rows
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: torch.dtype) -> int:
+    """Return the memory of the keys and values of `rows` texts of `length` tokens."""
+    return 2 * cfg.n_layer * rows * cfg.n_kv_head * (length + 1) * cfg.head_dim * dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the free memory of the device, infinity if unknown."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    path = Path("/proc/meminfo")
+    if device.type != "cpu" or not path.exists():
+        return math.inf
+    lines = dict(line.split(":") for line in path.read_text(encoding="utf-8").splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])

@@ -6,10 +6,10 @@ of one that is kept.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -228,25 +228,26 @@ class Piece(NamedTuple):
 
 def cut_document(
     k: int, part: SourceDocs, chosen: Selection, recipe: Recipe, work: Path
-) -> list[list[Piece]]:
-    """Return, for each split, the pieces of document k of a source that has few."""
+) -> Iterator[tuple[int, Piece]]:
+    """Yield the pieces of document k of a source that has few, each with the index of its split in
+    SPLITS. Holds one piece: the document may be a file of gigabytes."""
     begin, end = [*part.starts.tolist(), len(part.rows)][k : k + 2]
     wanted = np.zeros(len(chosen.rows), bool)
     wanted[part.rows[begin:end]] = True
-    texts = [
-        text for unit in part.units for text in unit.documents(work, chosen.of_unit(unit, wanted))
-    ]
-    length, offset = sum(map(len, texts)), 0
+
+    def texts() -> Iterator[str]:
+        for unit in part.units:
+            yield from unit.documents(work, chosen.of_unit(unit, wanted))
+
+    length, offset = sum(map(len, texts())), 0
     places = [0, *cut_places(length, recipe.val_fraction, recipe.test_fraction), length]
-    splits: list[list[Piece]] = [[] for _ in SPLITS]
-    for i, text in enumerate(texts, begin):
-        for number, pieces in enumerate(splits):
+    for i, text in enumerate(texts(), begin):
+        for number in range(len(SPLITS)):
             first, last = (max(place - offset, 0) for place in places[number : number + 2])
             inside = text[first:last]
             if inside:
-                pieces.append(Piece(i, inside, len(inside) == len(text)))
+                yield number, Piece(i, inside, len(inside) == len(text))
         offset += len(text)
-    return splits
 
 
 # ---- texts to train a tokenizer on ---------------------------------------------------------------
@@ -292,8 +293,8 @@ def training_texts_of(
     wanted = np.zeros(len(chosen.rows), bool)
     wanted[own] = True
     for k in range(len(part.starts)):
-        for i, text, _ in cut_document(k, part, chosen, recipe, work)[0]:
-            if wanted[part.rows[i]]:
+        for split, (i, text, _) in cut_document(k, part, chosen, recipe, work):
+            if split == 0 and wanted[part.rows[i]]:
                 step = most_chars or len(text)
                 yield from (text[begin : begin + step] for begin in range(0, len(text), step))
     if not len(part.starts):
@@ -340,11 +341,11 @@ def write_splits(
             for split in SPLITS
         ]
         for k in range(len(part.starts)):
-            of_splits = cut_document(k, part, chosen, recipe, work)
-            for writer, pieces in zip(writers, of_splits, strict=True):
-                if pieces:
-                    size = sum(len(piece.text.encode()) for piece in pieces)
-                    writer.add(ids_of(pieces, tokens, tokenizer), size)
+            pieces = cut_document(k, part, chosen, recipe, work)
+            for split, own in groupby(pieces, key=lambda pair: pair[0]):
+                path = work / f"document_{k}_{split}.tmp"
+                writers[split].add(*ids_of((piece for _, piece in own), tokens, tokenizer, path))
+                path.unlink()
         if not len(part.starts):
             for i, split in enumerate(part.splits.tolist()):
                 writers[split].add(tokens.ids(i), int(n_bytes[i]))
@@ -353,15 +354,22 @@ def write_splits(
     return shards
 
 
-def ids_of(pieces: list[Piece], tokens: Tokens, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the ids of the pieces of a document. Those that were not cut have theirs already,
-    unless this tokenizer begins each text with a space."""
+def ids_of(
+    pieces: Iterable[Piece], tokens: Tokens, tokenizer: Tokenizer, path: Path
+) -> tuple[np.ndarray, int]:
+    """Return the ids of the pieces of a document, mapped from a file, and their bytes of text.
+    Pieces that were not cut have their ids already, unless this tokenizer begins each text with a
+    space."""
+    dtype, n_bytes = token_dtype(tokenizer.vocab_size), 0
     if tokenizer.encode("\n\nb") != tokenizer.encode("\n\n") + tokenizer.encode("b"):
-        return tokenizer.encode_array("".join(piece.text for piece in pieces))
-    return np.concatenate([
-        tokens.ids(piece.index) if piece.is_whole else tokenizer.encode_array(piece.text)
-        for piece in pieces
-    ])
+        pieces = [Piece(0, "".join(piece.text for piece in pieces), False)]
+    with open(path, "wb") as f:
+        for piece in pieces:
+            whole = piece.is_whole
+            ids = tokens.ids(piece.index) if whole else tokenizer.encode_array(piece.text)
+            f.write(np.asarray(ids).astype(dtype).data)
+            n_bytes += len(piece.text.encode())
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype), n_bytes
 
 
 def write_rows(

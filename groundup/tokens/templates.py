@@ -126,7 +126,7 @@ class ChatTemplate:
             RecursionError,
             MemoryError,
         )
-        self.others: tuple = ()  # what stood around the last answer that was looked for
+        self.around: tuple = (None, "", "")  # the last answer that was looked for: see `answer`
         self.too_slow = ""  # the error, once a conversation has taken too long
         self._find_markers(source, list(specials), list(words), strips or {})
         self.closing = self._find_closing()
@@ -288,7 +288,8 @@ class ChatTemplate:
         It begins with what the template opens for the model (with a block of thoughts that the
         model does not write itself) and ends with the markers that end the turn."""
         others = (messages[:i], messages[i + 1 :], tools, prompt)
-        if others != self.others:  # those of a pair's two answers are the same
+        around = self.around
+        if others != around[0]:  # those of a pair's two answers are the same
             asked = self.text(messages[:i], tools, True) if i else ""
             words = {"role": "assistant", "content": BEGIN}
             try:
@@ -297,8 +298,8 @@ class ChatTemplate:
                 if span := self.call(text, messages, i, tools, prompt):
                     return span
                 raise
-            self.others, self.around = others, (asked, other)
-        asked, other = self.around
+            around = self.around = (others, asked, other)
+        _, asked, other = around
         before, found, after = other.partition(BEGIN)
         # If this answer has another block of thoughts than the one that the prompt opens, the model
         # writes the whole block.

@@ -38,7 +38,8 @@ class NpyWriter:
         self.file.write(npy_header(self.dtype, 0))  # `close` fills in the length
 
     def add(self, values: np.ndarray | Sequence[int]) -> None:
-        self.file.write(np.asarray(values).astype(self.dtype).tobytes())
+        for begin in range(0, len(values), 2**20):  # a document may be gigabytes, in a mapped file
+            self.file.write(np.asarray(values[begin : begin + 2**20]).astype(self.dtype).tobytes())
         self.length += len(values)
 
     def close(self) -> None:

@@ -228,6 +228,23 @@ def test_lines_of_a_paragraph_may_be_in_two_encodings(tmp_path: Path) -> None:
         assert kept == expected
 
 
+@pytest.mark.parametrize("encoding", ["gb18030", "big5", "euc_kr"])
+def test_few_accents_behind_another_encoding_are_no_chinese(tmp_path: Path, encoding: str) -> None:
+    western = ["fünf Männer", "più vecchie", "é il primo", "il est là", "Все счастливые семьи", "Ü"] * 4
+    raw = "\n".join(PAGES[encoding]).encode(encoding) + b"\n" + "\n".join(western).encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    report = Report()
+    kept = [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split="line", report=report)]
+    assert set(kept) <= {*PAGES[encoding], *western} and len(kept) > len(PAGES[encoding]) + 15
+    assert len(kept) + report.problems.total() == len(PAGES[encoding]) + len(western)
+
+
+def test_words_of_gbk_that_are_valid_utf8_are_chinese(tmp_path: Path) -> None:
+    lines = [*PAGES["gb18030"], "\\fI系统\\fP, \\fI系统\\fP", "系统"]
+    (tmp_path / "a.txt").write_bytes("\n".join(lines).encode("gb18030"))
+    assert [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split="line")] == lines
+
+
 def test_two_other_encodings_in_a_file_are_refused(tmp_path: Path) -> None:
     raw = "\n".join(PAGES["gb18030"] * 30).encode("gb18030") + b"\n" + "\n".join(PAGES["big5"] * 30).encode("big5")
     (tmp_path / "a.txt").write_bytes(raw)

@@ -120,13 +120,13 @@ def test_cache_bytes_are_those_of_its_tensors():
     cfg = tiny_config(n_kv_head=2)
     cache = KVCache(cfg, 5, 33, "cpu", torch.bfloat16)
     n_bytes = sum(x.numel() * x.element_size() for x in cache.keys + cache.values)
-    assert engine.cache_bytes(cfg, 5, 33, torch.bfloat16) == n_bytes
+    assert kv_cache.cache_bytes(cfg, 5, 33, torch.bfloat16) == n_bytes
 
 
 def test_samples_wait_for_memory_and_one_that_never_fits_is_refused_with_the_numbers(net, monkeypatch):
     texts, params = [prompt(n, seed=n) for n in range(4, 24)], SamplingParams(max_new_tokens=30)
     want = generate(net, None, texts, params)
-    busy, size = [], engine.cache_bytes(net.cfg, 1, net.cfg.block_size, torch.float32)
+    busy, size = [], kv_cache.cache_bytes(net.cfg, 1, net.cfg.block_size, torch.float32)
     monkeypatch.setattr(engine, "free_bytes", lambda device: 3.5 * size)
     feed = Engine.feed
     monkeypatch.setattr(Engine, "feed", lambda self: busy.append(self.cache.n_bytes() // size) or feed(self))
@@ -832,7 +832,7 @@ def test_the_cache_is_as_large_as_what_is_used():
         busy.add(check(i, prompt(n, seed=n), SamplingParams(500, temperature=0), net.cfg, None))
     while len(busy.running) < 4:
         busy.step()
-    one = engine.cache_bytes(net.cfg, 1, 2048, torch.float32)
+    one = kv_cache.cache_bytes(net.cfg, 1, 2048, torch.float32)
     assert one < busy.cache.n_bytes() < 1.6 * one
     busy.cancel(busy.running[0].request)
     busy.cancel(next(s.request for s in busy.running if s.request.index == 1))

@@ -795,6 +795,20 @@ def test_what_another_run_rewrote_is_not_taken_for_done(tmp_path, tok, monkeypat
     assert content(tmp_path / "again") == content(tmp_path / "straight")
 
 
+def test_other_copies_and_held_out_questions_need_no_second_reading(tmp_path, monkeypatch):
+    rows = [talk(f"Question {k}?", f"{t[:200]} {k}") for k, t in enumerate(pieces(30))]
+    settings = {"input": write_rows(tmp_path / "x.jsonl", rows), "kind": "chat", "val_fraction": 0.1}
+    killed_in(monkeypatch, prepare, "select", tmp_path / "out", **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(unit, "Inspector", None)
+        for k, other in enumerate(({"near": 0.95, "hold_out": 0.3}, {"near": 0.5}, {"near": 0})):
+            shutil.copytree(tmp_path / ".out.work.tmp", tmp_path / f".{k}.work.tmp")
+            run(tmp_path / str(k), **settings | other)
+    for k, other in enumerate(({"near": 0.95, "hold_out": 0.3}, {"near": 0.5}, {"near": 0})):
+        run(tmp_path / f"again{k}", **settings | other)
+        assert content(tmp_path / str(k)) == content(tmp_path / f"again{k}")
+
+
 def test_a_tokenizer_is_not_kept_for_text_in_other_case(tmp_path, monkeypatch):
     path, settings = tmp_path / "x.jsonl", {"vocab_size": 512, "near": 0.0}
     write_rows(path, [{"text": t} for t in pieces(60)])
