@@ -40,11 +40,8 @@ def by_reason(sums: np.ndarray) -> dict[str, int]:
 def check_kept(counts: Counts, chosen: Selection | None) -> None:
     """Raise UserError if no document is kept."""
     if chosen is None or not (chosen.fates == KEPT).any():
-        dropped = (
-            counts.lost
-            + counts.unusable
-            + Counter(by_reason(by_fate(chosen.fates)) if chosen else {})
-        )
+        later = {} if chosen is None else by_reason(by_fate(chosen.fates))
+        dropped = counts.lost + counts.unusable + Counter(later)
         reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
         first = f"; first: {counts.shown[0]}" if counts.shown else ""
         what = reasons or "the input holds none"
