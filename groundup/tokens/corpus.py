@@ -16,9 +16,6 @@ import numpy as np
 from groundup.errors import UserError
 from groundup.tokens.mixture import Mixture, Sampler, parse_number, parse_weights, quotas
 
-# Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
-MANY_EPOCHS = 4
-
 
 class Corpus:
     """The sources that a data setting names (mixture.py has the syntax), opened.
@@ -31,6 +28,9 @@ class Corpus:
         val_weights   {name: weight}, {} unless the user gave some
     and defines sampler, by_source, and val_batches_of.
     """
+
+    # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
+    many_epochs = 4.0
 
     def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
         """Return the order of one source."""
@@ -91,9 +91,9 @@ class Corpus:
             named = f" ({name})" if several else ""
             parts.append(f"{times:.2f} epochs of {self.size(self.train[k])}{named}")
             # rounded, since whole steps make 4.4 epochs of epochs=4
-            if round(times) > MANY_EPOCHS and order.limits[k] == math.inf:
+            if round(times) > self.many_epochs and order.limits[k] == math.inf:
                 seen = f"{name} is seen {times:.1f} times"
-                why = f"beyond {MANY_EPOCHS} repetition adds little"
+                why = f"beyond {self.many_epochs:g} repetition adds little"
                 warnings.append(f"warning     {seen}; {why}: give more data or {advice}")
         return ", ".join(parts), warnings
 
