@@ -80,7 +80,7 @@ test_fraction = 0.0  # the same for the test split
 fold = ""  # 'i/k': part i of k is val, the rest train (cross-validation); replaces val_fraction
 hold_out = 0.0  # chat: share of first questions that sft skips; they go to held_out.jsonl
 prompts_from = ""  # preference: keep pairs whose first question is in this file: held_out.jsonl
-pair_by = ""  # make pairs of answers: dataset | 'reward, margin=0.5, length_within=0.2'; "" = no
+pair_by = ""  # make pairs of answers: 'dataset' or 'reward, margin=0.5, length_within=0.2'
 pack = 0  # also write rows of this many tokens, for pretrain.py --pack=True; 0 = no
 # errors
 strict = False  # stop at the first unreadable record; otherwise count it and go on

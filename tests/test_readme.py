@@ -144,6 +144,6 @@ def test_links_and_settings_of_a_page_exist(path):
         known = readme.settings_of(script)
         for word in words[words.index(str(script.relative_to(ROOT))) + 1 :]:
             if word.startswith("--") and known:
-                assert word[2:].partition("=")[0] in known, (command, word)
+                assert word[2:].partition("=")[0] in known | {"help"}, (command, word)
             elif word.startswith("config/"):
                 assert (ROOT / word).exists(), command

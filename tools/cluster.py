@@ -115,7 +115,6 @@ shard_tokens = 134_217_728  # tokens per file, at least 1
 max_bad_fraction = 0.0  # exit status 1 if a larger share of bytes or records is lost
 
 ROOT = Path(__file__).absolute().parent.parent
-ROOT = Path(__file__).absolute().parent.parent
 LARGE = ("equal", "link", "join", "compare", "cut")  # stages whose tasks hold columns of many texts
 # A text that passed the rules has the number unit * 2**32 + its place among those of its unit.
 KEY = np.dtype([("hash", "<u8"), ("rest", "<u8"), ("id", "<u8")])
