@@ -19,7 +19,7 @@ RUN /opt/venv/bin/pip install --no-cache-dir ${PIP_ARGS} -r /tmp/requirements.tx
 
 # A compiler and Python.h stay: torch.compile and groundup/kernels build their code when it first runs.
 FROM ${BASE} AS runtime
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev make \
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libc6-dev make \
     && { test -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
     || apt-get install -y python3-dev; } && rm -rf /var/lib/apt/lists/*
 COPY --from=packages /opt/venv /opt/venv

@@ -258,9 +258,10 @@ if __name__ == "__main__":
     if critic_from:
         critic_source = reward_model.find_model(critic_from, tokenizer, "critic_from")
 
+    teacher_source = None
     if teacher:
         teacher_source = checkpoint.resolve(teacher)
-        huggingface.check_teacher(teacher_source, tokenizer)
+        huggingface.check_teacher(teacher_source, tokenizer, block_size)
 
     # ---- rewards and prompts
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
@@ -287,7 +288,15 @@ if __name__ == "__main__":
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps}
         text = rollouts.describe_plan(
-            model, settings, rewards, draw_rows, world_size, torch_device, torch_dtype, peak
+            model,
+            settings,
+            rewards,
+            draw_rows,
+            world_size,
+            torch_device,
+            torch_dtype,
+            peak,
+            teacher_source,
         )
         print(text, flush=True)
     if plan_only:

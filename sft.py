@@ -264,7 +264,9 @@ if __name__ == "__main__":
     huggingface.check_saves(model_config, tokenizer)
     if teacher:
         teacher_source = checkpoint.resolve(teacher)
-        huggingface.check_teacher(teacher_source, tokenizer)
+        huggingface.check_teacher(teacher_source, tokenizer, block_size)
+    elif (distill_weight, distill_beta, distill_temperature) != (0.5, 0.0, 1.0):
+        raise UserError("config: distill_weight, distill_beta, distill_temperature need a teacher")
 
     # ---- data
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction)
@@ -293,7 +295,7 @@ if __name__ == "__main__":
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps}
         n_tokens = tokens_per_step * max_steps
-        others = {"teacher": plan.teacher_bytes(teacher, torch_dtype)} if teacher else {}
+        others = {"teacher": plan.teacher_bytes(teacher_source, torch_dtype)} if teacher else {}
         text = plan.describe(
             model,
             settings,

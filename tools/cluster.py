@@ -33,6 +33,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shlex
 import shutil
 import sys
 import time
@@ -188,7 +189,8 @@ def make_plan(config: dict) -> Job:
     if problem := next((file for file in inputs if file.problem), None):
         raise UserError(f"cluster: cannot read {problem.name}: {problem.problem}")
     stamps = [[file.name, file.size, file.stamp, file.source] for file in inputs]
-    key = [prepare.VERSION, checked.settings(), tokenizer.fingerprint(), stamps]
+    written = [config["shard_tokens"], tokenizer.fingerprint()]
+    key = [prepare.VERSION, checked.settings(), *written, stamps]
     key = json.loads(json.dumps(key))  # as it comes back from the manifest
     units: list[Unit] = []
     for far, group in groupby(inputs, is_far):
@@ -568,7 +570,7 @@ def executors(job: Job, exported: dict[str, str]) -> list:
             made.append(SlurmPipelineExecutor(
                 **settings, **memory, time=str(round(config["hours"] * 60)),
                 partition=config["partition"], qos="", job_name=f"{job.out_dir.name}-{name}",
-                env_command=f"export {' '.join(map('='.join, exported.items()))}",
+                env_command="export " + " ".join(f"{k}={shlex.quote(v)}" for k, v in exported.items()),
                 sbatch_args=dict(option.partition("=")[::2] for option in options if option),
                 depends=made[-1] if made else None,
             ))  # fmt: skip

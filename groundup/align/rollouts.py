@@ -15,6 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +115,11 @@ class AnswerSampler:
         """Run the tools that answers call, and let these answers go on, until none calls. An answer
         that calls in its last turn is unfinished. Return False if a signal to stop comes."""
         for turn in range(1, self.max_turns + 1):
-            called = [self._call(one, turn == self.max_turns) for one in drawn]
+            called = []
+            for one in drawn:
+                if self.stop and self.stop():  # tools may take long
+                    return False
+                called.append(self._call(one, turn == self.max_turns))
             waiting = [k for k, one in enumerate(called) if one.last_turn == len(one.ids)]
             drawn[:] = called
             if not waiting:
@@ -480,10 +485,11 @@ def describe_plan(
     device: torch.device,
     dtype: torch.dtype,
     peak: float,
+    teacher: Path | None = None,
 ) -> str:
     """Return the plan of a run of rl.py as text. Its time is that of the updates, without drawing.
 
-    n_rows: answers that a rank draws at a time. peak: FLOP/s of one rank."""
+    n_rows: answers that a rank draws at a time. peak: FLOP/s of one rank. teacher: its directory."""
     total = parameter_table(model)["total"]
     trained = parameter_table(model, trained=True)["total"]
     cache = cache_bytes(model.cfg, n_rows, row_length(model.cfg, config["block_size"]), dtype)
@@ -492,8 +498,8 @@ def describe_plan(
         "cache": float(cache),
         "copy to draw with": float(dtype.itemsize * total),
     }
-    if config["teacher"]:
-        others["teacher"] = plan.teacher_bytes(config["teacher"], dtype)
+    if teacher:
+        others["teacher"] = plan.teacher_bytes(teacher, dtype)
     elif config["kl_coef"] and config["trainable"] != "lora":
         others["reference"] = 4.0 * total
     if config["algorithm"] == "ppo":  # weights; gradients and two moments; on a CPU a copy to save

@@ -41,6 +41,8 @@ def to_html(text: str, whole: bool) -> tuple[str, str]:
     n_chars = len(text)
     if not whole or n_chars > MAX_CHARS:
         begins = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
+        while begins and tokens[begins[-1]].map is None:  # a formula does not say where it begins
+            begins.pop()
         last = begins[-1] if begins else 0
         line = tokens[last].map[0] if begins else 0
         ends = [match.end() for match in re.finditer(r"\r\n?|\n", text[:MAX_CHARS])]

@@ -328,6 +328,10 @@ def encode(
             ids = renderer.render(messages, settings)
         else:
             ids = tokenizer.render(messages, add_generation_prompt=True)[0]
+        if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(ThoughtReader.OPEN):
+            begun = (
+                f"\n{ThoughtReader.CLOSE}\n\n{begun}"  # the template opens thoughts: there are none
+            )
         return [ids + tokenizer.encode(begun)]
     except UserError as error:
         where = "messages" if asked.chat else "prompt"

@@ -30,7 +30,11 @@ ARGUMENT = re.compile(rf"^{BEGIN}[ \t]*(.*(?:\n(?!{BEGIN}).*)*)", re.M)
 
 def functions_of(path: str) -> dict[str, Callable]:
     """Return the functions that a Python file offers: all that it defines without a leading _."""
-    space = {"__name__": "tools", "__file__": path}
+    module = types.ModuleType("tools_of_the_model")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    sys.path.insert(0, str(Path(path).absolute().parent))  # files beside it can be imported
+    space = vars(module)
     code = compile(Path(path).read_text(encoding="utf-8"), path, "exec")
     exec(code, space)  # noqa: S102 (the user's own file)
     found = {}

@@ -34,7 +34,8 @@ FIGURES = {
     "length_correlation": "correlation with length",
 }
 # What two results must agree in to stand in one table.
-SAME_SETTINGS = ("limit", "max_new_tokens", "shots", "stride", "txt_split", "text_key")
+SAME_SETTINGS = ("limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
+SAME_SETTINGS += ("text_key", "chat_template_kwargs")
 
 
 def describe(
@@ -141,6 +142,8 @@ def figures_of(task: str, found: dict) -> dict[str, object]:
         }
     figures: dict[str, object] = {}
     for key, of in found.items():
+        if key == "interval" and of:
+            of = tuple(of)  # a list in a file
         if isinstance(of, dict | list) or key.endswith(("_signature", "_se")):
             continue
         error = found.get(f"{key}_se")
@@ -156,7 +159,7 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
     others = {}
     for path in filter(None, map(str.strip, beside.split(","))):
         run = read_json(path, "config: beside", "give files that evaluate.py wrote to out")
-        results, settings = run.get("results", {}), run.get("settings", {})
+        results, settings = run.get("results") or {}, run.get("settings") or {}
         if missing := [task for task in wanted if task not in results]:
             raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
         for key in ("data", *SAME_SETTINGS):

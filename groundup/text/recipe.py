@@ -249,6 +249,12 @@ def check_config(config: dict) -> Recipe:
                 raise UserError(f"config: {what}; leave it out")
     for source in sources:
         check_source(source, kind)
+    if config["decontaminate"].startswith(CUT):
+        if kind != "text":
+            what = f"decontaminate='{CUT} ...' has no effect with kind={kind}"
+            raise UserError(f"config: {what}; without {CUT!r} it drops what matches")
+        if not config["decontaminate"].removeprefix(CUT).strip():
+            raise UserError(f"config: decontaminate={config['decontaminate']!r} names no files")
     if config["pair_by"]:
         parse_pair_by(config["pair_by"])
     parse_score(config["score"])

@@ -560,13 +560,16 @@ def count_known_ids(source: Path, tokenizer: TextTokenizer, whose: str) -> int:
     raise UserError(f"config: {what}; rerun prepare.py with --tokenizer_dir={source}")
 
 
-def check_teacher(teacher: Path, tokenizer: TextTokenizer) -> None:
+def check_teacher(teacher: Path, tokenizer: TextTokenizer, block_size: int) -> None:
     """Raise UserError if the token ids of the model to learn from mean other text."""
     other = TextTokenizer.load(tokenizer_dir(teacher))
     if other.fingerprint() != tokenizer.fingerprint():
         sizes = f"{other.vocab_size:,} and {tokenizer.vocab_size:,} token ids"
         what = f"{teacher} and the student have different tokenizers ({sizes})"
         raise UserError(f"config: teacher: {what}; a teacher needs the student's")
+    longest = load_config(teacher).block_size
+    if block_size > longest:
+        say(f"warning     block_size={block_size} exceeds the {longest} tokens of the teacher")
 
 
 def check_trainable(trainable: str, source: Path | None, n_new: int) -> None:

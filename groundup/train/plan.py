@@ -5,12 +5,13 @@ Call `set_trainable` first, because frozen parameters take less of everything.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from groundup.kernels.cross_entropy import chunk_rows
-from groundup.train import checkpoint, huggingface, ranks
+from groundup.train import huggingface, ranks
 from groundup.train.device import memory_limit
 from groundup.train.log import clock
 from model import ModelConfig, Transformer
@@ -123,10 +124,10 @@ def memory(
     return parts
 
 
-def teacher_bytes(teacher: str, dtype: torch.dtype) -> float:
-    """Return what the weights of a frozen model take, computing in dtype."""
+def teacher_bytes(teacher: Path, dtype: torch.dtype) -> float:
+    """Return what the weights of the frozen model in a directory take, computing in dtype."""
     with torch.device("meta"):
-        model = Transformer(huggingface.load_config(checkpoint.resolve(teacher)))
+        model = Transformer(huggingface.load_config(teacher))
     each = 2 if dtype == torch.bfloat16 else 4
     return float(each * parameter_table(model)["total"])
 

@@ -90,3 +90,12 @@ def test_no_text_takes_long():
         began = time.process_time()
         to_html((shape * 8000)[:8000], whole=True)
         assert time.process_time() - began < 1.5, shape
+
+
+@pytest.mark.parametrize("formula", ("$$\nx\n$$\n", "\\[x\\]\n", "$$x$$ (1)\n"))
+def test_a_formula_that_is_the_last_block_so_far(formula):
+    """It does not say on which line it begins, so what stands before it may wait with it."""
+    text = f"a\n\n{formula}"
+    html, rest = to_html(text, whole=False)
+    assert text.endswith(rest) and "x" in rest and "math" not in html
+    assert "<math" in to_html(text, whole=True)[0]

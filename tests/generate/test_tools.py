@@ -104,6 +104,18 @@ def test_what_tools_answer(tools):
     assert said(tools, "add", a=1) == ("2", 0)  # after all that
 
 
+def test_a_file_with_dataclasses_and_a_file_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "beside.py").write_text("FACTOR = 3\n", encoding="utf-8")
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom beside import FACTOR\n"
+    text += "@dataclass\nclass Pair:\n    a: int\n"
+    text += 'def triple(n: int) -> int:\n    """Triple.\n\n    Args:\n        n: a number\n    """\n'
+    text += "    return Pair(FACTOR * n).a\n"
+    (tmp_path / "own.py").write_text(text, encoding="utf-8")
+    found = Tools(str(tmp_path / "own.py"))
+    assert said(found, "triple", n=2) == ("6", 0)
+    found.close()
+
+
 @pytest.mark.parametrize("how", ("asleep", "busy"))
 def test_a_tool_that_does_not_end_is_ended(tools, how):
     began = time.monotonic()

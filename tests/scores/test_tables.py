@@ -61,6 +61,12 @@ def test_a_figure_that_only_one_model_has():
     ]
 
 
+def test_an_interval_from_a_file_and_from_this_run():
+    others = {"a": {"win_rate": {"win_rate": 0.5, "interval": [0.25, 0.75]}}}
+    shown = tables.describe("win_rate", {"win_rate": 0.5, "interval": (0.25, 0.75)}, others, "b")
+    assert shown.count("0.2500 to 0.7500") == 2
+
+
 def test_names_of_models():
     names = ["out/sft", "out/sft/latest", "out/sft/step_000100/", "path/to/Qwen3-0.6B", ""]
     assert list(map(tables.name_of, names)) == ["sft", "sft", "sft", "Qwen3-0.6B", "this"]

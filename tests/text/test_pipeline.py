@@ -16,10 +16,11 @@ import pytest
 from planted import UNIT, Planted, jaccard, plant, score
 
 import prepare
-from configurator import is_key
+from configurator import defaults_of, is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.text import select, unit
+from groundup.text.recipe import check_config
 from groundup.tokens import conversations, pairs
 from groundup.tokens.rows import Unusable
 from groundup.tokens.token_files import TokenData
@@ -169,6 +170,18 @@ if __name__ == "__main__":
         del one["inputs.tsv"], manifest["info"]["inputs"], manifest["crc32"]
         one["manifest"] = manifest
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [({"kind": "chat", "decontaminate": "cut: x.jsonl"}, "has no effect with kind=chat"),
+     ({"decontaminate": "cut:"}, "names no files")],
+)  # fmt: skip
+def test_cutting_that_has_no_effect_is_refused(tmp_path, settings, says):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    given = defaults_of(ROOT / "prepare.py") | {"input": str(tmp_path / "x.jsonl"), "out_dir": str(tmp_path / "o")}
+    with pytest.raises(UserError, match=says):
+        check_config(given | settings)
 
 
 def test_contaminated_places_can_be_cut_out(tmp_path, tok):
