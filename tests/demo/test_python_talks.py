@@ -369,7 +369,8 @@ def test_prepare_makes_rows_of_the_documentation(tmp_path, monkeypatch, conversa
     rows, manifest = prepared(tmp_path / "x", monkeypatch, "chat")
     assert sorted((row["messages"] for row in rows), key=str) == sorted(few, key=str)
     assert manifest["kind"] == "chat"
-    assert manifest["info"]["inputs"][0]["path"] == "python-docs"
+    assert manifest["info"]["inputs"]["files"] == 1
+    assert "python-docs" in (tmp_path / "x/inputs.tsv").read_text(encoding="utf-8")
 
 
 def test_prepare_makes_pairs_of_the_documentation(tmp_path, monkeypatch, pairs):
