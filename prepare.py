@@ -260,10 +260,11 @@ def main(config: dict) -> int:
     with work_dir(out_dir) as work:
         files, answers, lost = read_inputs(recipe, config, work)
         try:
-            before = prepared_dir.read_prepared(out_dir).get("info", {})
+            manifest = prepared_dir.read_prepared(out_dir)
+            before = manifest.get("info", {})
             before_files = inputs.read(out_dir) if before.get("prepare") == VERSION else []
         except prepared_dir.DAMAGED:
-            before, before_files = {}, []
+            manifest, before, before_files = {}, {}, []
         by = "none"
         if recipe.kind == "text":
             by = f"trained, bpe {config['vocab_size']} {config['pattern']}"
