@@ -959,3 +959,17 @@ def test_a_directory_of_an_older_version_is_made_anew(tmp_path, tok, capsys):
     assert run(tmp_path / "out", input=path, tokenizer_dir=tok, overwrite=True) == 0
     assert "is made anew: the version of prepare.py" in capsys.readouterr().out
     assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0 and "up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["cut", "one line without fields"])
+def test_a_damaged_list_of_inputs_is_no_traceback(tmp_path, tok, capsys, damage):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(30))
+    run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    listed = tmp_path / "out" / "inputs.tsv"
+    whole = listed.read_text(encoding="utf-8")
+    listed.write_text(whole[: len(whole) // 2] + "\n" if damage == "cut" else whole + "x\n", encoding="utf-8")
+    capsys.readouterr()
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0
+    assert "is made anew: nothing complete is there yet" in capsys.readouterr().out
+    assert listed.read_text(encoding="utf-8").count("\n") == whole.count("\n")
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0 and "up to date" in capsys.readouterr().out
