@@ -7,7 +7,6 @@ Western 8-bit encodings wrongly about half the time, and each of these decodes a
 """
 
 import codecs
-import functools
 import itertools
 import re
 from collections import Counter
@@ -130,7 +129,6 @@ def wide_codec(head: bytes) -> str:
     return ""
 
 
-@functools.lru_cache(4)  # each part of a file has the same sample
 def judge(sample: bytes, given: str = "") -> Verdict:
     """Decide about a file without a mark from a sample of its lines. given: by the user, or ""."""
     if seven_bit := escaped_encoding(sample):

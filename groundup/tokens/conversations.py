@@ -373,6 +373,8 @@ def load_rows(rows: Sequence[Rows], sources: np.ndarray, numbers: np.ndarray) ->
 class ChatCorpus(RowCorpus):
     """The conversations that a `data` string names. train, val: Rows. Raise UserError."""
 
+    many_epochs = 30.0  # a hundred conversations are learned well in twenty epochs
+
     def __init__(
         self,
         spec: str,

@@ -173,8 +173,6 @@ class RowCorpus(Corpus):
         counts      {what happened to conversations: how many}
     """
 
-    many_epochs = math.inf  # a hundred conversations are learned well in twenty epochs
-
     def reader(self) -> RowReader:
         raise NotImplementedError
 
