@@ -119,6 +119,39 @@ def compile_loss(device: torch.device) -> None:
 # ---- the loss of training ------------------------------------------------------------------------
 
 
+class HeadGradients:
+    """The gradients of a loss with respect to hidden states and head, added up chunk by chunk.
+
+    Only those that autograd asks for: a frozen head costs nothing. any: whether it asks for one."""
+
+    def __init__(self, ctx, hidden: Tensor, weight: Tensor, with_grad: bool) -> None:
+        self.hidden = self.weight = None
+        if with_grad and ctx.needs_input_grad[0]:
+            self.hidden = torch.empty_like(hidden)
+        if with_grad and ctx.needs_input_grad[1]:
+            self.weight = torch.zeros_like(weight, dtype=torch.float32)
+        self.any = self.hidden is not None or self.weight is not None
+        self.weight_dtype = weight.dtype
+
+    def add(self, part: slice, grad_logits: Tensor, h: Tensor, w: Tensor) -> None:
+        """grad_logits (n, V) of the chunk `part`; h (n, C) and w (V, C), whose product they were."""
+        if self.hidden is not None:
+            self.hidden[part] = grad_logits @ w
+        if self.weight is not None:
+            add_product(self.weight, grad_logits.T, h)
+
+    def total(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of hidden and weight, in their dtypes."""
+        return self.hidden, None if self.weight is None else self.weight.to(self.weight_dtype)
+
+
+def scaled(gradients: tuple[Tensor | None, ...], factor: Tensor) -> list[Tensor | None]:
+    """Return the gradients times the gradient of the loss, 0-d float32."""
+    # Multiply in float32: rounded to bfloat16 the factor would be off by up to 0.4 %, and by
+    # another amount for each number of ranks.
+    return [None if g is None else (g.float() * factor).to(g.dtype) for g in gradients]
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Head and loss. Forward computes the gradients too, while a chunk's logits exist."""
 
@@ -138,14 +171,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         nats = hidden.new_empty(len(hidden), dtype=torch.float32)
         w = weight.to(dtype)
 
-        # Compute only the gradients that autograd asks for: a frozen head costs nothing.
-        grad_hidden = grad_weight = None
-        if with_grad and ctx.needs_input_grad[0]:
-            grad_hidden = torch.empty_like(hidden)
-        if with_grad and ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        learns = grad_hidden is not None or grad_weight is not None
-        fused = ChunkedCrossEntropy.compiled_chunk if hidden.is_cuda and learns else None
+        gradients = HeadGradients(ctx, hidden, weight, with_grad)
+        fused = ChunkedCrossEntropy.compiled_chunk if hidden.is_cuda and gradients.any else None
 
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
@@ -156,28 +183,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if fused:
                     nats[part], grad_logits = fused(h, w, t, scale)
                 else:
-                    nats[part], grad_logits = eager_chunk(h, w, t, scale, learns)
+                    nats[part], grad_logits = eager_chunk(h, w, t, scale, gradients.any)
                 loss += (nats[part] * scale).sum()
-                if grad_hidden is not None:
-                    grad_hidden[part] = grad_logits @ w
-                if grad_weight is not None:
-                    add_product(grad_weight, grad_logits.T, h)
+                gradients.add(part, grad_logits, h, w)
                 del grad_logits  # before the next chunk's logits are made
 
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(*gradients.total())
         ctx.mark_non_differentiable(nats)
         return loss, nats
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple:
-        # Multiply in float32: rounded to bfloat16 the factor would be off by up to 0.4 %, and by
-        # another amount for each number of ranks.
-        grads = []
-        for saved in ctx.saved_tensors:
-            grads.append(None if saved is None else (saved.float() * grad).to(saved.dtype))
-        return *grads, None, None, None, None
+        return *scaled(ctx.saved_tensors, grad), None, None, None, None
 
 
 def eager_chunk(
@@ -271,11 +288,7 @@ class ChunkedLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
         hidden, weight, targets, lse = ctx.saved_tensors
-        grad_hidden = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = torch.empty_like(hidden)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        gradients = HeadGradients(ctx, hidden, weight, with_grad=True)
         w = weight.to(ctx.dtype)
         scale = -grad.float() * (targets != IGNORE) / ctx.temperature
         with torch.autocast(hidden.device.type, enabled=False):
@@ -284,11 +297,6 @@ class ChunkedLogps(torch.autograd.Function):
                 logits = (h @ w.T).float().div_(ctx.temperature)
                 grad_logits = cross_entropy_gradient(logits, t, lse[part], scale[part])
                 grad_logits = grad_logits.to(ctx.dtype)
-                if grad_hidden is not None:
-                    grad_hidden[part] = grad_logits @ w
-                if grad_weight is not None:
-                    add_product(grad_weight, grad_logits.T, h)
+                gradients.add(part, grad_logits, h, w)
                 del grad_logits  # before the next chunk's logits are made
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return *gradients.total(), None, None, None

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from groundup.kernels import compute_dtype
 from groundup.kernels.cross_entropy import (
-    add_product,
+    HeadGradients,
     chunks,
     cross_entropy_gradient,
+    scaled,
     softmax_cross_entropy,
 )
 from groundup.tokens import IGNORE
@@ -104,12 +105,7 @@ class ChunkedDistillation(torch.autograd.Function):
         nats = hidden.new_empty(len(hidden), dtype=torch.float32)
         kl = torch.empty_like(nats)
         w, teacher_w = weight.to(dtype), teacher_weight.to(dtype)
-        grad_hidden = grad_weight = None
-        if with_grad and ctx.needs_input_grad[0]:
-            grad_hidden = torch.empty_like(hidden)
-        if with_grad and ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-
+        gradients = HeadGradients(ctx, hidden, weight, with_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(dtype), targets[part]
@@ -125,24 +121,15 @@ class ChunkedDistillation(torch.autograd.Function):
                 # the gradient of the cross-entropy takes the place of the logits
                 grad_logits = cross_entropy_gradient(logits, t, lse, (1 - how.weight) * valid)
                 grad_logits[:, : grad.shape[1]] += grad.mul_(how.weight * valid.unsqueeze(1))
-                grad_logits = grad_logits.to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[part] = grad_logits @ w
-                if grad_weight is not None:
-                    add_product(grad_weight, grad_logits.T, h)
+                gradients.add(part, grad_logits.to(dtype), h, w)
 
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(*gradients.total())
         ctx.mark_non_differentiable(nats, kl)
         return loss, nats, kl
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor) -> tuple:
-        grads = []  # multiplied in float32, as in ChunkedCrossEntropy
-        for saved in ctx.saved_tensors:
-            grads.append(None if saved is None else (saved.float() * grad).to(saved.dtype))
-        return *grads, None, None, None, None, None, None
+        return *scaled(ctx.saved_tensors, grad), None, None, None, None, None, None
 
 
 def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tuple[Tensor, Tensor]:
