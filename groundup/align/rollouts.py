@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.align.rewards import Rewards, Rollout
+from groundup.errors import UserError
 from groundup.generate.completion import check
 from groundup.generate.engine import Engine, generate
 from groundup.generate.kv_cache import cache_bytes, row_length
@@ -145,7 +146,8 @@ class AnswerSampler:
     def _call(self, answer: Rollout, last: bool) -> Rollout:
         """Return the answer with the results of the tools that its last turn calls, if it does.
 
-        Without them, but unfinished, if they leave no room for another turn; last: there is none."""
+        Without them, but unfinished, if the template cannot write them or they leave no room for
+        another turn; last: there is none."""
         if not answer.finished:
             return answer
         content, calls = read_calls(self.tokenizer, answer.ids[answer.last_turn : -1])
@@ -154,10 +156,16 @@ class AnswerSampler:
         if last:
             return answer._replace(finished=False)
         results, n_failed = self.tools.run(calls)
+        answer = answer._replace(
+            finished=False,
+            n_calls=answer.n_calls + len(calls),
+            n_failed=answer.n_failed + n_failed,
+        )
         turns = (*answer.turns, {"role": "assistant", "content": content}, *results)
-        n_calls, n_failed = answer.n_calls + len(calls), answer.n_failed + n_failed
-        answer = answer._replace(finished=False, n_calls=n_calls, n_failed=n_failed)
-        new = tool_ids(self.tokenizer, [*answer.prompt.messages, *turns])
+        try:
+            new = tool_ids(self.tokenizer, [*answer.prompt.messages, *turns])
+        except UserError:  # the template refuses such a turn, Llama 3.1's one with two calls
+            return answer
         end = len(answer.ids) + len(new)
         if end >= self.max_new_tokens:
             return answer

@@ -96,6 +96,15 @@ def test_limits_of_turns_and_of_tokens(tools, tmp_path, monkeypatch):
     assert not answer.finished and answer.n_calls == 1 and len(answer.ids) == n_call and answer.sampled.all()
 
 
+def test_a_turn_that_the_template_refuses_ends_the_answer_not_the_run(tools, tmp_path, monkeypatch):
+    """Llama 3.1's template writes one call at a time."""
+    tokenizer = tokenizer_of("llama3_1", tmp_path)
+    call = '{"name": "add", "parameters": {"a": 2}}'
+    sampler = sampler_of(tokenizer, tools, monkeypatch, [f"[{call}, {call}]<|eot_id|>", "5.<|eot_id|>"])
+    both, plain = sampler.draw([prompt_of(tokenizer, tools)], [1], 2)
+    assert (both.finished, both.n_calls, both.given) == (False, 2, ()) and plain.finished
+
+
 def test_hostile_results_stay_text(tools, tmp_path, monkeypatch):
     """A result with markers and a call in it opens no turn and calls nothing."""
     path = tmp_path / "hostile.py"
