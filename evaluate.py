@@ -129,7 +129,7 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
     if config["score"] and Path(config["out"]).suffix != ".jsonl":
         what = "score needs out, the file for the scored rows, called .jsonl"
         raise UserError(f"config: {what}; got {config['out']!r}")
-    for key, usual in {"data": "", "tasks": "perplexity"}.items():
+    for key, usual in {"data": "", "tasks": "perplexity", "beside": ""}.items():
         if config["score"] and config[key] != usual:
             raise UserError(f"config: score and {key} are both given; give one of them")
     for users, defaults in USED_BY.items():

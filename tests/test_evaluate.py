@@ -344,6 +344,7 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--tasks=win_rate", "--data={base}/rows.jsonl", "--init_from={base}/reward"], "needs two files of answers"),
     (["--tasks=preference", "--data={base}/rows.jsonl"], "holds no reward model"),
     (["--dat=x"], "did you mean 'data'"),
+    (["--score={base}/rows.jsonl", "--out=x.jsonl", "--beside=x.json"], "score and beside are both given"),
     (["--score={base}/rows.jsonl", "--out=x.jsonl", "--tasks=generation"], "score and tasks are both given"),
     (["--score=nowhere.jsonl", "--out=x.jsonl", "--init_from=nowhere"], "no file matches 'nowhere.jsonl'"),
     (["--score={base}/*.jsonl", "--out={base}/../{base.name}/rows.jsonl"], "would be written over what is read"),

@@ -19,7 +19,6 @@ DOMAIN_COLUMNS = {
 }
 # Names of figures for people; others are shown as they are.
 FIGURES = {
-    "n": "answers",
     "exact_match": "exact match",
     "rouge_l": "ROUGE-L",
     "bleu_13a": "BLEU (13a)",
@@ -33,6 +32,8 @@ FIGURES = {
     "longer_wins": "longer answer wins",
     "length_correlation": "correlation with length",
 }
+# What "n" is of a task
+COUNTED = {"generation": "answers", "preference": "pairs", "win_rate": "comparisons"}
 # What two results must agree in to stand in one table.
 SAME_SETTINGS = ("limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
 SAME_SETTINGS += ("text_key", "chat_template_kwargs")
@@ -63,10 +64,15 @@ def describe(
 
 
 def describe_domains(found: dict) -> str:
-    figures = found["domains"] | ({"(all)": found["all"]} if len(found["domains"]) > 1 else {})
+    figures = domains_of(found)
     lines = [[name, *(of[key] for key in DOMAIN_COLUMNS)] for name, of in figures.items()]
     notes = [f"{name}: {note}" for name, of in found["domains"].items() for note in of["notes"]]
     return "\n".join([table(["domain", *DOMAIN_COLUMNS.values()], lines), *notes])
+
+
+def domains_of(found: dict) -> dict[str, dict]:
+    """Return {domain: its figures}, of several also "(all)"."""
+    return found["domains"] | ({"(all)": found["all"]} if len(found["domains"]) > 1 else {})
 
 
 def describe_choices(found: dict) -> str:
@@ -131,8 +137,7 @@ def side_by_side(task: str, columns: Mapping[str, dict]) -> str:
 def figures_of(task: str, found: dict) -> dict[str, object]:
     """Return {name for people: figure} of a task's results; one with a standard error has it."""
     if task == "perplexity":
-        domains = found["domains"] | ({"(all)": found["all"]} if len(found["domains"]) > 1 else {})
-        return {name: of["bits_per_byte"] for name, of in domains.items()}
+        return {name: of["bits_per_byte"] for name, of in domains_of(found).items()}
     if task in choices.TASKS:
         groups = {"overall": found["overall"]} | found["groups"]
         return {
@@ -148,7 +153,8 @@ def figures_of(task: str, found: dict) -> dict[str, object]:
             continue
         error = found.get(f"{key}_se")
         with_error = error is not None and error == error
-        figures[FIGURES.get(key, key)] = f"{shown(of)} +- {error:.4f}" if with_error else of
+        name = COUNTED.get(task, key) if key == "n" else FIGURES.get(key, key)
+        figures[name] = f"{shown(of)} +- {error:.4f}" if with_error else of
     return figures
 
 
