@@ -543,7 +543,7 @@ class Inspector:
 
     def cut_or_drop(self, i: int, text: str, items: list[Item], verdicts: list[tuple]) -> None:
         """Drop a document, or cut the evaluation text out of it if the rest passes the rules."""
-        if self.recipe.cuts and self.recipe.kind == "text":
+        if self.recipe.cuts:
             item = items[i]._replace(text=self.judge.evals.cut(items[i].text))
             if self.judge.judge(item)[0] == "kept" and item.text.strip():
                 self.counts.bytes_cut += len(items[i].text.encode()) - len(item.text.encode())
