@@ -4,7 +4,7 @@
 #
 # BASE is an image with Python 3.11 or newer and apt. PIP_ARGS are given to pip: PyPI's torch runs on
 # NVIDIA GPUs and on CPUs, that of --extra-index-url=https://download.pytorch.org/whl/cpu on CPUs
-# alone, and takes a fifth of the space.
+# alone, in less space.
 ARG BASE=python:3.11-slim-bookworm
 
 # The packages, in a virtual environment that the next stage copies without pip's caches.

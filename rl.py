@@ -119,7 +119,8 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 100  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-CLIP_LOW, CLIP_HIGH = 0.2, 0.2  # clip the ratio of new to old probability beyond 1 -+ these
+CLIP_LOW = 0.2  # the ratio of new to old probability is clipped below at 1 - CLIP_LOW
+CLIP_HIGH = 0.2  # and above at 1 + CLIP_HIGH
 MAX_TURNS = 6  # of an answer that calls tools, the last one included
 LAMBDA = 0.95  # ppo: of advantage estimation; 1 = whole returns, 0 = one token ahead
 GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end

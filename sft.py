@@ -21,7 +21,7 @@ import sys
 import torch
 from torch import Tensor
 
-from configurator import configure
+from configurator import configure, defaults_of
 from ddp import DDP, conflict
 from groundup.errors import UserError
 from groundup.generate.completion import never_sampled
@@ -265,8 +265,9 @@ if __name__ == "__main__":
     if teacher:
         teacher_source = checkpoint.resolve(teacher)
         huggingface.check_teacher(teacher_source, tokenizer, block_size)
-    elif (distill_weight, distill_beta, distill_temperature) != (0.5, 0.0, 1.0):
-        raise UserError("config: distill_weight, distill_beta, distill_temperature need a teacher")
+    for key, usual in defaults_of(__file__).items():
+        if key.startswith("distill_") and config[key] != usual and not teacher:
+            raise UserError(f"config: {key}={config[key]} needs a teacher")
 
     # ---- data
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction)
@@ -336,7 +337,7 @@ if __name__ == "__main__":
         guide = huggingface.load_model(teacher_source, torch_device, block_size, torch_dtype)
         guide.requires_grad_(False).eval()
         guide.most_documents = corpus.most_documents()
-        how = Distillation(distill_weight, distill_beta, distill_temperature)
+        distillation = Distillation(distill_weight, distill_beta, distill_temperature)
 
     # ---- device, compile, data parallel, optimizer
     model.to(torch_device)
@@ -409,9 +410,15 @@ if __name__ == "__main__":
                 hidden = hidden_at_labels(model, batch)  # (n, C)
                 if teacher:
                     with torch.no_grad():
-                        taught = hidden_at_labels(guide, batch)
-                    heads = model.lm_head.weight, guide.lm_head.weight
-                    loss, _, kl = distill(hidden, heads[0], batch.targets, taught, heads[1], how)
+                        guided = hidden_at_labels(guide, batch)
+                    loss, _, kl = distill(
+                        hidden,
+                        model.lm_head.weight,
+                        batch.targets,
+                        guided,
+                        guide.lm_head.weight,
+                        distillation,
+                    )
                     divergence_sum += kl.sum()
                 else:
                     loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)

@@ -570,7 +570,7 @@ def test_a_rank_without_labels_neither_waits_nor_spoils_the_others(two_ranks):
         (["--trainable=lora,nonsense"], "nonsense"),
         (["--block_size=4"], "block_size"),
         (["--total_batch_tokens=100"], "multiple of"),
-        (["--distill_beta=1"], "need a teacher"),
+        (["--distill_beta=1"], "distill_beta=1.0 needs a teacher"),
         (["--loss_weights=a.jsonl=2"], "unknown key 'loss_weights'"),
     ],
 )

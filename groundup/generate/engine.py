@@ -42,6 +42,7 @@ from groundup.generate.kv_cache import KVCache, Part, Row, Rows, cache_bytes, fr
 from groundup.generate.sampling import RowParams, SamplingParams, Seen
 from groundup.kernels import compute_dtype
 from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
+from groundup.train.device import autocast
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -138,9 +139,7 @@ class Engine:
         self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = decoding_step(self.model, self.compile)
-        self.autocast = functools.partial(
-            torch.autocast, self.device.type, self.dtype, enabled=self.dtype != torch.float32
-        )
+        self.autocast = functools.partial(autocast, self.device, self.dtype)
         self.n_rows = rows
         self.clear()
 
@@ -385,8 +384,8 @@ class Engine:
         processed = sampling.process(
             logits, self.params, self.seen, [len(sample.ids) for sample in samples]
         )
-        # (R,)
-        tokens = sampling.choose(processed, self.params, [sample.generator for sample in samples])
+        generators = [sample.generator for sample in samples]
+        tokens = sampling.choose(processed, self.params, generators)  # (R,)
         for row, sample in enumerate(samples):
             if sample.json:
                 tokens[row] = self.json_token(sample, tokens[row].item(), processed[row : row + 1])

@@ -222,11 +222,8 @@ class Row:
     def saved(self, cfg: ModelConfig) -> "Row":
         """Return a copy in a cache of its own, as long as the text."""
         row, n, like = Row(), len(self.cached_ids), self.cache.keys[0]
-        row.cache, row.slot, row.cached_ids = (
-            KVCache(cfg, 1, n, like.device, like.dtype),
-            0,
-            self.cached_ids,
-        )
+        row.cache, row.slot = KVCache(cfg, 1, n, like.device, like.dtype), 0
+        row.cached_ids = self.cached_ids
         row.copy(self, n)
         return row
 
