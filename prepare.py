@@ -46,7 +46,7 @@ from groundup.text.prepared_dir import work_dir, work_path
 from groundup.text.recipe import Recipe, check_config
 from groundup.text.select import select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
-from groundup.text.unit import Counts, inspect_unit, plan_units, tokenize_unit
+from groundup.text.unit import Counts, Unit, inspect_unit, plan_units, tokenize_unit
 from groundup.text.workers import run
 from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
@@ -136,16 +136,8 @@ def build(
 
     # Read, clean, filter.
     units = plan_units(files)
-    inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
-    results, n_documents = [Counts()] * len(units), 0
-    for number, counts in run(inspect, units, n_workers, "read", work):
-        results[number] = counts
-        n_documents += counts.passed.total()
-        if recipe.near > 0:
-            dedup.check_number(n_documents)
-    counts = Counts()
-    for result in (*results, lost):
-        counts.add(result)
+    counts = inspect_units(units, recipe, n_workers, work)
+    counts.add(lost)
     of_pairs = [work / f"pairs_{k}.jsonl.problems" for k in range(len(info.get("answers", [])))]
     report.write_problems(files, of_pairs, counts, units, work)
 
@@ -164,16 +156,7 @@ def build(
             info["tokenizer"] = tokenizer.fingerprint()
         tokenizer.save(out)
     if tokenizer:
-        tokenize = partial(
-            tokenize_unit,
-            dtype=token_dtype(tokenizer.vocab_size).str,
-            fingerprint=tokenizer.chat_fingerprint(),
-            work=work,
-            chat=recipe.kind == "chat",
-            threads=max(1, n_workers // max(1, len(units))),  # one text is one unit
-        )
-        for _ in run(tokenize, units, n_workers, "tokenize", work):
-            pass
+        tokenize_units(units, tokenizer, recipe.kind, n_workers, work)
     if recipe.kind == "text":
         splits = write_splits(parts, chosen, recipe, tokenizer, work)
     else:
@@ -200,6 +183,37 @@ def build(
         manifest["vocab_size"] = tokenizer.vocab_size
     write_record(out / "manifest.json", manifest)
     return manifest
+
+
+def inspect_units(units: list[Unit], recipe: Recipe, n_workers: int, work: Path) -> Counts:
+    """Read, clean and filter all units, and return their counts, added up in their order."""
+    inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
+    results, n_documents = [Counts()] * len(units), 0
+    for number, counts in run(inspect, units, n_workers, "read", work):
+        results[number] = counts
+        n_documents += counts.passed.total()
+        if recipe.near > 0:
+            dedup.check_number(n_documents)
+    total = Counts()
+    for counts in results:
+        total.add(counts)
+    return total
+
+
+def tokenize_units(
+    units: list[Unit], tokenizer: Tokenizer, kind: str, n_workers: int, work: Path
+) -> None:
+    """Write the ids of all documents that are kept. The workers load the tokenizer from work/out."""
+    tokenize = partial(
+        tokenize_unit,
+        dtype=token_dtype(tokenizer.vocab_size).str,
+        fingerprint=tokenizer.chat_fingerprint(),
+        work=work,
+        chat=kind == "chat",
+        threads=max(1, n_workers // max(1, len(units))),  # one text is one unit
+    )
+    for _ in run(tokenize, units, n_workers, "tokenize", work):
+        pass
 
 
 def save_evals(recipe: Recipe, work: Path) -> dict:
