@@ -49,7 +49,7 @@ def test_make_refuses_an_older_python_by_name(tmp_path):
     (tmp_path / "old").chmod(0o755)
     for name in ("Makefile", "requirements.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    done = subprocess.run(["make", "demo", "PYTHON=./old"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["make", "demo", "PYTHON=./old", "VENV=.venv"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / ".venv").exists()
     assert " is Python 3.10.2; 3.11 or newer is needed, for example: make PYTHON=python3.12" in done.stderr
 
@@ -65,7 +65,8 @@ def test_make_demo_begins_what_is_older_than_its_data_anew(tmp_path):
     (tmp_path / ".venv/core").touch()
 
     def begun() -> list[str]:
-        done = subprocess.run(["make", "demo-chat"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        command = ["make", "demo-chat", "VENV=.venv"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         runs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RUN")]
         assert all("--overwrite=True" in run for run in runs if run[0] == "prepare.py")
         flags = ["--resume=never", "--overwrite=True"]

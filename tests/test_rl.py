@@ -729,9 +729,8 @@ def test_a_run_with_tools_goes_on_to_the_bit(run, base, tmp_path, monkeypatch, f
     flags += ["--save_every=2", "--max_steps=4", "--group_size=2", "--prompts_per_step=2"]
     assert run(*flags) == 0
     out = tmp_path / "out"
-    for key in ("calls", "turns"):
-        assert all(value > 0 for value in column(out, "train", key)), key
-    assert all(1 <= turns for turns in column(out, "train", "turns"))
+    assert any(column(out, "train", "calls")) and max(column(out, "train", "turns")) > 1
+    assert min(column(out, "train", "turns")) >= 1
     want = column(out, "train", "loss"), column(out, "train", "calls"), load_train_state(out / "latest", 0)[0]
     shutil.rmtree(out / "step_000004")
     assert run(*flags) == 0
