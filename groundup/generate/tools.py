@@ -2,35 +2,51 @@
 
     tools = Tools("calculator.py")
     messages = tools.shown(messages)               # the schemas, where the template shows them
-    calls = read_calls(tokenizer, ids)             # of an answer; [] = it calls nothing
-    turns, n_failed = tools.run(calls)             # a message of each tool
-    ids = tool_ids(tokenizer, [*messages, answer, *turns])       # what follows the answer
+    turn = tools.answer(tokenizer, messages, ids)  # runs what a drawn turn calls; None = nothing
+    ids += turn.ids                                # and the model writes on
 
 A conversation with tools grows by ids, and the ids of a turn that was drawn are never made anew from
 its text: the tokenizer may cut the text in another way, and training would then learn tokens that
 were not drawn. Results and whatever the template writes around them are appended.
 """
 
+import dataclasses
 import json
 import math
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
-from groundup.generate.completion import call_ids
+from groundup.generate.completion import Result, asked_messages, call_ids, check
+from groundup.generate.engine import run_all
+from groundup.generate.rendering import tool_ids
+from groundup.generate.sampling import SamplingParams
 from groundup.generate.text_parts import CallReader
+from model import Transformer
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 TOOL_PROCESS = [sys.executable, "-m", "groundup.generate.tool_process"]
 LOAD_S = 60  # for the process to start and read the file
 SECONDS = 5.0  # for a call
-MAX_CALLS = 8  # in one answer; more are refused
+MAX_CALLS = 8  # in one turn; more are refused
+MAX_TURNS = 6  # of an answer, the last one included
+
+
+class ToolTurn(NamedTuple):
+    """A turn that called tools, and what they said."""
+
+    messages: list[dict]  # the turn itself and one message of each tool
+    ids: list[int]  # that the template writes behind the drawn ones; [] = it refuses such a turn
+    n_calls: int
+    n_failed: int
 
 
 class Tools:
@@ -94,6 +110,28 @@ class Tools:
             n_failed += found["failed"]
         return messages, n_failed
 
+    def answer(
+        self,
+        tokenizer: Tokenizer,
+        messages: list[dict],
+        ids: Sequence[int],
+        follow: Callable[[list[dict]], list[int]] | None = None,
+    ) -> ToolTurn | None:
+        """Run what a turn calls; None if it calls nothing.
+
+        messages: before the turn. ids: of the turn as drawn, without the one that ended it. follow:
+        `tool_ids` of the tokenizer, or what does the same in another process."""
+        content, calls = read_calls(tokenizer, ids)
+        if not calls:
+            return None
+        results, n_failed = self.run(calls)
+        turns = [{"role": "assistant", "content": content}, *results]
+        try:
+            new = (follow or partial(tool_ids, tokenizer))([*messages, *turns])
+        except UserError:  # Llama 3.1's template refuses two calls in a turn
+            new = []
+        return ToolTurn(turns, new, len(calls), n_failed)
+
     def shown(self, messages: list[dict]) -> list[dict]:
         """Return the messages with the schemas in the first."""
         return with_system(messages, {"tools": self.schemas})
@@ -101,6 +139,55 @@ class Tools:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class ToolAnswers:
+    """`encode` and `draw` of answers.py for conversations whose answers may call tools."""
+
+    def __init__(self, tools: Tools, tokenizer: Tokenizer, system: str) -> None:
+        self.tools, self.tokenizer, self.system = tools, tokenizer, system
+        self.talks: dict[tuple[int, ...], list[dict]] = {}  # messages of each prompt
+
+    def encode(self, asked: str | list[dict], _plain: bool = False) -> list[int]:
+        messages = self.tools.shown(asked_messages(self.system, asked))
+        ids, _ = self.tokenizer.render(messages, add_generation_prompt=True)
+        self.talks[tuple(ids)] = messages
+        return ids
+
+    def draw(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        prompts: Iterable[list[int]],
+        params: SamplingParams,
+        batch_size: int,
+        compile: bool = False,
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index of the prompt, Result with the last turn of its answer).
+
+        An answer that calls a tool waits until the others have ended."""
+        waiting = (check(i, ids, params, model.cfg, tokenizer) for i, ids in enumerate(prompts))
+        talks, begins = {}, {}  # of each prompt: its messages so far, and its length
+        for _ in range(MAX_TURNS - 1):
+            called = []
+            for i, result in run_all(model, tokenizer, waiting, batch_size, compile):
+                talk = talks.get(i) or self.talks[tuple(result.prompt_ids)]
+                (found,) = result.completions
+                turn = None
+                if found.stop_reason in params.stop_ids:
+                    turn = self.tools.answer(tokenizer, talk, found.ids[:-1])
+                ids = result.prompt_ids + found.ids + turn.ids if turn else []
+                room = (
+                    params.max_new_tokens + begins.setdefault(i, len(result.prompt_ids)) - len(ids)
+                )
+                if not turn or not turn.ids or room < 1 or len(ids) > model.cfg.block_size:
+                    yield i, result
+                    continue
+                talks[i] = talk + turn.messages
+                own = dataclasses.replace(params, max_new_tokens=room)
+                called.append(check(i, ids, own, model.cfg, tokenizer))
+            waiting = called
+        yield from run_all(model, tokenizer, waiting, batch_size, compile)
 
 
 def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict]]:
@@ -128,16 +215,3 @@ def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
     talk += [{"role": "assistant", "content": call}, {"role": "tool", "content": "7 swans"}]
     if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):
         raise UserError("tools: the chat template does not write the results of tools")
-
-
-def tool_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-    """Return the ids that the template writes behind an answer that called tools.
-
-    They are the turns of the tools and the opened turn of the next answer. messages: up to the
-    tools' turns, which are the last. Raise UserError for a template that writes no tools' turns."""
-    ids, mask = tokenizer.render(messages)
-    opened, _ = tokenizer.render(messages, add_generation_prompt=True)
-    end = len(mask) - mask[::-1].index(1) if 1 in mask else 0  # of the answer that calls
-    if not 0 < end < len(ids) or opened[: len(ids)] != ids:
-        raise UserError("tools: the chat template does not write the results of tools")
-    return opened[end:]
