@@ -4,8 +4,8 @@ questions, and holds the rewards.
     python tools/sums.py --out_dir=data/demo_tools
     --reward=tools/sums.py:correct                               # for rl.py
 
-examples.jsonl are a few conversations in which the calculator is called, from which sft.py teaches what a call looks
-like; questions.jsonl and held_out.jsonl are for rl.py: it sees no call and no answer, only the reward of its own. No two
+examples.jsonl are a few conversations in which the calculator is called, from which sft.py teaches what a call is;
+questions.jsonl and held_out.jsonl are for rl.py: it sees no call and no answer, only the reward of its own. No two
 numbers are in two of the files.
 """
 
@@ -15,8 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
 from groundup.generate.tool_process import functions_of, schema_of
@@ -28,7 +27,7 @@ n_questions = 4000  # to draw answers to
 n_held_out = 400  # to draw answers to in evaluations
 seed = 1337  # which numbers are asked for
 
-CALCULATOR = ROOT / "groundup" / "demo" / "calculator.py"
+CALCULATOR = Path(__file__).parent.parent / "groundup" / "demo" / "calculator.py"
 QUESTIONS = {"en": "What is {} plus {}?", "zh": "{}加{}等于多少?"}
 ANSWERS = {"en": "The sum is {}.", "zh": "和是{}。"}
 

@@ -603,7 +603,7 @@ function drawBody(answer, node) {
   thoughts.open = opened.has(answer);
   thoughts.ontoggle = () => (thoughts.open ? opened.add(answer) : opened.delete(answer));
   const calls = (answer.turns ?? []).map(({ role, content }) => el("pre", { className: "call",
-    textContent: role === "tool" ? "\u2192 " + content : content.replace(/<\/?tool_call>/g, "").trim() }));
+    textContent: role === "tool" ? "\u2192 " + content : content.replace(/<tool_call>\n|\n<\/tool_call>/g, "") }));
   const [parts, paintText] = asTokens ? drawTokens(answer) : drawText(answer);
   const problem = el("div", { className: "problem", role: "alert" });
   node.append(thoughts, ...calls, ...parts);

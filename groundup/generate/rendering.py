@@ -7,6 +7,7 @@ asks this process; it answers one line of JSON with one.
 
 import copy
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,7 +29,8 @@ class LineProcess:
     it is needed, and ended when an answer takes too long. May be called by several threads."""
 
     def __init__(self, module: str, *arguments: str, seconds: float) -> None:
-        self.command = [sys.executable, "-m", module, *arguments]
+        # -P: what lies in the current directory does not stand in for our modules
+        self.command = [sys.executable, "-P", "-m", module, *arguments]
         self.seconds = seconds
         self.lock = threading.Lock()
         self.process: subprocess.Popen | None = None
@@ -40,25 +42,41 @@ class LineProcess:
                 self.start()
             return self.exchange(line, self.seconds)
 
-    def start(self) -> None:
-        pipe = subprocess.PIPE
+    def start(self) -> str:
+        """Return the answer to an empty line."""
+        pipe, paths = subprocess.PIPE, [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
-            self.command, stdin=pipe, stdout=pipe, cwd=ROOT, text=True, encoding="utf-8"
+            self.command,
+            stdin=pipe,
+            stdout=pipe,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            text=True,
+            encoding="utf-8",
         )
-        if not self.exchange("", LOAD_S):
-            raise UserError(f"serve: the process of {self.command[2]} does not start")
+        answer = self.exchange("", LOAD_S)
+        if not answer:
+            raise UserError(f"{' '.join(self.command[3:])}: the process does not start")
+        return answer
 
     def exchange(self, line: str, seconds: float) -> str:
-        timer = threading.Timer(seconds, self.process.kill)
+        timer, answer = threading.Timer(seconds, self.process.kill), ""
         timer.start()
         try:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
-            return self.process.stdout.readline()
-        except OSError:  # it has ended
-            return ""
+            answer = self.process.stdout.readline()
+        except (OSError, ValueError):  # it has ended, or left half a character
+            pass
         finally:
             timer.cancel()
+        if answer.endswith("\n"):
+            return answer
+        self.close()
+        return ""
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 class Renderer:

@@ -1,7 +1,7 @@
 """The process in which a model's tools run: python -m groundup.generate.tool_process FILE SECONDS.
 
-It answers lines of JSON: first with the schemas of the file's functions, or with an error; then
-{"name", "arguments"} with {"text", "failed"}. tools.py starts it, and ends it when a tool loops.
+It answers an empty line with the schemas of the file's functions, or with an error, and a line of
+JSON, {"name", "arguments"}, with {"text", "failed"}. tools.py ends it when a tool loops.
 """
 
 import inspect
@@ -130,11 +130,10 @@ def serve(path: str, most_s: int) -> None:
         first = str(error)
     except (Exception, SystemExit) as error:  # whatever the file does
         first = " ".join(f"{type(error).__name__}: {error}".split())
-    print(json.dumps(first), file=answers, flush=True)
     limit_memory(MEMORY_MB)
     for line in calls:
         signal.alarm(most_s)  # it ends on its own if the one that asks was killed meanwhile
-        found = call(functions, **json.loads(line))
+        found = call(functions, **json.loads(line)) if line.strip() else first
         signal.alarm(0)
         print(json.dumps(found), file=answers, flush=True)
 

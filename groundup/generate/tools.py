@@ -13,10 +13,6 @@ were not drawn. Results and whatever the template writes around them are appende
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,15 +22,12 @@ from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.generate.completion import Result, asked_messages, call_ids, check
 from groundup.generate.engine import run_all
-from groundup.generate.rendering import tool_ids
+from groundup.generate.rendering import LineProcess, tool_ids
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.text_parts import CallReader
 from model import Transformer
 from tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[2]
-TOOL_PROCESS = [sys.executable, "-m", "groundup.generate.tool_process"]
-LOAD_S = 60  # for the process to start and read the file
 SECONDS = 5.0  # for a call
 MAX_CALLS = 8  # in one turn; more are refused
 MAX_TURNS = 6  # of an answer, the last one included
@@ -50,62 +43,30 @@ class ToolTurn(NamedTuple):
 
 
 class Tools:
-    """The process with the functions, which is started again after one that had to be ended.
+    """The functions, in a process that is started again after it had to be ended.
 
     schemas: of the functions, in OpenAI's form. Raise UserError for a file that offers none."""
 
     def __init__(self, path: str, seconds: float = SECONDS) -> None:
-        self.path, self.seconds = path, seconds
         if not path.endswith(".py") or not Path(path).is_file():
             raise UserError(f"config: tools={path!r}: there is no such Python file")
-        self.process: subprocess.Popen | None = None
-        self.schemas = self.start()
-        if not self.schemas:
-            raise UserError(f"config: tools={path!r} defines no function")
-
-    def start(self) -> list[dict]:
-        pipe, paths = subprocess.PIPE, [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        self.process = subprocess.Popen(
-            [*TOOL_PROCESS, self.path, str(math.ceil(self.seconds) + 1)],
-            stdin=pipe,
-            stdout=pipe,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            text=True,
-            encoding="utf-8",
-        )
-        found = self.ask(None, LOAD_S)
-        if not isinstance(found, list):
-            raise UserError(f"config: tools={self.path!r}: {found or 'the file does not end'}")
-        return found
-
-    def ask(self, call: dict | None, seconds: float) -> list | dict | str | None:
-        """Return the process's next answer; None if it ends, or is ended in time."""
-        timer = threading.Timer(seconds, self.process.kill)
-        timer.start()
-        try:
-            if call:
-                self.process.stdin.write(json.dumps(call) + "\n")
-                self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline() or "null")
-        except (OSError, ValueError):  # it has ended, or left half a line
-            return None
-        finally:
-            timer.cancel()
+        self.seconds, limit = seconds, str(math.ceil(seconds) + 1)
+        self.process = LineProcess("groundup.generate.tool_process", path, limit, seconds=seconds)
+        found = json.loads(self.process.start())
+        if not found or isinstance(found, str):
+            raise UserError(f"config: tools={path!r}: {found or 'it defines no function'}")
+        self.schemas = found
 
     def run(self, calls: Sequence[dict]) -> tuple[list[dict], int]:
         """Return the messages of the tools, in order, and how many calls failed."""
         messages, n_failed = [], 0
         for number, one in enumerate(calls):
-            if number >= MAX_CALLS:
-                found = {"text": f"Error: at most {MAX_CALLS} calls at a time", "failed": True}
-            else:
-                if self.process.poll() is not None:
-                    self.start()
-                found = self.ask(one, self.seconds)
-            if found is None:
-                self.close()
+            if number < MAX_CALLS:
+                answer = self.process.ask(json.dumps(one))
                 text = f"Error: it took more than {self.seconds:g} s, or too much memory"
-                found = {"text": text, "failed": True}
+            else:
+                answer, text = "", f"Error: at most {MAX_CALLS} calls at a time"
+            found = json.loads(answer) if answer else {"text": text, "failed": True}
             messages.append({"role": "tool", "content": found["text"]})
             n_failed += found["failed"]
         return messages, n_failed
@@ -137,8 +98,7 @@ class Tools:
         return with_system(messages, {"tools": self.schemas})
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.close()
 
 
 class ToolAnswers:
