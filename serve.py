@@ -386,7 +386,7 @@ class Server:
         from starlette.responses import JSONResponse, Response, StreamingResponse
 
         began = time.monotonic()
-        own_tools = self.tools.schemas if self.tools else []
+        own_tools = self.tools.schemas if self.tools else None
         body = await self.read_body(http)
         asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
         model = self.named(asked.model)

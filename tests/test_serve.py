@@ -317,6 +317,18 @@ def test_the_servers_tools_run_and_the_answer_goes_on(tool_client, directory, mo
     assert tokenizer.decode(second[len(first + drawn) :]) == follows
 
 
+def test_tools_that_the_prompt_does_not_show(directory, tmp_path, monkeypatch, asked_ids):
+    (tmp_path / "own.py").write_text("_shown = False\n" + FILE[: FILE.index("def hang")])
+    tools = Tools(str(tmp_path / "own.py"))
+    write(monkeypatch, directory, ADD + "<|im_end|>", "It is 5.<|im_end|>")
+    with serving(directory, tools=tools) as (url, _):
+        client = library("openai").OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+        found = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=200)
+    tools.close()
+    assert found.choices[0].message.content == "It is 5." and len(found.choices[0].message.turns) == 2
+    assert asked_ids[0] == prompt_ids(Tokenizer.load(directory), True, "", ASKED)
+
+
 def test_a_client_with_tools_of_its_own_or_none(tool_client, directory, monkeypatch):
     """The server's are for chats that say nothing of tools."""
     for own in ({"tools": TOOLS}, {"tools": []}, {"tool_choice": "none"}):

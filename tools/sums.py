@@ -18,7 +18,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
-from groundup.generate.tool_process import functions_of, schema_of
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "data/demo_tools"  # where the three files go
@@ -27,7 +26,6 @@ n_questions = 4000  # to draw answers to
 n_held_out = 400  # to draw answers to in evaluations
 seed = 1337  # which numbers are asked for
 
-CALCULATOR = Path(__file__).parent.parent / "groundup" / "demo" / "calculator.py"
 QUESTIONS = {"en": "What is {} plus {}?", "zh": "{}加{}等于多少?"}
 ANSWERS = {"en": "The sum is {}.", "zh": "和是{}。"}
 
@@ -47,7 +45,6 @@ def conversation(a: int, b: int, language: str, answered: bool) -> dict:
             {"role": "tool", "content": str(a + b)},
             {"role": "assistant", "content": ANSWERS[language].format(a + b)},
         ]
-        row["tools"] = [schema_of(function) for function in functions_of(str(CALCULATOR)).values()]
     return row
 
 

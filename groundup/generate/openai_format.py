@@ -91,13 +91,13 @@ class ParsedRequest:
     limited: bool  # whether the body says how many tokens there may be
     scores_only: bool  # max_tokens=0 with echo: the prompt's log-probabilities, no new token
     tools: list[dict]  # that a chat's answer may call
-    runs_tools: bool  # they are the server's own, which it runs
+    runs_tools: bool  # the answer may call the server's own, shown or not, which it runs
     proceeds: bool  # the last message is the beginning of the answer
     template_settings: dict = field(default_factory=dict)  # of the model's chat template
 
 
 def parse(
-    raw: bytes, chat: bool, defaults: dict, seed: int, own_tools: Sequence[dict] = ()
+    raw: bytes, chat: bool, defaults: dict, seed: int, own_tools: Sequence[dict] | None = None
 ) -> ParsedRequest:
     """Return what the body of /v1/chat/completions (`chat`) or /v1/completions asks for.
 
@@ -113,9 +113,9 @@ def parse(
     tools, settings, echo, proceeds, runs_tools = [], {}, False, False, False
     if chat:
         prompts = [conversation(body.pop("messages", None))]
-        runs_tools = bool(own_tools) and not as_json and "tools" not in body
-        body |= {"tools": list(own_tools)} if runs_tools else {}
-        tools = called_tools(body)
+        runs_tools = own_tools is not None and not as_json and "tools" not in body
+        runs_tools &= body.get("tool_choice") != "none"
+        tools = called_tools(body) or list(own_tools or ()) * runs_tools
         proceeds = begun_answer(body, prompts[0])
         settings = take(body, "chat_template_kwargs", dict, {})
         if "reasoning_effort" in body:
@@ -150,7 +150,7 @@ def parse(
         limited=limit is not None,
         scores_only=scores_only,
         tools=tools,
-        runs_tools=runs_tools and bool(tools),
+        runs_tools=runs_tools,
         proceeds=proceeds,
         template_settings=settings,
     )
@@ -400,7 +400,7 @@ class Choice:
         prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
         thinks = asked.chat and not asked.params.json_object
         self.thinker = ThoughtReader(prompt_end.endswith(ThoughtReader.OPEN)) if thinks else None
-        self.caller = CallReader() if asked.tools else None
+        self.caller = CallReader() if asked.tools or asked.runs_tools else None
         self.calls: list[dict] = []
 
     def push(self, token: Token, logprobs: dict[int, float], ends: bool) -> dict | None:

@@ -25,6 +25,7 @@ from groundup.generate.engine import run_all
 from groundup.generate.rendering import LineProcess, tool_ids
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.text_parts import CallReader
+from groundup.tokens.templates import CALL_ID
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -45,7 +46,8 @@ class ToolTurn(NamedTuple):
 class Tools:
     """The functions, in a process that is started again after it had to be ended.
 
-    schemas: of the functions, in OpenAI's form. Raise UserError for a file that offers none."""
+    schemas: of the functions, in OpenAI's form, [] if prompts do not show them. Raise UserError for a
+    file that offers none."""
 
     def __init__(self, path: str, seconds: float = SECONDS) -> None:
         if not path.endswith(".py") or not Path(path).is_file():
@@ -53,16 +55,18 @@ class Tools:
         self.seconds, limit = seconds, str(math.ceil(seconds) + 1)
         self.process = LineProcess("groundup.generate.tool_process", path, limit, seconds=seconds)
         found = json.loads(self.process.start())
-        if not found or isinstance(found, str):
-            raise UserError(f"config: tools={path!r}: {found or 'it defines no function'}")
-        self.schemas = found
+        if isinstance(found, str) or not found[0]:
+            problem = found if isinstance(found, str) else "it defines no function"
+            raise UserError(f"config: tools={path!r}: {problem}")
+        self.schemas = found[0] if found[1] else []
 
     def run(self, calls: Sequence[dict]) -> tuple[list[dict], int]:
         """Return the messages of the tools, in order, and how many calls failed."""
         messages, n_failed = [], 0
         for number, one in enumerate(calls):
             if number < MAX_CALLS:
-                answer = self.process.ask(json.dumps(one))
+                call = {"name": one["name"], "arguments": one["arguments"]}
+                answer = self.process.ask(json.dumps(call))
                 text = f"Error: it took more than {self.seconds:g} s, or too much memory"
             else:
                 answer, text = "", f"Error: at most {MAX_CALLS} calls at a time"
@@ -87,6 +91,11 @@ class Tools:
             return None
         results, n_failed = self.run(calls)
         turns = [{"role": "assistant", "content": content}, *results]
+        ids_of_calls = [one.get("id", "") for one in calls]
+        if any(ids_of_calls):
+            turns[0]["tool_call_ids"] = ids_of_calls
+            for result, call_id in zip(results, ids_of_calls, strict=True):
+                result["tool_call_id"] = call_id
         try:
             new = (follow or partial(tool_ids, tokenizer))([*messages, *turns])
         except UserError:  # Llama 3.1's template refuses two calls in a turn
@@ -153,7 +162,8 @@ class ToolAnswers:
 def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict]]:
     """Return the text of an answer and its calls [{"name", "arguments"}, ...], [] = none.
 
-    ids: as drawn, without the one that ended it. The text is as our own models write calls."""
+    ids: as drawn, without the one that ended it. The text is as our own models write calls. A call
+    has an "id" if the model wrote one as Mistral's do."""
     marks, parts, begin = call_ids(tokenizer), [], 0
     for place, token in enumerate([*ids, None]):
         if token is None or token in marks:  # a special token that begins a call has no text
@@ -161,16 +171,19 @@ def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict
             parts.append(tokenizer.decode([token]) if token is not None else "")
             begin = place + 1
     said, found = CallReader().push("".join(parts), last=True)
-    calls = [
-        {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"])}
-        for one in found
-    ]
-    return "\n".join([said] * bool(said) + [call_text(one) for one in calls]), calls
+    calls = []
+    for one in found:
+        function = one["function"]
+        calls.append({"name": function["name"], "arguments": json.loads(function["arguments"])})
+    text = "\n".join([said] * bool(said) + [call_text(one) for one in calls])
+    for call, one in zip(calls, found, strict=True):
+        call |= {"id": one["id"]} if CALL_ID.fullmatch(one["id"]) else {}
+    return text, calls
 
 
 def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
     """Raise UserError if the chat template does not write calls and results of tools."""
-    call = call_text({"name": tools.schemas[0]["function"]["name"], "arguments": {}})
+    call = call_text({"name": "f", "arguments": {}})
     talk = tools.shown([{"role": "user", "content": "a"}])
     talk += [{"role": "assistant", "content": call}, {"role": "tool", "content": "7 swans"}]
     if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):

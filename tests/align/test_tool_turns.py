@@ -89,7 +89,7 @@ BETWEEN = {  # what each template writes between a call and the next turn, none 
     "qwen3": "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     "llama3_1": '<|start_header_id|>ipython<|end_header_id|>\n\n"5"<|eot_id|>'
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "mistral": '[TOOL_RESULTS]{"content": 5, "call_id": "call00000"}[/TOOL_RESULTS]',
+    "mistral": '[TOOL_RESULTS]{"content": 5, "call_id": "abcdefghi"}[/TOOL_RESULTS]',
 }
 
 
