@@ -29,7 +29,9 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,19 @@ from groundup.generate.http import (
     read_body,
     sse,
 )
-from groundup.generate.openai_format import Choice, ParsedRequest, Refused, encode, parse, usage
+from groundup.generate.openai_format import (
+    Choice,
+    ParsedRequest,
+    Refused,
+    encode,
+    parse,
+    shown_messages,
+    template_settings,
+    usage,
+)
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
+from groundup.generate.tools import MAX_TURNS, Tools, ToolTurn, check_template
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from tokenizer import Tokenizer
@@ -77,6 +89,7 @@ max_seconds = 600  # for a request, with its wait
 drain_seconds = 30  # after SIGTERM, for requests that run
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 system = ""  # system message of every chat that has none
+tools = ""  # Python file of functions that chats without tools may call; see docs/tools.md
 temperature = 0.8  # this and the following: of requests that do not say
 top_k = -1  # only the k likeliest tokens; -1 or 0 = off
 top_p = 0.95  # only the likeliest tokens that together have this probability; 1 = off
@@ -91,7 +104,9 @@ compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
 
-Event = tuple[Sample, Token, dict[int, float]] | Exception
+# A token of a sample with its log-probabilities, or instead of its last token a turn that called the
+# server's tools with the request that goes on.
+Event = tuple[Sample, Token, dict[int, float]] | tuple[Sample, ToolTurn, Request] | Exception
 
 
 class Job:
@@ -116,6 +131,12 @@ class Job:
         if not isinstance(event, Exception) and event[1].finish:
             self.give_back(1)
         self.events.put_nowait(event)
+
+    def go_on(self, request: Request) -> None:
+        """Take the request of a further turn, of one sample."""
+        self.requests.append(request)
+        self.left += 1
+        self.metrics.samples += 1
 
     def give_back(self, n_samples: int) -> None:
         n_samples = min(n_samples, self.left)
@@ -156,7 +177,7 @@ class Model(threading.Thread):
             "eos_ids": self.tokenizer.stop_ids,
             "banned_ids": never_sampled(self.tokenizer, net.cfg.vocab_size),
         }
-        self.commands: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
 
     def run(self) -> None:
         if self.engine.compile:  # in this thread, and before the first request
@@ -180,8 +201,10 @@ class Model(threading.Thread):
                 if sample.last:
                     del jobs[sample.request]
 
-    def handle_command(self, jobs: dict[Request, Job], command: str, job: Job) -> None:
-        for request in job.requests:
+    def handle_command(
+        self, jobs: dict[Request, Job], command: str, job: Job, requests: list[Request]
+    ) -> None:
+        for request in requests:
             if command == "cancel":
                 self.engine.cancel(request)
                 jobs.pop(request, None)
@@ -199,7 +222,7 @@ class Model(threading.Thread):
             yield
         finally:
             if job.left:
-                self.commands.put(("cancel", job))
+                self.commands.put(("cancel", job, job.requests))
                 job.give_back(job.left)
 
     def requests(self, asked: ParsedRequest, system: str) -> list[Request]:
@@ -220,12 +243,38 @@ class Model(threading.Thread):
         except UserError as error:
             raise Refused(400, str(error).removeprefix("sample: ")) from None
 
+    def use_tools(
+        self, tools: Tools, asked: ParsedRequest, system: str, choice: Choice, sample: Sample
+    ) -> tuple[ToolTurn, Request] | None:
+        """Run what a sample calls. Return the turn and the request of the next one; None if it calls
+        nothing, or no further turn has room."""
+        request, ids = sample.request, sample.ids[:-1]
+        messages = [*shown_messages(asked, system), *choice.turns]
+        if asked.proceeds and not choice.turns:
+            *messages, last = messages
+            ids = self.tokenizer.encode(last["content"]) + ids
+        follow = None
+        if self.renderer:
+            settings = template_settings(self.tokenizer, asked.template_settings)
+            follow = partial(self.renderer.render, settings=settings, follows=True)
+        turn = tools.answer(self.tokenizer, messages, ids, follow)
+        if not turn or not turn.ids:
+            return None
+        room = request.limit - len(sample.ids) - len(turn.ids)
+        if room < 1:
+            return None
+        seed = (request.params.seed + choice.index) % 2**63  # choices may have called the same
+        params = replace(request.params, max_new_tokens=room, min_new_tokens=0, n=1, seed=seed)
+        ids = request.ids + sample.ids + turn.ids
+        return turn, check(0, ids, params, self.cfg, self.tokenizer)
+
 
 class Server:
-    """The routes. config: the settings."""
+    """The routes. config: the settings. tools: that the server runs."""
 
-    def __init__(self, models: dict[str, Model], config: dict) -> None:
+    def __init__(self, models: dict[str, Model], config: dict, tools: Tools | None = None) -> None:
         self.models, self.config, self.metrics = models, config, Metrics()
+        self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
 
@@ -341,7 +390,9 @@ class Server:
         from starlette.responses import JSONResponse, Response, StreamingResponse
 
         began = time.monotonic()
-        asked = parse(await self.read_body(http), chat, self.defaults, secrets.randbits(62))
+        own_tools = self.tools.schemas if self.tools else None
+        body = await self.read_body(http)
+        asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
         model = self.named(asked.model)
         job = self.admit(len(asked.prompts) * asked.params.n)
         try:
@@ -356,7 +407,7 @@ class Server:
             "object": "chat.completion" if chat else "text_completion",
         }
         choices = Choices(model.tokenizer, asked, job.requests)
-        events = self.events(model, job, began)
+        events = self.events(model, job, choices, began)
         if asked.stream:
             texts = self.streamed(choices, events, head)
             response = StreamingResponse(texts, media_type="text/event-stream")
@@ -376,16 +427,18 @@ class Server:
             raise Refused(429, "The server is busy; try again soon", None, "rate_limit_exceeded")
         return Job(n_samples, self.metrics)
 
-    async def events(self, model: Model, job: Job, began: float) -> AsyncIterator[Event]:
-        """Yield the tokens of a job."""
+    async def events(
+        self, model: Model, job: Job, choices: "Choices", began: float
+    ) -> AsyncIterator[Event]:
+        """Yield the tokens of a job, and its turns that call the server's tools."""
         n_left, first = job.left, True  # job.left counts what is generated, n_left what is taken
         self.metrics.tokens["prompt"] += sum(len(request.ids) for request in job.requests)
         limit = self.config["max_seconds"]
-        model.commands.put(("add", job))
+        model.commands.put(("add", job, list(job.requests)))
         while n_left:
             try:
                 remaining = limit - (time.monotonic() - began)
-                event = await asyncio.wait_for(job.events.get(), remaining)
+                event = await asyncio.wait_for(self.event(model, job, choices), remaining)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
             if isinstance(event, UserError):
@@ -396,8 +449,29 @@ class Server:
                 self.metrics.first_token(time.monotonic() - began)
             first = False
             self.metrics.tokens["generated"] += 1
-            n_left -= bool(event[1].finish)
+            n_left -= isinstance(event[1], Token) and bool(event[1].finish)
             yield event
+
+    async def event(self, model: Model, job: Job, choices: "Choices") -> Event:
+        """Return the next token of a job, or a turn whose last token it is."""
+        event = await job.events.get()
+        if isinstance(event, Exception) or not choices.asked.runs_tools:
+            return event
+        sample, token, _ = event
+        choice = choices.of(sample)[0]
+        n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
+        ends = token.finish == "stop" and token.id in sample.request.params.stop_ids
+        if not ends or n_turns == MAX_TURNS - 1:
+            return event
+        given = self.tools, choices.asked, self.config["system"], choice, sample
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self.tool_thread, model.use_tools, *given)
+        if not found:
+            return event
+        turn, request = found
+        job.go_on(request)
+        model.commands.put(("add", job, [request]))
+        return sample, turn, request
 
     async def whole(self, choices: "Choices", events: AsyncIterator[Event]) -> dict:
         async for event in events:
@@ -434,16 +508,28 @@ class Choices:
         self.n_prompt = sum(len(request.ids) for request in requests)
         each = enumerate(request for request in requests for _ in range(asked.n))
         self.every = [Choice(tokenizer, asked, i, request) for i, request in each]
+        # of the choices of each request
+        self.firsts = {request: i * asked.n for i, request in enumerate(requests)}
 
-    def push(self, sample: Sample, token: Token, logprobs: dict[int, float]) -> list[dict]:
-        """Take a token; return what a stream says of it."""
-        first = sample.request.index * self.asked.n + sample.index
-        n_copies = self.asked.n // self.asked.params.n  # greedy choices are copies
+    def of(self, sample: Sample) -> list[Choice]:
+        """Return the choices of a sample: greedy ones are copies."""
+        first = self.firsts[sample.request] + sample.index
+        return self.every[first : first + self.asked.n // self.asked.params.n]
+
+    def push(
+        self, sample: Sample, token: Token | ToolTurn, more: dict[int, float] | Request
+    ) -> list[dict]:
+        """Take a token with log-probabilities, or a turn with the request that follows; return what
+        a stream says of it."""
+        chosen = self.of(sample)
+        self.n_new += 0 if self.asked.scores_only else len(chosen)
+        if isinstance(token, ToolTurn):
+            self.firsts[more] = chosen[0].index
+            self.n_prompt += len(token.ids)
+            return [choice.go_on(token, more) for choice in chosen]
         # The id that ends the text is not part of it.
         ends = token.finish == "stop" and token.id in sample.request.params.stop_ids
-        chosen = self.every[first : first + n_copies]
-        self.n_new += 0 if self.asked.scores_only else n_copies
-        said = [choice.push(token, logprobs, ends) for choice in chosen]
+        said = [choice.push(token, more, ends) for choice in chosen]
         return [one for one in said if one]
 
     def usage(self) -> dict:
@@ -519,11 +605,14 @@ if __name__ == "__main__":
     settings = (torch_device, torch_dtype, max_batch, compiled, chat_template_kwargs)
     settings += (weights == "int8",)
     models = {name: Model(name, path, *settings) for name, path in found.items()}
+    toolbox = Tools(tools) if tools else None
     for model in models.values():
+        if toolbox:
+            check_template(model.tokenizer, toolbox)
         model.start()
     print(f"serving {', '.join(models)} at http://{host}:{port} (API: /v1)", file=sys.stderr)
     how = uvicorn.Config(
-        Server(models, config).app(),
+        Server(models, config, toolbox).app(),
         log_level="warning",
         server_header=False,
         limit_concurrency=4 * max_queue,
