@@ -24,6 +24,7 @@ from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.generate import openai_format, sampling
 from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
+from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, generate
 from groundup.generate.http import bounded_protocol
 from groundup.generate.openai_format import Choice, Position, Refused, parse
@@ -112,6 +113,15 @@ def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert texts == [one.text for one in want] and reasons == [one.finish_reason for one in want]
     assert usage == found.usage
+
+
+def test_an_engine_with_weights_of_8_bits(directory):
+    model = serve.Model("tiny", directory, torch.device("cpu"), torch.float32, 4, int8=True)
+    net = to_int8(huggingface.load_model(directory))
+    params = SamplingParams(max_new_tokens=9, temperature=0)
+    want = generate(net, None, [[5, 6]], params)[0].completions[0].ids
+    assert [token.id for token in model.engine.stream([5, 6], params)] == want
+    assert model.engine.model.lm_head.int8
 
 
 def test_an_answer_is_continued(server, client, alone, directory):
