@@ -20,6 +20,7 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.generate.kv_cache import CacheStep, Part, free_bytes
 from groundup.kernels.decoding import NativeLinear, NativeStep, has_kernels, lay_out
+from groundup.kernels.linear import join
 from groundup.train.config_json import is_plain
 from groundup.train.lora import LoRALinear, plain_linear
 from model import ModelConfig, Transformer
@@ -123,6 +124,17 @@ def compiled_step() -> Callable:
     return torch.compile(decode_step, dynamic=False)
 
 
+def groups_of_one_input(model: Transformer) -> list[list[nn.Linear]]:
+    """Return the layers that model.py gives to each_linear together."""
+    groups = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+    layers = [
+        [getattr(part, name, None) for name in group]
+        for part in model.modules()
+        for group in groups
+    ]
+    return [group for group in layers if all(group)]
+
+
 class RecordedStep:
     """decode_step of one cache with a fixed number of rows, with compiled blocks, on a GPU.
 
@@ -136,6 +148,8 @@ class RecordedStep:
 
     def __init__(self, model: Transformer) -> None:
         """Compile the blocks of `model`, a copy for inference."""
+        for layers in groups_of_one_input(model):
+            join(*layers)
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)
         self.keys: list[Tensor] | None = None  # of the cache that the graphs write to
