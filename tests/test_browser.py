@@ -116,19 +116,20 @@ def answers(server, monkeypatch):
     seen = []
 
     def set_answer(*pieces):
-        async def events(model, job, _choices, _began):
+        async def events(model, job, _began):
             (request,) = job.requests
             sample = SimpleNamespace(request=request, index=0)
             seen.append({"model": model.name, "prompt": model.tokenizer.decode(request.ids), "n": 0})
             mine = seen[-1]
             for piece in pieces:
                 if isinstance(piece, ToolTurn):
-                    yield sample, piece, request
+                    yield sample, (piece, request)
                     continue
-                yield sample, Token(65, piece.replace("MODEL", model.name), ""), {65: -0.5, 66: -1.5, 67: -3.0}
+                logprobs = {65: -0.5, 66: -1.5, 67: -3.0}
+                yield sample, Token(65, piece.replace("MODEL", model.name), "", logprobs)
                 mine["n"] += 1
                 await asyncio.sleep(0.02 if len(pieces) > 20 else 0)
-            yield sample, Token(next(iter(request.params.stop_ids)), "", "stop"), {0: 0.0}
+            yield sample, Token(next(iter(request.params.stop_ids)), "", "stop", {0: 0.0}, is_end=True)
 
         monkeypatch.setattr(server[1], "events", events)
         return seen

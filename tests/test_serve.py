@@ -219,7 +219,7 @@ def test_logprobs_are_of_the_tokens_that_are_shown(directory, chat):
     said, streamed = "", []
     for token in ids:
         drawn = sample.push([token], [-1.0])
-        chunk = choice.push(drawn, {token: -1.0}, False)
+        chunk = choice.push(drawn)
         if chunk:
             said += chunk["delta"].get("content", "") if chat else chunk["text"]
             streamed += (chunk["logprobs"]["content"] if chat else chunk["logprobs"]["tokens"])
@@ -235,9 +235,9 @@ def test_logprobs_are_of_the_tokens_that_are_shown(directory, chat):
 def test_a_character_in_several_tokens_has_one_place(directory):
     choice = choice_of(directory, b'{"prompt": "", "logprobs": 0}')
     ids = [i for byte in "é猫x".encode() for i in choice.tokenizer.encode_token(bytes([byte]))]
-    sample = Sample(Request(0, [1], SamplingParams(), len(ids)), 0, choice.tokenizer)
+    sample = Sample(Request(0, [1], SamplingParams(logprobs=0), len(ids)), 0, choice.tokenizer)
     for token in ids:
-        choice.push(sample.push([token], [-1.0]), {token: -1.0}, False)
+        choice.push(sample.push([token], [-1.0]))
     found = choice.whole()
     assert found["text"] == "é猫x" and found["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
 
