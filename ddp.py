@@ -548,7 +548,8 @@ class DDP:
             name = f"step {self.n_steps + 1}: all_reduce of the squared norm"
             ranks.all_reduce_sum(squares, name)
         self.stopping = agree()
-        return squares.sum().sqrt()
+        # InTree's terms in the order of their size: another size of buckets has another order
+        return squares.sort().values.sum().sqrt()
 
     def _problem(self) -> str:
         """Return why this rank's gradients are not those of the whole model, or ""."""
