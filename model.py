@@ -39,6 +39,7 @@ from groundup.kernels.attention import (
     starts_of,
 )
 from groundup.kernels.cross_entropy import cross_entropy
+from groundup.kernels.linear import each_linear
 
 
 @dataclass
@@ -233,9 +234,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         """x (B, T, C) -> (B, T, C). layout: what each position may see."""
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
-        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        q, k, v = each_linear(x, self.q_proj, self.k_proj, self.v_proj)
+        q = q.view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
+        k = k.view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        v = v.view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
         q = rotate(self.q_norm(q), cos, sin)
         k = rotate(self.k_norm(k), cos, sin)
         y = attention(q, k, v, layout, self.dropout if self.training else 0.0)
@@ -252,7 +254,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(cfg.ffn_dim, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = each_linear(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class RMSNorm(nn.Module):

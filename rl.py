@@ -36,6 +36,7 @@ from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
+from groundup.train.arithmetic import check_arithmetic
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
@@ -121,7 +122,6 @@ keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at le
 
 CLIP_LOW = 0.2  # the ratio of new to old probability is clipped below at 1 - CLIP_LOW
 CLIP_HIGH = 0.2  # and above at 1 + CLIP_HIGH
-MAX_TURNS = 6  # of an answer that calls tools, the last one included
 LAMBDA = 0.95  # ppo: of advantage estimation; 1 = whole returns, 0 = one token ahead
 GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end
 VALUE_CLIP = 0.2  # ppo: clip the change of a value within a step to this
@@ -327,6 +327,7 @@ if __name__ == "__main__":
     else:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
+    check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     models = [model]
 
@@ -408,7 +409,6 @@ if __name__ == "__main__":
         compile,
         stop_signal,
         toolbox,
-        MAX_TURNS,
     )
 
     # ---- the loop

@@ -30,11 +30,13 @@ from groundup.align.best_of import Ranker
 from groundup.errors import UserError
 from groundup.generate.answers import Answers, Draw, Rank
 from groundup.generate.beam import BeamParams, search_each
-from groundup.generate.chat import Chat, converse
+from groundup.generate.chat import Chat, converse, show
 from groundup.generate.completion import never_sampled, prompt_ids
+from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, generate_each
 from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
+from groundup.generate.tools import ToolAnswers, Tools, check_template
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from model import Transformer
@@ -47,6 +49,7 @@ prompts = ""  # jsonl file with a prompt on each line
 out = ""  # file of the answers as JSON lines; "" = print them beside the expected ones
 chat = "auto"  # auto (yes if tuned for it) | yes (prompts are user messages) | no (continue them)
 system = ""  # system message of every chat that has none
+tools = ""  # Python file of functions that the answers of a chat may call; see docs/tools.md
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 n = 1  # samples of each prompt
 best_of = 0  # samples generated, of which the n best are kept; 0 = n
@@ -74,6 +77,7 @@ seed = 1337  # sample i of a prompt draws from a hash of seed, prompt and i
 batch_size = 16  # samples generated together; at least 1
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
+weights = "full"  # full | int8 (matrices rounded to 8 bits: faster on a CPU)
 compile = False  # compile decoding on a GPU: 20 seconds, worth it from some thousand tokens on
 
 # Keys that do not decide the answers, or that deciding_settings records in another form.
@@ -137,6 +141,11 @@ def check_settings(config: dict, talk: bool, as_json: bool) -> None:
     in_terminal = talk and not config["prompt"] and not config["prompts"]
     for_beams = (config["length_penalty"], config["early_stopping"]) != (1, "false")
     for wrong, words in (
+        (config["tools"] and not talk, "tools are for a chat; give --chat=yes"),
+        (
+            config["tools"] and (config["best_of"] or config["n"] > 1 or K > 1 or source),
+            "with tools each prompt has one answer; leave out n, best_of, num_beams and reward_from",
+        ),
         (
             re.search(r"[^\d, ]", ids),
             f"stop_token_ids must be numbers separated by commas, got {ids!r}",
@@ -261,6 +270,7 @@ if __name__ == "__main__":
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
+    model = to_int8(model) if weights == "int8" else model
     ranker = None
     if reward_dir:
         judge = reward_model.load(reward_dir, torch_device, torch_dtype)
@@ -268,11 +278,20 @@ if __name__ == "__main__":
     rank = partial(ranker.rank, n=n) if ranker else None  # of (result, question)
     draw = search_each if num_beams > 1 else generate_each
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
+    toolbox = None
+    if tools:
+        toolbox = Tools(tools)
+        check_template(tokenizer, toolbox)
+        tool_answers = ToolAnswers(toolbox, tokenizer, system)
+        encode, draw = tool_answers.encode, tool_answers.draw
     with autocast(torch_device, torch_dtype):
         if as_json:
             answers.write(model, tokenizer, params, encode, batch_size, compile, rank, draw)
         elif talk and not prompt:
-            converse(Chat(model, tokenizer, params, system, compile))
+            converse(Chat(model, tokenizer, params, system, compile, toolbox))
+        elif tools:
+            talk_with_tools = Chat(model, tokenizer, params, system, compile, toolbox)
+            show(talk_with_tools, talk_with_tools.ask(prompt))
         else:
             repeated = "" if talk else prompt
             print_samples(

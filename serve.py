@@ -29,7 +29,9 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.generate import page
 from groundup.generate.completion import Request, Sample, Token, check, never_sampled
+from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine
 from groundup.generate.http import (
     KEEP_S,
@@ -54,9 +57,19 @@ from groundup.generate.http import (
     read_body,
     sse,
 )
-from groundup.generate.openai_format import Choice, ParsedRequest, Refused, encode, parse, usage
+from groundup.generate.openai_format import (
+    Choice,
+    ParsedRequest,
+    Refused,
+    encode,
+    parse,
+    shown_messages,
+    template_settings,
+    usage,
+)
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
+from groundup.generate.tools import MAX_TURNS, Tools, ToolTurn, check_template
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from tokenizer import Tokenizer
@@ -76,6 +89,7 @@ max_seconds = 600  # for a request, with its wait
 drain_seconds = 30  # after SIGTERM, for requests that run
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 system = ""  # system message of every chat that has none
+tools = ""  # Python file of functions that chats without tools may call; see docs/tools.md
 temperature = 0.8  # this and the following: of requests that do not say
 top_k = -1  # only the k likeliest tokens; -1 or 0 = off
 top_p = 0.95  # only the likeliest tokens that together have this probability; 1 = off
@@ -84,26 +98,38 @@ repetition_penalty = 1.0  # divide logits of tokens in prompt or output (multipl
 max_new_tokens = 1024  # tokens per sample; the end of the context ends it earlier
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
+weights = "full"  # full | int8 (matrices rounded to 8 bits: faster on a CPU)
 compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start takes 20 s longer
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
 
-Event = tuple[Sample, Token, dict[int, float]] | Exception
+# A token of a sample, or instead of its last token a turn that called the server's tools with the
+# request that goes on.
+Event = tuple[Sample, Token | tuple[ToolTurn, Request]] | Exception
 
 
 class Job:
-    """The requests of one HTTP request (one for each prompt), and what the engine says of them.
+    """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and the
+    choices that they become (n for each prompt).
 
     Its samples count in `metrics.samples` from here on, each until it has ended. All methods but
     `send` are called in the server's thread."""
 
-    def __init__(self, n_samples: int, metrics: Metrics) -> None:
-        self.metrics, self.left = metrics, n_samples
-        metrics.samples += n_samples
+    def __init__(self, asked: ParsedRequest, metrics: Metrics) -> None:
+        self.asked, self.metrics = asked, metrics
+        self.left = asked.n_samples
+        metrics.samples += self.left
         self.loop = asyncio.get_running_loop()
-        self.requests: list[Request] = []
         self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.n_new = 0
+
+    def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
+        self.requests, n = requests, self.asked.n
+        self.n_prompt = sum(len(request.ids) for request in requests)
+        each = enumerate(request for request in requests for _ in range(n))
+        self.choices = [Choice(tokenizer, self.asked, i, request) for i, request in each]
+        self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
 
     def send(self, event: Event) -> None:
         """Called by the engine's thread."""
@@ -115,10 +141,36 @@ class Job:
             self.give_back(1)
         self.events.put_nowait(event)
 
+    def go_on(self, request: Request) -> None:
+        """Take the request of a further turn, of one sample."""
+        self.requests.append(request)
+        self.left += 1
+        self.metrics.samples += 1
+
     def give_back(self, n_samples: int) -> None:
         n_samples = min(n_samples, self.left)
         self.left -= n_samples
         self.metrics.samples -= n_samples
+
+    def choices_of(self, sample: Sample) -> list[Choice]:
+        """Return the choices of a sample: greedy ones are copies."""
+        first = self.firsts[sample.request] + sample.index
+        return self.choices[first : first + self.asked.n // self.asked.params.n]
+
+    def push(self, sample: Sample, token: Token | tuple[ToolTurn, Request]) -> list[dict]:
+        """Take a token, or a turn with the request that follows; return what a stream says of it."""
+        chosen = self.choices_of(sample)
+        self.n_new += 0 if self.asked.scores_only else len(chosen)
+        if isinstance(token, Token):
+            said = [choice.push(token) for choice in chosen]
+            return [one for one in said if one]
+        turn, request = token
+        self.firsts[request] = chosen[0].index
+        self.n_prompt += len(turn.ids)
+        return [choice.go_on(turn, request) for choice in chosen]
+
+    def usage(self) -> dict:
+        return usage(self.n_prompt, self.n_new)
 
 
 class Model(threading.Thread):
@@ -133,6 +185,7 @@ class Model(threading.Thread):
         rows: int,
         compile: bool = False,
         template_settings: str = "",
+        int8: bool = False,
     ) -> None:
         super().__init__(name=name, daemon=True)
         if reward_model.is_reward_model(directory):
@@ -145,6 +198,7 @@ class Model(threading.Thread):
         # A foreign template may loop for ever, so it runs in a process that can be ended.
         self.renderer = Renderer(files) if self.tokenizer.foreign_template else None
         net = huggingface.load_model(directory, device, dtype=dtype)
+        net = to_int8(net) if int8 else net
         with autocast(device, dtype):
             self.engine = Engine(net, self.tokenizer, rows, compile)
         self.cfg = net.cfg
@@ -152,7 +206,7 @@ class Model(threading.Thread):
             "eos_ids": self.tokenizer.stop_ids,
             "banned_ids": never_sampled(self.tokenizer, net.cfg.vocab_size),
         }
-        self.commands: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
 
     def run(self) -> None:
         if self.engine.compile:  # in this thread, and before the first request
@@ -172,12 +226,14 @@ class Model(threading.Thread):
                 jobs.clear()
                 continue
             for sample, token in drawn:
-                jobs[sample.request].send((sample, token, sample.logprobs[-1]))
+                jobs[sample.request].send((sample, token))
                 if sample.last:
                     del jobs[sample.request]
 
-    def handle_command(self, jobs: dict[Request, Job], command: str, job: Job) -> None:
-        for request in job.requests:
+    def handle_command(
+        self, jobs: dict[Request, Job], command: str, job: Job, requests: list[Request]
+    ) -> None:
+        for request in requests:
             if command == "cancel":
                 self.engine.cancel(request)
                 jobs.pop(request, None)
@@ -195,7 +251,7 @@ class Model(threading.Thread):
             yield
         finally:
             if job.left:
-                self.commands.put(("cancel", job))
+                self.commands.put(("cancel", job, job.requests))
                 job.give_back(job.left)
 
     def requests(self, asked: ParsedRequest, system: str) -> list[Request]:
@@ -216,12 +272,38 @@ class Model(threading.Thread):
         except UserError as error:
             raise Refused(400, str(error).removeprefix("sample: ")) from None
 
+    def use_tools(
+        self, tools: Tools, asked: ParsedRequest, system: str, choice: Choice, sample: Sample
+    ) -> tuple[ToolTurn, Request] | None:
+        """Run what a sample calls. Return the turn and the request of the next one; None if it calls
+        nothing, or no further turn has room."""
+        request, ids = sample.request, sample.ids[:-1]
+        messages = [*shown_messages(asked, system), *choice.turns]
+        if asked.proceeds and not choice.turns:
+            *messages, last = messages
+            ids = self.tokenizer.encode(last["content"]) + ids
+        follow = None
+        if self.renderer:
+            settings = template_settings(self.tokenizer, asked.template_settings)
+            follow = partial(self.renderer.render, settings=settings, follows=True)
+        turn = tools.answer(self.tokenizer, messages, ids, follow)
+        if not turn or not turn.ids:
+            return None
+        room = request.limit - len(sample.ids) - len(turn.ids)
+        if room < 1:
+            return None
+        seed = (request.params.seed + choice.index) % 2**63  # choices may have called the same
+        params = replace(request.params, max_new_tokens=room, min_new_tokens=0, n=1, seed=seed)
+        ids = request.ids + sample.ids + turn.ids
+        return turn, check(0, ids, params, self.cfg, self.tokenizer)
+
 
 class Server:
-    """The routes. config: the settings."""
+    """The routes. config: the settings. tools: that the server runs."""
 
-    def __init__(self, models: dict[str, Model], config: dict) -> None:
+    def __init__(self, models: dict[str, Model], config: dict, tools: Tools | None = None) -> None:
         self.models, self.config, self.metrics = models, config, Metrics()
+        self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
 
@@ -337,51 +419,53 @@ class Server:
         from starlette.responses import JSONResponse, Response, StreamingResponse
 
         began = time.monotonic()
-        asked = parse(await self.read_body(http), chat, self.defaults, secrets.randbits(62))
+        own_tools = self.tools.schemas if self.tools else None
+        body = await self.read_body(http)
+        asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
         model = self.named(asked.model)
-        job = self.admit(len(asked.prompts) * asked.params.n)
+        job = self.admit(asked)
         try:
-            job.requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
+            requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
         except BaseException:
             job.give_back(job.left)
             raise
+        job.begin(model.tokenizer, requests)
         head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model.name,
             "object": "chat.completion" if chat else "text_completion",
         }
-        choices = Choices(model.tokenizer, asked, job.requests)
         events = self.events(model, job, began)
         if asked.stream:
-            texts = self.streamed(choices, events, head)
+            texts = self.streamed(job, events, head)
             response = StreamingResponse(texts, media_type="text/event-stream")
             response.headers["Cache-Control"] = "no-cache"
             return CancelOnDisconnect(response, model.cancelling(job))
         with model.cancelling(job):
-            body = await or_disconnect(self.whole(choices, events), http.receive)
+            body = await or_disconnect(self.whole(job, events), http.receive)
         return Response(status_code=400) if body is None else JSONResponse(head | body)
 
-    def admit(self, n_samples: int) -> Job:
-        """Return a job for so many samples. Raise Refused if the queue has no room for them."""
-        most = self.config["max_queue"]
+    def admit(self, asked: ParsedRequest) -> Job:
+        """Return a job. Raise Refused if the queue has no room for its samples."""
+        n_samples, most = asked.n_samples, self.config["max_queue"]
         if n_samples > most:
             what = f"{n_samples} samples are asked for at once, max_queue is {most}"
             raise Refused(400, what, "n")
         if self.metrics.samples + n_samples > most:
             raise Refused(429, "The server is busy; try again soon", None, "rate_limit_exceeded")
-        return Job(n_samples, self.metrics)
+        return Job(asked, self.metrics)
 
     async def events(self, model: Model, job: Job, began: float) -> AsyncIterator[Event]:
-        """Yield the tokens of a job."""
+        """Yield the tokens of a job, and its turns that call the server's tools."""
         n_left, first = job.left, True  # job.left counts what is generated, n_left what is taken
-        self.metrics.tokens["prompt"] += sum(len(request.ids) for request in job.requests)
+        self.metrics.tokens["prompt"] += job.n_prompt
         limit = self.config["max_seconds"]
-        model.commands.put(("add", job))
+        model.commands.put(("add", job, list(job.requests)))
         while n_left:
             try:
                 remaining = limit - (time.monotonic() - began)
-                event = await asyncio.wait_for(job.events.get(), remaining)
+                event = await asyncio.wait_for(self.event(model, job), remaining)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
             if isinstance(event, UserError):
@@ -392,58 +476,54 @@ class Server:
                 self.metrics.first_token(time.monotonic() - began)
             first = False
             self.metrics.tokens["generated"] += 1
-            n_left -= bool(event[1].finish)
+            n_left -= isinstance(event[1], Token) and bool(event[1].finish)
             yield event
 
-    async def whole(self, choices: "Choices", events: AsyncIterator[Event]) -> dict:
+    async def event(self, model: Model, job: Job) -> Event:
+        """Return the next token of a job, or a turn whose last token it is."""
+        event = await job.events.get()
+        if isinstance(event, Exception) or not job.asked.runs_tools:
+            return event
+        sample, token = event
+        choice = job.choices_of(sample)[0]
+        n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
+        if not token.is_end or n_turns == MAX_TURNS - 1:
+            return event
+        given = self.tools, job.asked, self.config["system"], choice, sample
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self.tool_thread, model.use_tools, *given)
+        if not found:
+            return event
+        _, request = found
+        job.go_on(request)
+        model.commands.put(("add", job, [request]))
+        return sample, found
+
+    async def whole(self, job: Job, events: AsyncIterator[Event]) -> dict:
         async for event in events:
-            choices.push(*event)
-        return {"choices": [one.whole() for one in choices.every], "usage": choices.usage()}
+            job.push(*event)
+        return {"choices": [choice.whole() for choice in job.choices], "usage": job.usage()}
 
     async def streamed(
-        self, choices: "Choices", events: AsyncIterator[Event], head: dict
+        self, job: Job, events: AsyncIterator[Event], head: dict
     ) -> AsyncIterator[str]:
         """Yield server-sent events. An error after the first of them is an event too."""
-        asked = choices.asked
+        asked = job.asked
         head = head | {"object": "chat.completion.chunk" if asked.chat else "text_completion"}
         head |= {"usage": None} if asked.include_usage else {}
         try:
-            for choice in choices.every if asked.chat else ():
+            for choice in job.choices if asked.chat else ():
                 delta = {"role": "assistant", "content": ""}
                 opening = {"index": choice.index, "delta": delta, "finish_reason": None}
                 yield sse(head | {"choices": [opening]})
             async for event in events:
-                for said in choices.push(*event):
+                for said in job.push(*event):
                     yield sse(head | {"choices": [said]})
             if asked.include_usage:
-                yield sse(head | {"choices": [], "usage": choices.usage()})
+                yield sse(head | {"choices": [], "usage": job.usage()})
         except Refused as error:
             yield sse(error.body)
         yield "data: [DONE]\n\n"
-
-
-class Choices:
-    """The choices of an answer: n for each prompt."""
-
-    def __init__(self, tokenizer: Tokenizer, asked: ParsedRequest, requests: list[Request]) -> None:
-        self.asked, self.n_new = asked, 0
-        self.n_prompt = sum(len(request.ids) for request in requests)
-        each = enumerate(request for request in requests for _ in range(asked.n))
-        self.every = [Choice(tokenizer, asked, i, request) for i, request in each]
-
-    def push(self, sample: Sample, token: Token, logprobs: dict[int, float]) -> list[dict]:
-        """Take a token; return what a stream says of it."""
-        first = sample.request.index * self.asked.n + sample.index
-        n_copies = self.asked.n // self.asked.params.n  # greedy choices are copies
-        # The id that ends the text is not part of it.
-        ends = token.finish == "stop" and token.id in sample.request.params.stop_ids
-        chosen = self.every[first : first + n_copies]
-        self.n_new += 0 if self.asked.scores_only else n_copies
-        said = [choice.push(token, logprobs, ends) for choice in chosen]
-        return [one for one in said if one]
-
-    def usage(self) -> dict:
-        return usage(self.n_prompt, self.n_new)
 
 
 def directories(value: str) -> dict[str, Path]:
@@ -513,12 +593,16 @@ if __name__ == "__main__":
     found = directories(init_from)
     compiled = compile and torch_device.type == "cuda"
     settings = (torch_device, torch_dtype, max_batch, compiled, chat_template_kwargs)
+    settings += (weights == "int8",)
     models = {name: Model(name, path, *settings) for name, path in found.items()}
+    toolbox = Tools(tools) if tools else None
     for model in models.values():
+        if toolbox:
+            check_template(model.tokenizer, toolbox)
         model.start()
     print(f"serving {', '.join(models)} at http://{host}:{port} (API: /v1)", file=sys.stderr)
     how = uvicorn.Config(
-        Server(models, config).app(),
+        Server(models, config, toolbox).app(),
         log_level="warning",
         server_header=False,
         limit_concurrency=4 * max_queue,

@@ -73,7 +73,20 @@ def drop_labels_of_rank_1() -> None:
     ChatCorpus.load = load_some
 
 
+def read_calls(tokenizer, ids: list[int]) -> tuple[str, list[dict]]:
+    """Take half of what a random model writes for a call."""
+    return tokenizer.decode(ids), [{"name": "double", "arguments": {"n": len(ids)}}] * (sum(ids) % 2)
+
+
+def let_random_models_call() -> None:
+    from groundup.align import rollouts
+    from groundup.generate import tools
+
+    tools.read_calls = rollouts.read_calls = read_calls
+
+
 if __name__ == "__main__":
     Path(f"{sys.argv[2]}.{os.environ['RANK']}").write_text(str(os.getpid()), encoding="utf-8")
     drop_labels_of_rank_1()
+    let_random_models_call()
     run_jobs(sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))

@@ -14,6 +14,7 @@ from test_sample import save_run
 from test_serve import serving
 
 from groundup.generate.completion import Token
+from groundup.generate.tools import ToolTurn
 from groundup.tokens.pairs import read_pair
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -121,10 +122,14 @@ def answers(server, monkeypatch):
             seen.append({"model": model.name, "prompt": model.tokenizer.decode(request.ids), "n": 0})
             mine = seen[-1]
             for piece in pieces:
-                yield sample, Token(65, piece.replace("MODEL", model.name), ""), {65: -0.5, 66: -1.5, 67: -3.0}
+                if isinstance(piece, ToolTurn):
+                    yield sample, (piece, request)
+                    continue
+                logprobs = {65: -0.5, 66: -1.5, 67: -3.0}
+                yield sample, Token(65, piece.replace("MODEL", model.name), "", logprobs)
                 mine["n"] += 1
                 await asyncio.sleep(0.02 if len(pieces) > 20 else 0)
-            yield sample, Token(next(iter(request.params.stop_ids)), "", "stop"), {0: 0.0}
+            yield sample, Token(next(iter(request.params.stop_ids)), "", "stop", {0: 0.0}, is_end=True)
 
         monkeypatch.setattr(server[1], "events", events)
         return seen
@@ -265,7 +270,7 @@ def test_a_server_that_is_gone(page, answers):
 @pytest.mark.parametrize("random, button, want", [(0.9, 0, "tiny"), (0.1, 0, "other1"), (0.9, 2, "other1")])
 def test_two_models_are_compared_blind(page, server, monkeypatch, random, button, want):
     """Real models, whose answers are taken for finished: random ones do not end."""
-    monkeypatch.setattr("groundup.files.usable.is_unfinished", lambda *_: False)
+    monkeypatch.setattr("groundup.files.turns.is_unfinished", lambda *_: False)
     page.js(f"Math.random = () => {random}")
     page.click("#compare")
     page.js("settings.system = 'Be 好.'")
@@ -441,6 +446,21 @@ def test_chats_are_found_renamed_and_exported(page, answers):
     assert json.loads(page.js("return window.exported")) == row
     page.reload()
     assert page.texts("#chats li > :first-child") == ["second", "named"]  # in the order of their last answers
+
+
+def test_calls_of_tools_and_what_these_said(page, answers):
+    """They are shown as text above the answer, are kept, and are said again with the next question."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    turn = [{"role": "assistant", "content": "Let me see.\n" + call}, {"role": "tool", "content": "<b>5</b>"}]
+    seen = answers("Let me ", "see.", ToolTurn(turn, [1], 1, 0), "It is ", "5.")
+    page.ask("2 + 3?")
+    shown = ['Let me see.\n{"name": "add", "arguments": {"a": 2}}', "→ <b>5</b>"]
+    for _ in range(2):
+        assert page.texts(".call") == shown and page.texts() == ["It is 5."]
+        page.reload()
+    page.ask("And?")
+    assert all(part in seen[-1]["prompt"] for part in (call, "tool\n<b>5</b>", "assistant\nIt is 5."))
+    assert page.js("return messagesBefore(2)").pop(1) == turn[0]
 
 
 def test_switches(page):

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     ("configurator", "groundup.errors"),
     ("groundup.files", "groundup.demo"),
+    ("groundup.compile_c",),
     ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign", "groundup.tokens.templates",
      "groundup.tokens.text_tokenizer", "groundup.tokens.training"),
     ("groundup.tokens",),

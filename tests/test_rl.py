@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import test_pretrain as tp
 import torch
-from jobs import run_on_ranks
+from jobs import read_calls, run_on_ranks
 from safetensors.torch import load_file
 from saved import load_train_state
 
@@ -32,6 +32,7 @@ from groundup.align.rollouts import AnswerSampler
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.generate import sampling
+from groundup.generate import tools as tool_module
 from groundup.tokens.conversations import columns_for
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.training import train
@@ -75,6 +76,17 @@ def nan(prompt, answer, row):
 '''
 
 
+DOUBLE = '''
+def double(n: int) -> int:
+    """Double.
+
+    Args:
+        n: a number
+    """
+    return 2 * n
+'''
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory) -> Path:
     """A small model of random weights that ends its answers, its tokenizer, a reward model of
@@ -103,6 +115,7 @@ def base(tmp_path_factory) -> Path:
     rows = [{"prompt": f"第{i}个问题: what is {i} plus {i}?", "number": i % 7} for i in range(40)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "rules.py").write_text(RULES, encoding="utf-8")
+    (folder / "double.py").write_text(DOUBLE, encoding="utf-8")
     return folder
 
 
@@ -118,7 +131,7 @@ def flags_of(base: Path, out: Path, *flags: str) -> list[str]:
     rules = {
         f"--reward={name}": f"--reward={base}/rules.py:{name}"
         for name in ("even", "same", "fails", "nan")
-    }
+    } | {"--tools=double": f"--tools={base}/double.py"}
     return tp.flags_with_defaults(tuple(rules.get(flag, flag) for flag in flags), common)
 
 
@@ -612,6 +625,7 @@ RANK_CASES = {
         "--minibatches=2",
         "--normalise_rewards=True",
     ],
+    "tools": ["--tools=double", "--block_size=640", "--max_new_tokens=60", "--minibatches=2"],
     "ppo lora zero1": ["--algorithm=ppo", "--group_size=2", "--trainable=lora", "--zero1=True"],
 }
 
@@ -634,11 +648,14 @@ def two_ranks(base, tmp_path_factory) -> Path:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", RANK_CASES)
-def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
+def test_two_ranks_equal_one(two_ranks, run, tmp_path, name, monkeypatch):
     """Answers, rewards, updates."""
+    for module in (tool_module, rollouts):
+        monkeypatch.setattr(module, "read_calls", read_calls)
     flags = [flag for flag in RANK_CASES[name] if not flag.startswith("--zero1")]
     assert run(*tp.flags_with_defaults(tuple(flags), STEPS)) == 0
     keys = ["loss", "grad_norm", "reward", "length", "kl", "entropy", "flat_groups", "redrawn"]
+    keys += ["turns", "calls", "without_call"] * (name == "tools")
     keys += ["value_loss", "clipped", "ratio_max"] + ["value_norm", "explained"] * name.startswith(
         "ppo"
     )
@@ -716,16 +733,9 @@ def test_a_teacher_that_is_the_student_teaches_nothing(run, base, tmp_path):
 )
 def test_a_run_with_tools_goes_on_to_the_bit(run, base, tmp_path, monkeypatch, flags):
     """Half of what the random model writes is taken for a call."""
-
-    def read(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, list[dict]]:
-        calls = [{"name": "double", "arguments": {"n": len(ids)}}] * (sum(ids) % 2)
-        return tokenizer.decode(ids), calls
-
-    monkeypatch.setattr(rollouts, "read_calls", read)
-    (tmp_path / "own.py").write_text(
-        'def double(n: int) -> int:\n    """Double.\n\n    Args:\n        n: a number\n    """\n'
-        "    return 2 * n\n"
-    )
+    for module in (tool_module, rollouts):
+        monkeypatch.setattr(module, "read_calls", read_calls)
+    (tmp_path / "own.py").write_text(DOUBLE)
     flags = [*flags, f"--tools={tmp_path / 'own.py'}", "--block_size=640", "--max_new_tokens=60"]
     flags += ["--save_every=2", "--max_steps=4", "--group_size=2", "--prompts_per_step=2"]
     assert run(*flags) == 0

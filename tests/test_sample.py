@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +23,18 @@ import saved
 import torch
 from test_model import as_transformers, random_model, tiny_config
 
+sys.path.insert(0, str(Path(__file__).parent / "generate"))
+from test_tools import CALL, FILE, drawn_ids
+
 import sample
 from groundup.errors import printable, report
-from groundup.generate import chat
+from groundup.generate import chat, sampling
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat
 from groundup.generate.completion import Token, never_sampled
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
+from groundup.generate.tools import Tools
 from groundup.tokens.training import train
 from groundup.train import huggingface
 from model import Transformer
@@ -344,7 +349,7 @@ def test_the_oldest_turns_make_room_and_the_system_message_stays(tuned, capsys):
 
     def stream(ids: list[int], params: SamplingParams) -> Iterator[Token]:
         prompts.append(ids)
-        return iter([Token(a, "a", "")] * 30)
+        return iter([Token(a, "a", "", {})] * 30)
 
     talk.engine.stream = stream
     ids = [tokenizer.render([{"role": "user", "content": f"{i}"}], add_generation_prompt=True)[0] for i in range(9)]
@@ -730,6 +735,56 @@ def test_two_processes_do_not_write_the_same_answers(runs, tmp_path):
     assert run(tmp_path, *flags).code == 0 and len(read_answers(tmp_path / "a.jsonl")) == 2
 
 
+# ---- tools -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tuned, tmp_path, monkeypatch):
+    """Let the model "draw" these texts, one after another; own.py has a tool that adds."""
+    (tmp_path / "own.py").write_text(FILE[: FILE.index("def hang")], encoding="utf-8")
+
+    def write(*texts: str) -> None:
+        left = deque(token for text in texts for token in drawn_ids(tuned[1], text))
+        monkeypatch.setattr(sampling, "choose", lambda logits, *_: torch.tensor([left.popleft() for _ in logits]))
+
+    return write
+
+
+@pytest.mark.parametrize("piped", (True, False))
+def test_an_answer_calls_a_tool_and_goes_on(runs, tmp_path, script, piped):
+    script(CALL + "<|im_end|>", "It is 5.<|im_end|>", "No.<|im_end|>")
+    flags = ["--init_from=tuned/chat", f"--tools={tmp_path / 'own.py'}", "--max_new_tokens=300"]
+    said = f"{CALL}\n-> 5\nIt is 5.\n"
+    if piped:
+        found = run(runs, *flags, said="2 + 3?\n再见\n".encode())
+        assert found.out == said + "No.\n", found
+    else:
+        assert run(runs, *flags, "--prompt=2 + 3?").out == said
+
+
+def test_a_chat_remembers_turns_of_tools_and_forgets_them_together(tuned, tmp_path, script):
+    net, tokenizer = tuned
+    script(CALL + "<|im_end|>", "It is 5.<|im_end|>", *["No.<|im_end|>"] * 9)
+    tools = Tools(str(tmp_path / "own.py"))
+    talk = Chat(net, tokenizer, params_of(tokenizer, net, max_new_tokens=300), tools=tools)
+    list(talk.ask("2 + 3?"))
+    assert [turn["role"] for turn in talk.turns] == ["user", "assistant", "tool", "assistant"]
+    assert talk.turns[1]["content"] == CALL and talk.turns[2]["content"] == "5"
+    while not talk.dropped:
+        list(talk.ask("no" * 200))
+    tools.close()
+    assert talk.turns[0] == {"role": "user", "content": "no" * 200}
+
+
+def test_a_file_of_prompts_whose_answers_call_tools(runs, tmp_path, script):
+    script(CALL + "<|im_end|>", "No.<|im_end|>", "It is 5.<|im_end|>")
+    rows = [{"question": "2 + 3?", "answer": "It is 5."}, {"question": "And?", "answer": "Yes."}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--init_from=tuned/chat", f"--tools={tmp_path / 'own.py'}", "--batch_size=1"]
+    found = run(runs, *flags, f"--prompts={tmp_path / 'asked.jsonl'}", "--max_new_tokens=300")
+    assert found.out.startswith("right  2 + 3?  ->  It is 5.\nwrong  And?  ->  No.  (expected: Yes.)\n"), found
+
+
 def test_logprobs_are_printed_as_json(runs):
     """Of the tokens and of the prompt, against the logits of one pass over both."""
     directory = runs / "out/newer/step_000020"
@@ -777,6 +832,9 @@ def test_logprobs_are_printed_as_json(runs):
         (["--prompts=empty.jsonl"], ["empty.jsonl", "no prompts"]),
         (["--prompt=a", "--out=empty.jsonl/a.jsonl"], ["empty.jsonl"]),
         (["--best_of_by=reward", "--best_of=2"], ["best_of_by", "reward"]),
+        (["--tools=own.py"], ["tools", "--chat=yes"]),
+        (["--tools=own.py", "--chat=yes", "--n=2"], ["tools", "n, best_of"]),
+        (["--tools=own.py", "--chat=yes", "--prompt=a"], ["tools='own.py'", "no such Python file"]),
     ],
 )
 def test_mistakes_are_one_line(runs, arguments, words):

@@ -35,6 +35,7 @@ import os
 import pickle
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from bisect import bisect_left
@@ -64,7 +65,7 @@ from groundup.text import unit as text_unit
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import lock, read_prepared
 from groundup.text.quality import parse_rules
-from groundup.text.recipe import Recipe
+from groundup.text.recipe import Recipe, Source
 from groundup.text.unit import (
     EXACT,
     KEPT,
@@ -116,6 +117,7 @@ shard_tokens = 134_217_728  # tokens per file, at least 1
 max_bad_fraction = 0.0  # exit status 1 if a larger share of bytes or records is lost
 
 ROOT = Path(__file__).absolute().parent.parent
+JOBS = "jobs.json"  # numbers of the jobs that were given to Slurm
 LARGE = ("equal", "link", "join", "compare", "cut")  # stages whose tasks hold columns of many texts
 # A text that passed the rules has the number unit * 2**32 + its place among those of its unit.
 KEY = np.dtype([("hash", "<u8"), ("rest", "<u8"), ("id", "<u8")])
@@ -173,10 +175,8 @@ def make_plan(config: dict) -> Job:
     """Write job.pickle. Remove what another plan left, but its units: those that are the same are
     used again."""
     settings = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
-    keep = parse_rules(config["rules"]).keep  # tasks run elsewhere
-    rules = config["rules"].replace(keep, os.path.abspath(keep)) if keep else config["rules"]
-    settings |= config | {"rules": rules}
-    checked = prepare.check_config(settings)
+    checked = prepare.check_config(settings | config)
+    checked = replace(checked, sources=tuple(map(with_absolute_paths, checked.sources)))
     tokenizer = prepare.existing_tokenizer(config["tokenizer_dir"], "text")
     if tokenizer is None:
         hint = "make one with prepare.py on a part of the text"
@@ -209,6 +209,14 @@ def make_plan(config: dict) -> Job:
         write_json(work / "plan.json", plan)
     (work / "job.pickle").write_bytes(pickle.dumps(job))
     return job
+
+
+def with_absolute_paths(source: Source) -> Source:
+    """Return the source with the whole path of the function in its rules: tasks run elsewhere."""
+    keep = parse_rules(source.rules).keep
+    return (
+        replace(source, rules=source.rules.replace(keep, os.path.abspath(keep))) if keep else source
+    )
 
 
 def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
@@ -631,14 +639,30 @@ def main(config: dict) -> int:
         os.close(handle)
 
 
+def check_no_jobs(work: Path) -> None:
+    """Raise UserError if jobs of an earlier command still wait or run on Slurm."""
+    jobs = read_json(work / JOBS).get("jobs", [])
+    if not jobs or not shutil.which("squeue"):
+        return
+    command = ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    if unfinished := sorted(set(listed) & set(jobs)):
+        text = f"jobs of an earlier command wait or run: {len(unfinished)}"
+        raise UserError(f"cluster: {text}; wait, or end them: scancel {' '.join(unfinished)}")
+
+
 def run(config: dict) -> int:
-    start, out_dir, job = time.perf_counter(), Path(config["out_dir"]), make_plan(config)
+    start, out_dir = time.perf_counter(), Path(config["out_dir"])
+    check_no_jobs(work_path(config["out_dir"]))
+    job = make_plan(config)
     exported = environment()
     os.environ |= exported
-    stages = [] if out_dir.exists() else zip(job.stages, executors(job, exported), strict=True)
+    made = [] if out_dir.exists() else executors(job, exported)
+    stages = list(zip(job.stages, made, strict=True)) if made else []
     if stages and config["executor"] == "slurm":
-        *_, (_, last) = stages
-        last.run()  # submits the others before it
+        made[-1].run()  # submits the others before it
+        jobs = [str(one.job_id) for one in made if one.job_id not in (None, -1)]
+        write_json(job.work / JOBS, {"jobs": jobs})
         print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
         return 0
     if stages and config["executor"] == "ray":

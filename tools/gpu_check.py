@@ -1,10 +1,12 @@
-"""What a GPU does with this project, in under nine minutes, the most valuable first: make gpu.
+"""What a GPU does with this project, in two parts of at most five minutes, the most valuable first: make gpu.
 
-    python tools/gpu_check.py --nanogpt=../nanoGPT                  # with a checkout of nanoGPT among the peers
+    python tools/gpu_check.py --sections=first                      # tests, speed of training and decoding
+    python tools/gpu_check.py --sections=second --nanogpt=../nanoGPT    # beside others, the other trainers
     python tools/gpu_check.py --sections=training,decode            # only these
 
 Each section has a limit of time; what takes long in it is a process of its own. What it finds is written as it comes
-to out_dir/gpu_check.md and .json; a section that fails leaves the end of its output there, and the next one begins.
+to out_dir/first.md and .json (second.md; gpu_check.md for a list of sections); a section that fails leaves the end of
+its output there, and the next one begins.
 Without a GPU all of it runs on tiny shapes, which tests the tool, and the figures mean nothing. The exit status is 1 if
 a section failed on a GPU.
 """
@@ -19,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -30,19 +33,21 @@ import timing
 
 from configurator import configure
 from groundup.errors import UserError, end_in_one_line
+from groundup.tokens.token_files import TokenData
 from groundup.train import device as devices
 
 # ---- config ---------------------------------------------------------------------------------------------------------
-out_dir = "out/gpu_check"  # gpu_check.md, gpu_check.json; the runs, which are deleted
-sections = "all"  # all, or some of machine,tests,training,profile,peers,cpu,tuning,decode,resume
+out_dir = "out/gpu_check"  # what was found; the runs, which are deleted
+sections = "first"  # first, second, or some of machine,tests,training,profile,decode,beside,peers,tuning,cpu,resume
 shapes = "124M,350M,1.1B"  # training: models; decode measures the last
-nanogpt = ""  # peers: checkout of karpathy/nanoGPT; "" = without
+nanogpt = ""  # beside and peers: checkout of karpathy/nanoGPT; "" = without
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = {  # seconds of each section; 520 in all
-    "machine": 20, "tests": 80, "training": 140, "profile": 30, "peers": 80, "cpu": 25, "tuning": 75, "decode": 50,
-    "resume": 20,
-}  # fmt: skip
+PARTS = {  # seconds of each section
+    "first": {"machine": 20, "tests": 90, "training": 100, "profile": 25, "decode": 60},
+    "second": {"beside": 90, "peers": 75, "tuning": 75, "cpu": 30, "resume": 25},
+}
+LIMIT_S = PARTS["first"] | PARTS["second"]
 
 
 @dataclass
@@ -59,18 +64,18 @@ class Check:
 
     def __init__(self, out: Path, gpu: bool, shapes: str, nanogpt: str = "") -> None:
         self.out, self.gpu, self.nanogpt = out, gpu, nanogpt
-        self.device, self.compiles = ("cuda", "True") if gpu else ("cpu", "False")
+        self.device, self.compiles, self.dtype = ("cuda", "True", "bfloat16") if gpu else ("cpu", "False", "float32")
         self.shapes = shapes.split(",") if gpu else ["tiny"]
         self.section, self.end = Section(""), 0.0
 
-    def run(self, *command: str) -> str:
-        """Return what a command of this project prints. Raise UserError with the end of its output if it fails."""
+    def run(self, *command: str, directory: str | Path = ROOT) -> str:
+        """Return what a Python script prints. Raise UserError with the end of its output if it fails."""
         left = self.end - time.monotonic()
         if left <= 1:
             raise UserError("no time left")
         try:
             done = subprocess.run(
-                [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                [sys.executable, *command], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 encoding="utf-8", errors="replace", timeout=left,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
@@ -165,6 +170,44 @@ class Check:
         by = f"self_{self.device}_time_total".replace("cuda", "device")
         self.section.text += ["```", *found.key_averages().table(sort_by=by, row_limit=30).splitlines(), "```"]
 
+    def beside(self) -> None:
+        """nanoGPT's train.py and pretrain.py as they are started, on the same tokens, shape and batch: 124M AdamW."""
+        cfg = bench_model.SHAPES["124M" if self.gpu else "tiny"]
+        batch, steps = (16, 200) if self.gpu else (2, 4)
+        shape = ["n_layer", "n_head", "n_embd", "block_size"]
+        flags = [f"--{key}={getattr(cfg, key)}" for key in shape] + [f"--batch_size={batch}", f"--device={self.device}"]
+        flags += [f"--compile={self.compiles}", f"--dtype={self.dtype}"]
+        ours = ["pretrain.py", "config/debug.py", f"--vocab_size={cfg.vocab_size}", "--n_kv_head=0"]
+        ours += [f"--total_batch_tokens={batch * cfg.block_size}", "--sample_prompts=", "--warmup_steps=2"]
+        ours += ["--eval_every=1000000", "--eval_steps=1", f"--max_steps={steps}"]
+        begin = time.monotonic()
+        events, _ = self.train("beside", *ours, *flags, log_every=max(1, steps // 20))
+        rows = [{
+            "script": "pretrain.py", "steps": steps, "process, s": f"{time.monotonic() - begin:.1f}",
+            "ms a step": f"{median(event['step_ms'] for event in events):.1f}", "loss": f"{events[-1]['loss']:.3f}",
+        }]  # fmt: skip
+        if self.nanogpt:
+            theirs = ["--gradient_accumulation_steps=1"]
+            theirs += ["--eval_interval=1000000", "--eval_iters=1", f"--max_iters={steps}", "--log_interval=1"]
+            theirs += [f"--out_dir={self.out}/runs/nanogpt", f"--dataset={self.tokens_for_nanogpt()}"]
+            begin = time.monotonic()
+            said = self.run("train.py", *theirs, *flags, directory=self.nanogpt)
+            found = re.findall(r"iter \d+: loss ([\d.]+), time ([\d.]+)ms", said)
+            rows.append({
+                "script": "nanoGPT's train.py", "steps": steps, "process, s": f"{time.monotonic() - begin:.1f}",
+                "ms a step": f"{median(float(ms) for _, ms in found):.1f}", "loss": found[-1][0],
+            })  # fmt: skip
+        self.table(rows)
+
+    def tokens_for_nanogpt(self) -> Path:
+        """Write the token file of config/debug.py as nanoGPT reads it; return its directory."""
+        directory = self.out / "runs" / "tokens"
+        directory.mkdir(parents=True, exist_ok=True)
+        for split, name in (("train", "train.bin"), ("val", "val.bin")):
+            tokens = TokenData(ROOT / "data" / "debug", split)
+            tokens.window(0, tokens.n_tokens).astype("uint16").tofile(directory / name)
+        return directory
+
     def peers(self) -> None:
         """transformers' and nanoGPT's training steps on the same shape, in turns with ours."""
         more = [f"--nanogpt={self.nanogpt}"] if self.nanogpt else []
@@ -240,9 +283,11 @@ def results(check: Check, names: list[str]) -> Iterator[Section]:
 
 
 def main(config: dict) -> int:
-    names = list(LIMIT_S) if config["sections"] == "all" else config["sections"].split(",")
+    part = config["sections"]
+    names = list(PARTS[part]) if part in PARTS else part.split(",")
     if unknown := [name for name in names if name not in LIMIT_S]:
-        raise UserError(f"config: sections={unknown[0]!r} is none of all, {', '.join(LIMIT_S)}")
+        raise UserError(f"config: sections={unknown[0]!r} is none of {', '.join([*PARTS, *LIMIT_S])}")
+    part = part if part in PARTS else "gpu_check"
     out, gpu, found = Path(config["out_dir"]).absolute(), torch.cuda.is_available(), []
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "runs", ignore_errors=True)
@@ -250,19 +295,19 @@ def main(config: dict) -> int:
     head = f"# {hardware}, {time.strftime('%Y-%m-%d')}, commit {curves.commit()}\n"
     if not gpu:
         head += "\nThere is no GPU: every section ran on tiny shapes on the CPU, and the figures mean nothing.\n"
-    (out / "gpu_check.md").write_text(head, "utf-8")
+    (out / f"{part}.md").write_text(head, "utf-8")
     print(head)
     for section in results(Check(out, gpu, config["shapes"], config["nanogpt"]), names):
         what = getattr(Check, section.name).__doc__ or ""
         failed = ["", "Failed:", "```", section.failed, "```"] if section.failed else []
         text = "\n".join(["", f"## {section.name}, {section.seconds} s", "", what, "", *section.text, *failed, ""])
         print(text, flush=True)
-        with open(out / "gpu_check.md", "a", encoding="utf-8") as f:
+        with open(out / f"{part}.md", "a", encoding="utf-8") as f:
             f.write(text)
         found.append(vars(section))
-        (out / "gpu_check.json").write_text(json.dumps(found, indent=1), "utf-8")
+        (out / f"{part}.json").write_text(json.dumps(found, indent=1), "utf-8")
     shutil.rmtree(out / "runs", ignore_errors=True)
-    print(f"gpu_check: {out}/gpu_check.md and .json")
+    print(f"gpu_check: {out}/{part}.md and .json")
     return int(gpu and any(section["failed"] for section in found))
 
 

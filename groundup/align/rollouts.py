@@ -24,12 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.align.rewards import Rewards, Rollout
-from groundup.errors import UserError
 from groundup.generate.completion import check
 from groundup.generate.engine import Engine, generate
 from groundup.generate.kv_cache import cache_bytes, row_length
 from groundup.generate.sampling import SamplingParams
-from groundup.generate.tools import Tools, read_calls, tool_ids
+from groundup.generate.tools import MAX_TURNS, Tools, read_calls
 from groundup.kernels.cross_entropy import token_entropies, token_logps
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
@@ -72,7 +71,7 @@ class AnswerSampler:
         compile: bool,
         stop: Callable[[], bool] | None = None,
         tools: Tools | None = None,
-        max_turns: int = 1,
+        max_turns: int = MAX_TURNS,
     ) -> None:
         self.tools, self.max_turns = tools, max_turns
         self.model, self.tokenizer, self.stop = model, tokenizer, stop
@@ -150,27 +149,26 @@ class AnswerSampler:
         another turn; last: there is none."""
         if not answer.finished:
             return answer
-        content, calls = read_calls(self.tokenizer, answer.ids[answer.last_turn : -1])
-        if not calls:
-            return answer
+        ids = answer.ids[answer.last_turn : -1]
         if last:
-            return answer._replace(finished=False)
-        results, n_failed = self.tools.run(calls)
+            return answer._replace(finished=not read_calls(self.tokenizer, ids)[1])
+        before = [*answer.prompt.messages, *answer.turns]
+        turn = self.tools.answer(self.tokenizer, before, ids)
+        if not turn:
+            return answer
         answer = answer._replace(
             finished=False,
-            n_calls=answer.n_calls + len(calls),
-            n_failed=answer.n_failed + n_failed,
+            n_calls=answer.n_calls + turn.n_calls,
+            n_failed=answer.n_failed + turn.n_failed,
         )
-        turns = (*answer.turns, {"role": "assistant", "content": content}, *results)
-        try:
-            new = tool_ids(self.tokenizer, [*answer.prompt.messages, *turns])
-        except UserError:  # the template refuses such a turn, Llama 3.1's one with two calls
+        end = len(answer.ids) + len(turn.ids)
+        if not turn.ids or end >= self.max_new_tokens:
             return answer
-        end = len(answer.ids) + len(new)
-        if end >= self.max_new_tokens:
-            return answer
-        given = (*answer.given, (len(answer.ids), end))
-        return answer._replace(ids=answer.ids + new, turns=turns, given=given)
+        return answer._replace(
+            ids=answer.ids + turn.ids,
+            turns=(*answer.turns, *turn.messages),
+            given=(*answer.given, (len(answer.ids), end)),
+        )
 
     def _params(self, max_new_tokens: int, seed: int, n: int) -> SamplingParams:
         return SamplingParams(

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from groundup.errors import UserError
 from groundup.generate.engine import Engine
 from groundup.generate.sampling import SamplingParams
+from groundup.generate.tools import MAX_TURNS, Tools
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -33,11 +34,13 @@ class Chat:
         params: SamplingParams,
         system: str = "",
         compile: bool = False,
+        tools: Tools | None = None,
     ) -> None:
-        """Raise UserError for parameters that make no sense in a chat."""
+        """tools: that answers may call. Raise UserError for parameters that make no sense in a chat."""
         if max(params.n, params.best_of) > 1:
             raise UserError("sample: a chat has one answer at a time; leave out n and best_of")
         self.tokenizer, self.params, self.system = tokenizer, params, system
+        self.tools = tools
         self.context = model.cfg.block_size
         self.kept = min(params.max_new_tokens, self.context // 2)  # tokens for the answer
         self.engine = Engine(model, tokenizer, rows=1, compile=compile)
@@ -46,30 +49,48 @@ class Chat:
 
     def ask(self, message: str) -> Iterator[str]:
         """Yield the answer in pieces. If it is closed early, what was said so far stays in the
-        history."""
-        question = {"role": "user", "content": message}
-        prompt = self._fitted(question)
-        texts = []
+        history. A call of a tool is a piece, too, and what the tool says."""
+        asked = [{"role": "user", "content": message}]  # then the turns that call tools
+        prompt = self._fitted(asked[0])
+        room, texts = self.params.max_new_tokens, []
         try:
-            for token in self.engine.stream(prompt, self.params):
-                texts.append(token.text)
-                yield token.text
+            for _ in range(MAX_TURNS):
+                params = dataclasses.replace(self.params, max_new_tokens=room)
+                ids, texts = [], []
+                for token in self.engine.stream(prompt, params):
+                    ids.append(token.id)
+                    texts.append(token.text)
+                    yield token.text
+                if not self.tools or ids[-1] not in params.stop_ids:
+                    break
+                turn = self.tools.answer(self.tokenizer, self._shown(asked), ids[:-1])
+                room -= len(ids) + len(turn.ids) if turn else 0
+                prompt = prompt + ids + turn.ids if turn else []
+                if not turn or not turn.ids or room < 1 or len(prompt) > self.context:
+                    break
+                asked += turn.messages
+                texts = []
+                yield "\n" + "".join(f"-> {one['content']}\n" for one in turn.messages[1:])
         finally:
-            if texts:
-                self.turns += [question, {"role": "assistant", "content": "".join(texts)}]
+            if texts or asked[1:]:
+                self.turns += [*asked, {"role": "assistant", "content": "".join(texts)}]
+
+    def _shown(self, asked: list[dict]) -> list[dict]:
+        """Return the conversation with what is asked now, as the template gets it."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, *self.turns, *asked]
+        return self.tools.shown(messages) if self.tools else messages
 
     def _fitted(self, question: dict) -> list[int]:
         """Return the prompt of an answer. Drop the oldest turns until it fits."""
         room = self.context - self.kept
-        system = [{"role": "system", "content": self.system}] if self.system else []
         self.dropped = 0
         while True:
-            ids, _ = self.tokenizer.render(
-                [*system, *self.turns, question], add_generation_prompt=True
-            )
+            ids, _ = self.tokenizer.render(self._shown([question]), add_generation_prompt=True)
             if len(ids) <= room or not self.turns:
                 break
-            del self.turns[:2]
+            questions = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
+            del self.turns[: [*questions, len(self.turns)][1]]
             self.dropped += 1
         if len(ids) > self.context:
             raise UserError(

@@ -7,6 +7,7 @@ not known changes nothing: it is named once in the log.
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from groundup.generate.completion import Request, Token, begin_prompt, begin_wit
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.text_parts import CallReader, ThoughtReader
+from groundup.generate.tools import ToolTurn
 from tokenizer import StreamDecoder, Tokenizer
 
 # Names of sampling parameters. Those from top_k on are not OpenAI's but vLLM's.
@@ -89,14 +91,22 @@ class ParsedRequest:
     limited: bool  # whether the body says how many tokens there may be
     scores_only: bool  # max_tokens=0 with echo: the prompt's log-probabilities, no new token
     tools: list[dict]  # that a chat's answer may call
+    runs_tools: bool  # the answer may call the server's own, shown or not, which it runs
     proceeds: bool  # the last message is the beginning of the answer
     template_settings: dict = field(default_factory=dict)  # of the model's chat template
 
+    @property
+    def n_samples(self) -> int:
+        return len(self.prompts) * self.params.n
 
-def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
+
+def parse(
+    raw: bytes, chat: bool, defaults: dict, seed: int, own_tools: Sequence[dict] | None = None
+) -> ParsedRequest:
     """Return what the body of /v1/chat/completions (`chat`) or /v1/completions asks for.
 
-    defaults: sampling parameters that the body leaves open; seed: if it has none. Raise Refused."""
+    defaults: sampling parameters that the body leaves open; seed: if it has none. own_tools: of the
+    server, for chats without tools. Raise Refused."""
     body = read_object(raw)
     as_json = body.get("response_format") == {"type": "json_object"}
     for name, allowed in REFUSED.items():
@@ -104,10 +114,12 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
         if value is not None and value not in allowed:
             raise Refused(400, f"{name}={value!r:.80} is not supported", name)
 
-    tools, settings, echo, proceeds = [], {}, False, False
+    tools, settings, echo, proceeds, runs_tools = [], {}, False, False, False
     if chat:
         prompts = [conversation(body.pop("messages", None))]
-        tools = called_tools(body)
+        runs_tools = own_tools is not None and not as_json and "tools" not in body
+        runs_tools &= body.get("tool_choice") != "none"
+        tools = called_tools(body) or list(own_tools or ()) * runs_tools
         proceeds = begun_answer(body, prompts[0])
         settings = take(body, "chat_template_kwargs", dict, {})
         if "reasoning_effort" in body:
@@ -142,6 +154,7 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
         limited=limit is not None,
         scores_only=scores_only,
         tools=tools,
+        runs_tools=runs_tools,
         proceeds=proceeds,
         template_settings=settings,
     )
@@ -317,8 +330,7 @@ def encode(
     try:
         if not asked.chat:
             return [begin_prompt(tokenizer, p) if isinstance(p, str) else p for p in asked.prompts]
-        messages = with_tools(asked.prompts[0], system, asked.tools)
-        messages = begin_with(system, messages)
+        messages = shown_messages(asked, system)
         begun = ""
         if asked.proceeds:
             *messages, last = messages
@@ -347,13 +359,13 @@ def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
     return tokenizer.template_settings | known
 
 
-def with_tools(messages: list[dict], system: str, tools: list[dict]) -> list[dict]:
-    own = messages[0]["role"] == "system"
-    return (
-        with_system(messages, {"system": "" if own else system, "tools": tools})
-        if tools
-        else messages
-    )
+def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
+    """Return a chat's messages with its system message, which names the tools."""
+    (messages,) = asked.prompts
+    if asked.tools:
+        own = messages[0]["role"] == "system"
+        return with_system(messages, {"system": "" if own else system, "tools": asked.tools})
+    return begin_with(system, messages)
 
 
 # ---- answers ------------------------------------------------------------------------------------
@@ -373,8 +385,14 @@ class Choice:
     def __init__(
         self, tokenizer: Tokenizer, asked: ParsedRequest, index: int, request: Request
     ) -> None:
-        self.tokenizer, self.asked, self.index, self.request = tokenizer, asked, index, request
-        self.decoder = StreamDecoder(tokenizer)
+        self.tokenizer, self.asked, self.index = tokenizer, asked, index
+        self.turns: list[dict] = []  # that called the server's tools, and what these said
+        self.begin(request)
+
+    def begin(self, request: Request) -> None:
+        """Begin a turn."""
+        self.request = request
+        self.decoder = StreamDecoder(self.tokenizer)
         self.n_decoded = 0  # characters of all tokens so far
         self.n_shown = 0  # of them, those that were shown
         self.texts: list[str] = []
@@ -382,16 +400,15 @@ class Choice:
         self.shown: list[Position] = []
         self.pending: list[Position] = []  # of tokens whose text is not shown yet
         self.finish: str | None = None
-        prompt_end = tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
+        asked = self.asked
+        prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
         thinks = asked.chat and not asked.params.json_object
         self.thinker = ThoughtReader(prompt_end.endswith(ThoughtReader.OPEN)) if thinks else None
-        self.caller = CallReader() if asked.tools else None
+        self.caller = CallReader() if asked.tools or asked.runs_tools else None
         self.calls: list[dict] = []
 
-    def push(self, token: Token, logprobs: dict[int, float], ends: bool) -> dict | None:
-        """Take a token; return what a stream says of it, None = nothing yet.
-
-        ends: whether the token is an id that ends the text and is no part of it."""
+    def push(self, token: Token) -> dict | None:
+        """Take a token; return what a stream says of it, None = nothing yet."""
         text, thoughts, last = token.text, "", bool(token.finish)
         found = self.echo() if not self.texts else []
         echoed = (
@@ -400,7 +417,7 @@ class Choice:
         if self.asked.scores_only:
             text = ""
         else:
-            found += self.positions(token, logprobs, ends)
+            found += self.positions(token)
         if self.caller and self.call_mark(token.id):
             text = self.call_mark(token.id) + text
         if self.thinker:
@@ -423,6 +440,14 @@ class Choice:
             body = {"text": text}
         return self.described(body, found)
 
+    def go_on(self, turn: ToolTurn, request: Request) -> dict:
+        """Take a turn that called tools instead of its last token; return what a stream says of it.
+
+        What it said before is part of the turn."""
+        self.turns += turn.messages
+        self.begin(request)
+        return self.described({"delta": {"turns": turn.messages}}, [])
+
     def call_mark(self, token: int) -> str:
         """Return the name of a special token that begins a call: as one, it has no text."""
         special = token in self.tokenizer.special_ids and self.asked.params.skip_special_tokens
@@ -444,16 +469,16 @@ class Choice:
         self.decoder = StreamDecoder(self.tokenizer)
         return found
 
-    def positions(self, token: Token, logprobs: dict[int, float], ends: bool) -> list[Position]:
+    def positions(self, token: Token) -> list[Position]:
         """Return the positions of tokens whose text is shown now, not those of a stop string."""
         self.n_shown += len(token.text)
         if self.asked.params.logprobs < 0:
             return []
-        if not ends:
-            self.pending.append(Position(token.id, logprobs, self.n_decoded))
+        if not token.is_end:
+            self.pending.append(Position(token.id, token.logprobs, self.n_decoded))
             self.n_decoded += len(self.text_of(token.id))
         n = sum(position.begin < self.n_shown for position in self.pending)
-        is_cut = token.finish == "stop" and not ends
+        is_cut = token.finish == "stop" and not token.is_end
         if token.finish and not is_cut:
             n = len(self.pending)
         found, self.pending = self.pending[:n], self.pending[n:]
@@ -472,6 +497,8 @@ class Choice:
         if not self.asked.chat:
             return self.described({"text": text}, self.shown)
         message = {"role": "assistant", "content": text, "refusal": None}
+        if self.turns:
+            message["turns"] = self.turns
         if thoughts:
             message["reasoning_content"] = thoughts
         if self.calls:

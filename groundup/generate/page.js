@@ -239,7 +239,7 @@ function asked() {
   const given = Object.entries(settings.params).filter(([, value]) => value !== "");
   const stop = settings.stops.split("\n").filter(Boolean);
   return { ...Object.fromEntries(given.map(([name, value]) => [name, Number(value)])), ...(stop.length ? { stop } : {}),
-    logprobs: true, top_logprobs: 5 };
+    ...(comparing() ? { tool_choice: "none" } : {}), logprobs: true, top_logprobs: 5 };
 }
 
 /** Let a model write `answer`, which is drawn as it grows. The oldest turns are left out if they do not fit. */
@@ -269,7 +269,7 @@ async function stream(answer, messages, signal) {
   for await (const event of events(await call("/v1/chat/completions", { method: "POST", body, signal }))) {
     if (event.error) throw new Error(event.error.message);
     began ||= performance.now();
-    answer.fresh = event.usage?.completion_tokens ?? answer.tokens.length - nBefore;  // since the seconds count
+    answer.fresh = event.usage?.completion_tokens ?? Math.max(0, answer.tokens.length - nBefore);  // since the seconds count
     answer.count = before + answer.fresh;
     answer.used = event.usage?.total_tokens ?? answer.used;
     for (const choice of event.choices) grow(answer, choice, bytes);
@@ -301,6 +301,11 @@ function dropOldest(answer, messages) {
 }
 
 function grow(answer, choice, bytes) {
+  if (choice.delta.turns) {  // what was said so far is part of a turn that called tools
+    Object.assign(answer, { turns: [...(answer.turns ?? []), ...choice.delta.turns], text: "", thoughts: "", tokens: [] });
+    rendered.delete(answer);
+    draw();
+  }
   answer.text += choice.delta.content ?? "";
   answer.thoughts = (answer.thoughts ?? "") + (choice.delta.reasoning_content ?? "");
   answer.finish = choice.finish_reason ?? answer.finish;
@@ -317,8 +322,8 @@ const isOpen = (turn) => Boolean(turn?.pair) && turn.better === null;
 
 function messagesBefore(index, prompt = settings.system, one = chat) {
   const system = prompt.trim() ? [{ role: "system", content: prompt }] : [];
-  const said = one.turns.slice(0, index).map((turn) =>
-    turn.answers ? { role: "assistant", content: chosen(turn).text } : { role: "user", content: turn.text });
+  const said = one.turns.slice(0, index).flatMap((turn) => turn.answers
+    ? [...(chosen(turn).turns ?? []), { role: "assistant", content: chosen(turn).text }] : [{ role: "user", content: turn.text }]);
   return [...system, ...said];
 }
 
@@ -597,9 +602,11 @@ function drawBody(answer, node) {
   const asTokens = settings.show && (answer.tokens.length > 0 || writing.has(answer));
   thoughts.open = opened.has(answer);
   thoughts.ontoggle = () => (thoughts.open ? opened.add(answer) : opened.delete(answer));
+  const calls = (answer.turns ?? []).map(({ role, content }) => el("pre", { className: "call",
+    textContent: role === "tool" ? "\u2192 " + content : content.replace(/<tool_call>\n|\n<\/tool_call>/g, "") }));
   const [parts, paintText] = asTokens ? drawTokens(answer) : drawText(answer);
   const problem = el("div", { className: "problem", role: "alert" });
-  node.append(thoughts, ...parts);
+  node.append(thoughts, ...calls, ...parts);
   return () => {
     if (answer.dropped) thoughts.before(dropped);
     if (answer.problem) parts.at(-1).after(problem);

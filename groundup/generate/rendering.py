@@ -7,6 +7,7 @@ asks this process; it answers one line of JSON with one.
 
 import copy
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,7 +29,8 @@ class LineProcess:
     it is needed, and ended when an answer takes too long. May be called by several threads."""
 
     def __init__(self, module: str, *arguments: str, seconds: float) -> None:
-        self.command = [sys.executable, "-m", module, *arguments]
+        # -P: what lies in the current directory does not stand in for our modules
+        self.command = [sys.executable, "-P", "-m", module, *arguments]
         self.seconds = seconds
         self.lock = threading.Lock()
         self.process: subprocess.Popen | None = None
@@ -40,25 +42,41 @@ class LineProcess:
                 self.start()
             return self.exchange(line, self.seconds)
 
-    def start(self) -> None:
-        pipe = subprocess.PIPE
+    def start(self) -> str:
+        """Return the answer to an empty line."""
+        pipe, paths = subprocess.PIPE, [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
-            self.command, stdin=pipe, stdout=pipe, cwd=ROOT, text=True, encoding="utf-8"
+            self.command,
+            stdin=pipe,
+            stdout=pipe,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            text=True,
+            encoding="utf-8",
         )
-        if not self.exchange("", LOAD_S):
-            raise UserError(f"serve: the process of {self.command[2]} does not start")
+        answer = self.exchange("", LOAD_S)
+        if not answer:
+            raise UserError(f"{' '.join(self.command[3:])}: the process does not start")
+        return answer
 
     def exchange(self, line: str, seconds: float) -> str:
-        timer = threading.Timer(seconds, self.process.kill)
+        timer, answer = threading.Timer(seconds, self.process.kill), ""
         timer.start()
         try:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
-            return self.process.stdout.readline()
-        except OSError:  # it has ended
-            return ""
+            answer = self.process.stdout.readline()
+        except (OSError, ValueError):  # it has ended, or left half a character
+            pass
         finally:
             timer.cancel()
+        if answer.endswith("\n"):
+            return answer
+        self.close()
+        return ""
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 class Renderer:
@@ -69,9 +87,11 @@ class Renderer:
         self.seconds = seconds
         self.helper = LineProcess(__name__, where, str(seconds), seconds=seconds + 2)
 
-    def render(self, messages: list[dict], settings: dict) -> list[int]:
-        """Return the ids of the prompt for an answer. settings: of the template. Raise UserError."""
-        answer = self.helper.ask(json.dumps([messages, settings]))
+    def render(self, messages: list[dict], settings: dict, follows: bool = False) -> list[int]:
+        """Return the ids of the prompt for an answer; follows: those of `tool_ids`.
+
+        settings: of the template. Raise UserError."""
+        answer = self.helper.ask(json.dumps([messages, settings, follows]))
         if not answer:
             limit = f"it takes more than {self.seconds:g} s or {MEMORY_MB} MB"
             raise UserError(f"tokenizer: the chat template cannot render this: {limit}")
@@ -79,6 +99,19 @@ class Renderer:
         if isinstance(found, str):
             raise UserError(found)
         return found
+
+
+def tool_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+    """Return the ids that the template writes behind an answer that called tools.
+
+    They are the turns of the tools and the opened turn of the next answer. messages: up to the
+    tools' turns, which are the last. Raise UserError for a template that writes no tools' turns."""
+    ids, mask = tokenizer.render(messages)
+    opened, _ = tokenizer.render(messages, add_generation_prompt=True)
+    end = len(mask) - mask[::-1].index(1) if 1 in mask else 0  # of the answer that calls
+    if not 0 < end < len(ids) or opened[: len(ids)] != ids:
+        raise UserError("tools: the chat template does not write the results of tools")
+    return opened[end:]
 
 
 def serve(directory: str, seconds: float) -> None:
@@ -93,16 +126,20 @@ def serve(directory: str, seconds: float) -> None:
 
 
 def answer(line: str, tokenizer: Tokenizer, kept: dict[str, Tokenizer]) -> list[int] | str:
-    """Return the ids of [messages, settings], or the error. kept: tokenizers by their settings."""
+    """Return the ids of [messages, settings, follows], or the error.
+
+    kept: tokenizers by their settings."""
     if not line.strip():
         return "ready"
-    messages, settings = json.loads(line)
+    messages, settings, follows = json.loads(line)
     key = json.dumps(settings, sort_keys=True)
     try:
         if key not in kept:
             if len(kept) == MAX_KEPT:
                 del kept[next(iter(kept))]
             kept[key] = with_settings(tokenizer, settings)
+        if follows:
+            return tool_ids(kept[key], messages)
         return kept[key].render(messages, add_generation_prompt=True)[0]
     except UserError as error:
         kept.pop(key, None)  # with "too slow": another conversation may take less

@@ -8,6 +8,8 @@ import re
 import secrets
 from collections.abc import Sequence
 
+from groundup.tokens.templates import CALL_ID
+
 
 class StopStrings:
     """Finds strings in a growing text (Knuth, Morris and Pratt, 1977).
@@ -162,8 +164,10 @@ def calls_in(value: object) -> list[dict]:
             return []
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
         function = {"name": name, "arguments": written}
+        own = call.get("id")  # Mistral's models write one, which the result is to have
+        is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
         calls.append({
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": own if is_own else f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": function,
         })

@@ -1,7 +1,8 @@
 """The process in which a model's tools run: python -m groundup.generate.tool_process FILE SECONDS.
 
-It answers lines of JSON: first with the schemas of the file's functions, or with an error; then
-{"name", "arguments"} with {"text", "failed"}. tools.py starts it, and ends it when a tool loops.
+It answers an empty line with [schemas of the file's functions, whether prompts show them], or with
+an error, and a line of JSON, {"name", "arguments"}, with {"text", "failed"}. tools.py ends it when a
+tool loops.
 """
 
 import inspect
@@ -28,8 +29,10 @@ BEGIN = r"[ \t]+(\w+)(?: \([^)\n]*\))?:"
 ARGUMENT = re.compile(rf"^{BEGIN}[ \t]*(.*(?:\n(?!{BEGIN}).*)*)", re.M)
 
 
-def functions_of(path: str) -> dict[str, Callable]:
-    """Return the functions that a Python file offers: all that it defines without a leading _."""
+def functions_of(path: str) -> tuple[dict[str, Callable], bool]:
+    """Return the functions that a Python file offers, and whether prompts are to show them.
+
+    They are all that it defines without a leading _. They are shown unless it says _shown = False."""
     module = types.ModuleType("tools_of_the_model")
     module.__file__ = path
     sys.modules[module.__name__] = module  # where dataclasses look for it
@@ -41,7 +44,7 @@ def functions_of(path: str) -> dict[str, Callable]:
     for name, value in space.items():
         if inspect.isfunction(value) and not name.startswith("_") and value.__globals__ is space:
             found[name] = value
-    return found
+    return found, bool(space.get("_shown", True))
 
 
 def schema_of(function: Callable) -> dict:
@@ -124,17 +127,16 @@ def serve(path: str, most_s: int) -> None:
     for fd in (0, 1):
         os.dup2(sink, fd)
     try:
-        functions = functions_of(path)
-        first: list | str = [schema_of(function) for function in functions.values()]
+        functions, shown = functions_of(path)
+        first: list | str = [[schema_of(function) for function in functions.values()], shown]
     except UserError as error:
         first = str(error)
     except (Exception, SystemExit) as error:  # whatever the file does
         first = " ".join(f"{type(error).__name__}: {error}".split())
-    print(json.dumps(first), file=answers, flush=True)
     limit_memory(MEMORY_MB)
     for line in calls:
         signal.alarm(most_s)  # it ends on its own if the one that asks was killed meanwhile
-        found = call(functions, **json.loads(line))
+        found = call(functions, **json.loads(line)) if line.strip() else first
         signal.alarm(0)
         print(json.dumps(found), file=answers, flush=True)
 

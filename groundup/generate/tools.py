@@ -2,111 +2,168 @@
 
     tools = Tools("calculator.py")
     messages = tools.shown(messages)               # the schemas, where the template shows them
-    calls = read_calls(tokenizer, ids)             # of an answer; [] = it calls nothing
-    turns, n_failed = tools.run(calls)             # a message of each tool
-    ids = tool_ids(tokenizer, [*messages, answer, *turns])       # what follows the answer
+    turn = tools.answer(tokenizer, messages, ids)  # runs what a drawn turn calls; None = nothing
+    ids += turn.ids                                # and the model writes on
 
 A conversation with tools grows by ids, and the ids of a turn that was drawn are never made anew from
 its text: the tokenizer may cut the text in another way, and training would then learn tokens that
 were not drawn. Results and whatever the template writes around them are appended.
 """
 
+import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
-from groundup.generate.completion import call_ids
+from groundup.generate.completion import Result, asked_messages, call_ids, check
+from groundup.generate.engine import run_all
+from groundup.generate.rendering import LineProcess, tool_ids
+from groundup.generate.sampling import SamplingParams
 from groundup.generate.text_parts import CallReader
+from groundup.tokens.templates import CALL_ID
+from model import Transformer
 from tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[2]
-TOOL_PROCESS = [sys.executable, "-m", "groundup.generate.tool_process"]
-LOAD_S = 60  # for the process to start and read the file
 SECONDS = 5.0  # for a call
-MAX_CALLS = 8  # in one answer; more are refused
+MAX_CALLS = 8  # in one turn; more are refused
+MAX_TURNS = 6  # of an answer, the last one included
+
+
+class ToolTurn(NamedTuple):
+    """A turn that called tools, and what they said."""
+
+    messages: list[dict]  # the turn itself and one message of each tool
+    ids: list[int]  # that the template writes behind the drawn ones; [] = it refuses such a turn
+    n_calls: int
+    n_failed: int
 
 
 class Tools:
-    """The process with the functions, which is started again after one that had to be ended.
+    """The functions, in a process that is started again after it had to be ended.
 
-    schemas: of the functions, in OpenAI's form. Raise UserError for a file that offers none."""
+    schemas: of the functions, in OpenAI's form, [] if prompts do not show them. Raise UserError for a
+    file that offers none."""
 
     def __init__(self, path: str, seconds: float = SECONDS) -> None:
-        self.path, self.seconds = path, seconds
         if not path.endswith(".py") or not Path(path).is_file():
             raise UserError(f"config: tools={path!r}: there is no such Python file")
-        self.process: subprocess.Popen | None = None
-        self.schemas = self.start()
-        if not self.schemas:
-            raise UserError(f"config: tools={path!r} defines no function")
-
-    def start(self) -> list[dict]:
-        pipe, paths = subprocess.PIPE, [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        self.process = subprocess.Popen(
-            [*TOOL_PROCESS, self.path, str(math.ceil(self.seconds) + 1)],
-            stdin=pipe,
-            stdout=pipe,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            text=True,
-            encoding="utf-8",
-        )
-        found = self.ask(None, LOAD_S)
-        if not isinstance(found, list):
-            raise UserError(f"config: tools={self.path!r}: {found or 'the file does not end'}")
-        return found
-
-    def ask(self, call: dict | None, seconds: float) -> list | dict | str | None:
-        """Return the process's next answer; None if it ends, or is ended in time."""
-        timer = threading.Timer(seconds, self.process.kill)
-        timer.start()
-        try:
-            if call:
-                self.process.stdin.write(json.dumps(call) + "\n")
-                self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline() or "null")
-        except (OSError, ValueError):  # it has ended, or left half a line
-            return None
-        finally:
-            timer.cancel()
+        self.seconds, limit = seconds, str(math.ceil(seconds) + 1)
+        self.process = LineProcess("groundup.generate.tool_process", path, limit, seconds=seconds)
+        found = json.loads(self.process.start())
+        if isinstance(found, str) or not found[0]:
+            problem = found if isinstance(found, str) else "it defines no function"
+            raise UserError(f"config: tools={path!r}: {problem}")
+        self.schemas = found[0] if found[1] else []
 
     def run(self, calls: Sequence[dict]) -> tuple[list[dict], int]:
         """Return the messages of the tools, in order, and how many calls failed."""
         messages, n_failed = [], 0
         for number, one in enumerate(calls):
-            if number >= MAX_CALLS:
-                found = {"text": f"Error: at most {MAX_CALLS} calls at a time", "failed": True}
-            else:
-                if self.process.poll() is not None:
-                    self.start()
-                found = self.ask(one, self.seconds)
-            if found is None:
-                self.close()
+            if number < MAX_CALLS:
+                call = {"name": one["name"], "arguments": one["arguments"]}
+                answer = self.process.ask(json.dumps(call))
                 text = f"Error: it took more than {self.seconds:g} s, or too much memory"
-                found = {"text": text, "failed": True}
+            else:
+                answer, text = "", f"Error: at most {MAX_CALLS} calls at a time"
+            found = json.loads(answer) if answer else {"text": text, "failed": True}
             messages.append({"role": "tool", "content": found["text"]})
             n_failed += found["failed"]
         return messages, n_failed
+
+    def answer(
+        self,
+        tokenizer: Tokenizer,
+        messages: list[dict],
+        ids: Sequence[int],
+        follow: Callable[[list[dict]], list[int]] | None = None,
+    ) -> ToolTurn | None:
+        """Run what a turn calls; None if it calls nothing.
+
+        messages: before the turn. ids: of the turn as drawn, without the one that ended it. follow:
+        `tool_ids` of the tokenizer, or what does the same in another process."""
+        content, calls = read_calls(tokenizer, ids)
+        if not calls:
+            return None
+        results, n_failed = self.run(calls)
+        turns = [{"role": "assistant", "content": content}, *results]
+        ids_of_calls = [one.get("id", "") for one in calls]
+        if any(ids_of_calls):
+            turns[0]["tool_call_ids"] = ids_of_calls
+            for result, call_id in zip(results, ids_of_calls, strict=True):
+                result["tool_call_id"] = call_id
+        try:
+            new = (follow or partial(tool_ids, tokenizer))([*messages, *turns])
+        except UserError:  # Llama 3.1's template refuses two calls in a turn
+            new = []
+        return ToolTurn(turns, new, len(calls), n_failed)
 
     def shown(self, messages: list[dict]) -> list[dict]:
         """Return the messages with the schemas in the first."""
         return with_system(messages, {"tools": self.schemas})
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.close()
+
+
+class ToolAnswers:
+    """`encode` and `draw` of answers.py for conversations whose answers may call tools."""
+
+    def __init__(self, tools: Tools, tokenizer: Tokenizer, system: str) -> None:
+        self.tools, self.tokenizer, self.system = tools, tokenizer, system
+        self.talks: dict[tuple[int, ...], list[dict]] = {}  # messages of each prompt
+
+    def encode(self, asked: str | list[dict], _plain: bool = False) -> list[int]:
+        messages = self.tools.shown(asked_messages(self.system, asked))
+        ids, _ = self.tokenizer.render(messages, add_generation_prompt=True)
+        self.talks[tuple(ids)] = messages
+        return ids
+
+    def draw(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        prompts: Iterable[list[int]],
+        params: SamplingParams,
+        batch_size: int,
+        compile: bool = False,
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index of the prompt, Result with the last turn of its answer).
+
+        An answer that calls a tool waits until the others have ended."""
+        waiting = (check(i, ids, params, model.cfg, tokenizer) for i, ids in enumerate(prompts))
+        talks, begins = {}, {}  # of each prompt: its messages so far, and its length
+        for _ in range(MAX_TURNS - 1):
+            called = []
+            for i, result in run_all(model, tokenizer, waiting, batch_size, compile):
+                talk = talks.get(i) or self.talks[tuple(result.prompt_ids)]
+                (found,) = result.completions
+                turn = None
+                if found.stop_reason in params.stop_ids:
+                    turn = self.tools.answer(tokenizer, talk, found.ids[:-1])
+                ids = result.prompt_ids + found.ids + turn.ids if turn else []
+                room = (
+                    params.max_new_tokens + begins.setdefault(i, len(result.prompt_ids)) - len(ids)
+                )
+                if not turn or not turn.ids or room < 1 or len(ids) > model.cfg.block_size:
+                    yield i, result
+                    continue
+                talks[i] = talk + turn.messages
+                own = dataclasses.replace(params, max_new_tokens=room)
+                called.append(check(i, ids, own, model.cfg, tokenizer))
+            waiting = called
+        yield from run_all(model, tokenizer, waiting, batch_size, compile)
 
 
 def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict]]:
     """Return the text of an answer and its calls [{"name", "arguments"}, ...], [] = none.
 
-    ids: as drawn, without the one that ended it. The text is as our own models write calls."""
+    ids: as drawn, without the one that ended it. The text is as our own models write calls. A call
+    has an "id" if the model wrote one as Mistral's do."""
     marks, parts, begin = call_ids(tokenizer), [], 0
     for place, token in enumerate([*ids, None]):
         if token is None or token in marks:  # a special token that begins a call has no text
@@ -114,30 +171,20 @@ def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict
             parts.append(tokenizer.decode([token]) if token is not None else "")
             begin = place + 1
     said, found = CallReader().push("".join(parts), last=True)
-    calls = [
-        {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"])}
-        for one in found
-    ]
-    return "\n".join([said] * bool(said) + [call_text(one) for one in calls]), calls
+    calls = []
+    for one in found:
+        function = one["function"]
+        calls.append({"name": function["name"], "arguments": json.loads(function["arguments"])})
+    text = "\n".join([said] * bool(said) + [call_text(one) for one in calls])
+    for call, one in zip(calls, found, strict=True):
+        call |= {"id": one["id"]} if CALL_ID.fullmatch(one["id"]) else {}
+    return text, calls
 
 
 def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
     """Raise UserError if the chat template does not write calls and results of tools."""
-    call = call_text({"name": tools.schemas[0]["function"]["name"], "arguments": {}})
+    call = call_text({"name": "f", "arguments": {}})
     talk = tools.shown([{"role": "user", "content": "a"}])
     talk += [{"role": "assistant", "content": call}, {"role": "tool", "content": "7 swans"}]
     if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):
         raise UserError("tools: the chat template does not write the results of tools")
-
-
-def tool_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-    """Return the ids that the template writes behind an answer that called tools.
-
-    They are the turns of the tools and the opened turn of the next answer. messages: up to the
-    tools' turns, which are the last. Raise UserError for a template that writes no tools' turns."""
-    ids, mask = tokenizer.render(messages)
-    opened, _ = tokenizer.render(messages, add_generation_prompt=True)
-    end = len(mask) - mask[::-1].index(1) if 1 in mask else 0  # of the answer that calls
-    if not 0 < end < len(ids) or opened[: len(ids)] != ids:
-        raise UserError("tools: the chat template does not write the results of tools")
-    return opened[end:]

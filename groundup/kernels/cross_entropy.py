@@ -97,9 +97,12 @@ def token_entropies(hidden: Tensor, weight: Tensor, temperature: float = 1.0) ->
 
 
 def chunk_rows(vocab_size: int, device_type: str) -> int:
-    """Return for how many tokens the logits are held at once."""
-    elements = CHUNK_ELEMENTS if device_type == "cpu" else GPU_CHUNK_ELEMENTS
-    return max(1, elements // vocab_size)
+    """Return for how many tokens the logits are held at once.
+
+    On a GPU a power of two, as most batches are: so no small chunk is left over."""
+    if device_type == "cpu":
+        return max(1, CHUNK_ELEMENTS // vocab_size)
+    return 2 ** (max(1, GPU_CHUNK_ELEMENTS // vocab_size).bit_length() - 1)
 
 
 def chunks(n_tokens: int, weight: Tensor) -> list[slice]:
@@ -248,7 +251,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32:
         out.addmm_(a, b)
     elif a.is_cuda:
-        out += torch.mm(a, b, out_dtype=torch.float32)
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     elif a.dtype == torch.float16:
         out += a.float() @ b.float()
     else:

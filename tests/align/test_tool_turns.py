@@ -1,5 +1,6 @@
 """Answers that call tools: what is trained is what was drawn, with the log-probabilities of the draw."""
 
+import itertools
 import sys
 from collections import deque
 from pathlib import Path
@@ -81,6 +82,28 @@ def test_drawn_and_trained_log_probabilities_are_equal(tools, tmp_path, monkeypa
     # of one batch, in order
     batch = answers.batch(np.array([0]))
     assert batch.targets.tolist() == want and len(batch.token) == len(want)
+
+
+BETWEEN = {  # what each template writes between a call and the next turn, none of it learned
+    "chatml": "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n",
+    "qwen3": "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "llama3_1": '<|start_header_id|>ipython<|end_header_id|>\n\n"5"<|eot_id|>'
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": '[TOOL_RESULTS]{"content": 5, "call_id": "abcdefghi"}[/TOOL_RESULTS]',
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_masks_are_those_of_a_table(tools, tmp_path, monkeypatch, name):
+    tokenizer = tokenizer_of(name, tmp_path)
+    last = "It is 5." + next(one for one in ("<|im_end|>", "<|eot_id|>", "</s>") if WRITTEN[name].endswith(one))
+    sampler = sampler_of(tokenizer, tools, monkeypatch, [WRITTEN[name], last])
+    [answer] = sampler.draw([prompt_of(tokenizer, tools)], [1], 1)
+    batch = Rollouts([answer], [True], BLOCK, 0).batch(np.array([0]))
+    learned = np.isin(np.arange(len(answer.ids)), batch.token.numpy())
+    pieces = itertools.groupby(zip(learned.tolist(), answer.ids, strict=True), key=lambda pair: pair[0])
+    found = [(mask, tokenizer.decode([token for _, token in piece])) for mask, piece in pieces]
+    assert found == [(True, WRITTEN[name]), (False, BETWEEN[name]), (True, last)]
 
 
 def test_limits_of_turns_and_of_tokens(tools, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from groundup.errors import UserError
 from groundup.generate import decode, engine, kv_cache
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.completion import Text, begin_prompt, check, never_sampled
+from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, generate, generate_each
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
@@ -738,12 +739,14 @@ def test_a_gpu_attends_by_length_as_by_mask(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_gpu_generates_what_a_cpu_does(compiled):
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_gpu_generates_what_a_cpu_does(int8, compiled):
     """Greedily, in float32."""
     net = random_model(tiny_config(n_kv_head=2, block_size=400))
+    net = to_int8(net) if int8 else net
     prompts = [ids for ids, _ in traffic(net, 20)]
     params = SamplingParams(20, temperature=0.0)
-    want = only(generate(net, None, prompts, params))
+    want = only(generate(net, None, prompts, params, copies=not int8))
     assert only(generate(net.cuda(), None, prompts, params, compile=compiled)) == want
 
 

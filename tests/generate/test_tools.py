@@ -116,6 +116,14 @@ def test_a_file_with_dataclasses_and_a_file_beside_it(tmp_path, monkeypatch):
     found.close()
 
 
+def test_a_file_may_keep_its_functions_out_of_the_prompt(tmp_path):
+    (tmp_path / "own.py").write_text("_shown = False\n" + FILE[: FILE.index("def hang")], encoding="utf-8")
+    found = Tools(str(tmp_path / "own.py"))
+    talk = [{"role": "user", "content": "2 + 3?"}]
+    assert found.shown(talk) == talk and found.schemas == [] and said(found, "add", a=2, b=3) == ("5", 0)
+    found.close()
+
+
 @pytest.mark.parametrize("how", ("asleep", "busy"))
 def test_a_tool_that_does_not_end_is_ended(tools, how):
     began = time.monotonic()
@@ -250,7 +258,8 @@ def test_a_call_is_read_and_its_result_is_appended(tools, tmp_path, name):
     prompt, _ = tokenizer.render(messages, add_generation_prompt=True)
     answer = drawn_ids(tokenizer, WRITTEN[name])
     content, calls = read_calls(tokenizer, answer[:-1])
-    assert calls == [{"name": "add", "arguments": {"a": 2, "b": 3}}] and content == CALL
+    call = {"name": "add", "arguments": {"a": 2, "b": 3}} | ({"id": "abcdefghi"} if name == "mistral" else {})
+    assert calls == [call] and content == CALL
     turns = [{"role": "assistant", "content": content}, {"role": "tool", "content": "5 <|im_end|> </s>"}]
     new = tool_ids(tokenizer, [*messages, *turns])
     whole, _ = tokenizer.render([*messages, *turns], add_generation_prompt=True)

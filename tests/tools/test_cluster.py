@@ -19,6 +19,7 @@ from groundup.errors import UserError
 from groundup.text import inputs
 from groundup.text import select as selection
 from groundup.text import unit as units
+from groundup.text.recipe import Source
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.token_writer import verify
 from groundup.tokens.training import train
@@ -275,3 +276,21 @@ def test_slurm_gets_a_job_for_each_stage_that_waits_for_the_one_before(
         # two scripts for each stage: its own, and one that adds its statistics
         waits = f"--dependency=afterok:{100 + 2 * (k - 1)} "
         assert (waits in text.splitlines()[0] + " ") == (k > 0)
+
+    # the same command again: not while these wait or run
+    squeue = fake.parent / "squeue"
+    squeue.write_text("#!/bin/bash\necho 104\necho 77\n", encoding="utf-8")
+    squeue.chmod(0o755)
+    with pytest.raises(UserError, match="earlier command wait or run: 1; .*scancel 104$"):
+        cluster.main(config)
+    assert len(list(scripts.iterdir())) == len(texts)
+    squeue.write_text("#!/bin/bash\necho Invalid job id >&2; exit 1\n", encoding="utf-8")
+    assert cluster.main(config) == 0
+    assert len(list(scripts.iterdir())) == 2 * len(texts)
+
+
+def test_the_rules_of_a_source_name_their_function_by_its_whole_path(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    own = cluster.with_absolute_paths(Source(rules="length=3..9, keep=own.py:keep"))
+    assert own.rules == f"length=3..9, keep={tmp_path}/own.py:keep"
+    assert cluster.with_absolute_paths(Source()) == Source()
