@@ -125,7 +125,7 @@ browser: $(VENV)/tests
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
 	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/align groundup/tokens \
 	groundup/generate groundup/scores groundup/files groundup/text prepare.py tools/reading.py \
-	tools/encoding_battery.py tools/cluster.py tests/files/test_containers.py tests/files/test_text_sample.py tests/golden \
+	tools/encoding_battery.py tools/cluster.py tests/files/test_containers.py tests/golden \
 	tests/test_golden.py
 
 lint: $(VENV)/tests
