@@ -7,6 +7,7 @@ generate/decode.py's decode_step.
 import ctypes
 import functools
 import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from groundup.compile_c import compile_c
 from groundup.errors import say
-from groundup.kernels.compile_c import SOURCES, compile_c
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTH, GROUP = 32, 64  # as in step.c
@@ -29,7 +30,7 @@ def kernels(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL | None:
     if dtype not in DTYPES:
         return None
     flags = ["-DBFLOAT16"] * (dtype == torch.bfloat16) + ["-DINT8"] * int8
-    found = compile_c(SOURCES / "step.c", *flags)
+    found = compile_c(Path(__file__).with_name("step.c"), *flags)
     if found is None:
         say(
             "generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower"

@@ -154,7 +154,7 @@ def test_torch_does_it_without_a_compiler_or_for_another_model(monkeypatch):
     params = SamplingParams(max_new_tokens=20, temperature=0.0)
     want = generate(net, None, [ids], params)[0].completions[0].ids
     assert isinstance(Engine(net, None, 1).decode, NativeStep)
-    changes = {"kernels.compile_c.shutil.which": lambda name: None, "generate.decode.is_plain": lambda _: False}
+    changes = {"compile_c.shutil.which": lambda name: None, "generate.decode.is_plain": lambda _: False}
     for name, value in changes.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"groundup.{name}", value)
