@@ -17,7 +17,11 @@ OF_ROLES = ("system", "user", "assistant", "tool")  # names that mean roles of t
 
 
 class BadRow(Exception):
-    """A row that cannot be used, and why."""
+    """Why a row cannot be used: BadRow(reason to count it under, detail for people)."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.detail = detail or reason
 
 
 class Name(NamedTuple):
