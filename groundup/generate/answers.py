@@ -21,7 +21,7 @@ from groundup.errors import UserError, naming
 from groundup.files import streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
-from groundup.files.text_keys import BadRow
+from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable, loads
 from groundup.generate.completion import Result
 from groundup.generate.engine import generate_each

@@ -26,7 +26,7 @@ from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.files import answer_files
-from groundup.files.text_keys import BadRow
+from groundup.files.turns import BadRow
 from groundup.files.untrusted import loads
 from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply

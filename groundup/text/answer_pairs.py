@@ -28,7 +28,8 @@ from groundup.files.answer_files import (
     text_of,
 )
 from groundup.files.records import Record
-from groundup.files.text_keys import BadRow, as_score
+from groundup.files.text_keys import as_score
+from groundup.files.turns import BadRow
 from groundup.text.inputs import Input
 from groundup.text.recipe import PairBy, parse_pair_by, parse_score
 from groundup.text.unit import ANSWER_PLACE, PAIR_NUMBERS, Counts, Problems

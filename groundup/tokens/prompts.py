@@ -18,8 +18,7 @@ import numpy as np
 
 from groundup.files.answer_files import conversation_of
 from groundup.files.splits import dialogue_text
-from groundup.files.text_keys import BadRow
-from groundup.files.turns import with_system
+from groundup.files.turns import BadRow, with_system
 from groundup.tokens.mixture import Mixture
 from groundup.tokens.rows import RowCorpus, RowReader, Unusable
 from groundup.tokens.templates import take_tools
