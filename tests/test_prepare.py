@@ -685,13 +685,13 @@ def test_a_tokenizer_of_its_own_is_part_of_what_is_compared(tmp_path, capsys):
 
 def test_an_input_that_changes_meanwhile_is_an_error(tmp_path, tok, monkeypatch):
     path = write_jsonl(tmp_path / "x.jsonl", texts(50))
-    write_splits = prepare.write_splits
+    inspect_units = prepare.inspect_units
 
     def slow(*args):
         write_jsonl(path, texts(51))
-        return write_splits(*args)
+        return inspect_units(*args)
 
-    monkeypatch.setattr(prepare, "write_splits", slow)
+    monkeypatch.setattr(prepare, "inspect_units", slow)
     with pytest.raises(UserError, match="x.jsonl changed while it was read"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     assert not (tmp_path / "out").exists()

@@ -24,7 +24,11 @@ from groundup.files import TOOLS_HEAD, TOOLS_TAIL
 
 
 class BadRow(Exception):
-    """A row that cannot be used, and why."""
+    """Why a row cannot be used: BadRow(reason to count it under, detail for people)."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.detail = detail or reason
 
 
 class Pair(NamedTuple):

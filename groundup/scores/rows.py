@@ -33,6 +33,7 @@ from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError, naming
 from groundup.files import answer_files, readers, row_formats, streams, turns
 from groundup.files.answer_files import need_settings, read_settings
+from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable
 from groundup.scores.domains import (
     SHOWN_PLACES,
@@ -356,7 +357,7 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
         return Talks(row, [], "not understood: completions without a text")
     try:
         prompt, _ = answer_files.conversation_of(row, settings)
-    except answer_files.NoPair as problem:
+    except BadRow as problem:
         return Talks(row, [], f"not understood: {problem}")
     answers = [{"role": "assistant", "content": answer_files.text_of(one)} for one in found]
     ended = [one.get("finish_reason") == "stop" for one in found]
