@@ -1,4 +1,4 @@
-r"""GRPO with a tool: a model of 5 million parameters learns to use a calculator.
+r"""GRPO with a tool: sums with a calculator, for a model of 5 million parameters.
 
     python tools/sums.py --out_dir=data/demo_tools
     python sft.py config/demo_tools_sft.py
