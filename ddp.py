@@ -12,7 +12,7 @@ computing, so it is hidden behind backward. In the order of this file:
    issue collectives in different orders hang or crash.
 4. The step. Wait for the rest, clip to the global norm, update.
 
-Optional: 5. a deferred or overlapped update; 6. ZeRO-1.
+Optional: 5. a deferred or overlapped update; 6. ZeRO-1; 7. the same bits on any number of ranks.
 
 DDP is not a wrapper: a trainer calls the plain model(...), sets `ddp.sync` before each backward and
 calls `ddp.step()` after the last. Without a process group the same code sends nothing.
@@ -212,7 +212,7 @@ class Sent(Enum):
 class Reduced:
     """What a hook yields after its last collective."""
 
-    square: Tensor  # squared norm of the mean gradient, 0-d float32
+    square: Tensor  # squared norm of the mean gradient, 0-d float32; or its terms (n,), see InTree
 
 
 Hook = Callable[[Bucket], Generator[Sent | Reduced, Tensor, None]]
@@ -306,13 +306,15 @@ class DDP:
         settings = f"{bucket_mb=}, {hook_settings}, {overlap_step=}, {zero1=}, {whole_matrices=}"
         check_same_model(model, settings)
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
+        self.in_tree = isinstance(hook, InTree)
         self.device, self.world_size = device_of(model), ranks.world_size()
 
         # Flat buffers, and in them the weights of rank 0
         self.buckets = make_buckets(model, self._bucket_bytes(bucket_mb), self.world_size)
         if zero1 and dist.is_initialized():
             for bucket in self.buckets:
-                cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices)
+                unit = PIECE if self.in_tree else 1
+                cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices, unit)
         frozen = [p.data for p in model.parameters() if not p.requires_grad]
         for t in [bucket.param for bucket in self.buckets] + frozen + list(model.buffers()):
             ranks.broadcast(t)
@@ -322,7 +324,10 @@ class DDP:
         self.sync, self.n_steps, self.stopping = True, 0, False
         self.found_inf = torch.zeros((), device=self.device)
         self.skipped = torch.zeros(2, device=self.device)
-        self._slot = {p: (b, i) for b in self.buckets for i, p in enumerate(b.params)}
+        self._slot = {}  # of each parameter: its bucket, its number there, the slot of its gradient
+        for b in self.buckets:
+            for i, p in enumerate(b.params):
+                self._slot[p] = b, i, b.view(b.grad, i)
         self._update: Update | None = None  # the last step's, for buckets that are DEFERRED
         self._start_step()
         for p in self._slot:
@@ -336,7 +341,8 @@ class DDP:
         if bucket_mb:
             return bucket_mb * MIB
         # A GPU alone sends nothing: the step is few, large kernels.
-        if self.device.type == "cuda" and self.world_size == 1 and self.overlap_step == "off":
+        is_alone = self.world_size == 1 and not self.in_tree
+        if self.device.type == "cuda" and is_alone and self.overlap_step == "off":
             return 256 * MIB
         # Enough buckets to start early, each large enough to hide a collective's latency.
         n_bytes = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
@@ -347,6 +353,7 @@ class DDP:
     def _start_step(self) -> None:
         """Expect one gradient per parameter; bucket 0 is launched first."""
         self._arrived: set[nn.Parameter] = set()
+        self._subtrees: dict[nn.Parameter, list] = {}  # see _add_in_tree
         self._next = 0  # index of the bucket to launch next
         self._expected: tuple[Optimizer, float] | None = None  # see expect_step
         for bucket in self.buckets:
@@ -354,10 +361,16 @@ class DDP:
 
     def _on_grad(self, p: nn.Parameter) -> None:
         """Take p.grad, which is now final for this backward. Waiting here would stop backward."""
-        bucket, i = self._slot[p]
+        bucket, i, slot = self._slot[p]
         self._check_use(bucket, i)
-        grad, slot = p.grad.detach(), bucket.view(bucket.grad, i)
-        if self.sync and self.world_size > 1:
+        grad = p.grad.detach()
+        if self.in_tree:
+            subtree = self._add_in_tree(p, grad)
+            if not self.sync:
+                p.grad = None  # the next micro-batch's gradient comes alone
+                return
+            slot.copy_(subtree)
+        elif self.sync and self.world_size > 1:
             # Divide before the sum over ranks: in float16 the sum could overflow
             torch.div(grad, self.world_size, out=slot)
         elif not bucket.holds(grad, bucket.grad, i):  # first micro-step: autograd's own tensor
@@ -369,6 +382,21 @@ class DDP:
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             self._launch_next_bucket()
+
+    def _add_in_tree(self, p: nn.Parameter, grad: Tensor) -> Tensor:
+        """Add a micro-batch's gradient; return the sum of the largest subtree that it completes.
+
+        Subtrees of 1, 2, 4, .. micro-batches wait for a neighbour of their size, as ones in a
+        binary counter wait for a carry.
+        """
+        size, waiting = 1, self._subtrees.setdefault(p, [])
+        while waiting and waiting[-1][0] == size:
+            grad = waiting.pop()[1].add_(grad)
+            size *= 2
+        if not self.sync:
+            waiting.append((size, grad))
+        assert not (self.sync and waiting), f"{size=}: micro-steps must be a power of two"
+        return grad
 
     def _check_use(self, bucket: Bucket, i: int) -> None:
         """Raise UserError if this gradient cannot be right."""
@@ -429,7 +457,7 @@ class DDP:
             if self._expected:
                 # Nothing depends on other buckets: no clipping, no loss scale
                 optimizer, lr = self._expected
-                found_inf = 1.0 - bucket.square.isfinite().float()
+                found_inf = 1.0 - bucket.square.sum().isfinite().float()
                 self._end_hook(bucket, found_inf)
                 update = Update(optimizer, lr, torch.ones_like(found_inf), found_inf)
                 self._apply(update, bucket)
@@ -516,17 +544,19 @@ class DDP:
                 self._finish_bucket(bucket)
         if self._stream is not None:  # norms were computed there if updates run in backward
             torch.cuda.current_stream().wait_stream(self._stream)
-        square = torch.stack([bucket.square for bucket in self.buckets]).sum()
+        squares = torch.cat([bucket.square.flatten() for bucket in self.buckets])
+        if not self.in_tree:
+            squares = squares.sum()
         if self.buckets[0].sharded:  # each rank knows the norm of its shards alone
             name = f"step {self.n_steps + 1}: all_reduce of the squared norm"
-            ranks.all_reduce_sum(square, name)
+            ranks.all_reduce_sum(squares, name)
         self.stopping = agree()
-        return square.sqrt()
+        return squares.sum().sqrt()
 
     def _problem(self) -> str:
         """Return why this rank's gradients are not those of the whole model, or ""."""
         lost, absent, changed = [], [], []
-        for p, (bucket, i) in self._slot.items():
+        for p, (bucket, i, _) in self._slot.items():
             if not bucket.holds(p, bucket.param, i):
                 lost.append(bucket.names[i])
             elif p not in self._arrived:
@@ -535,7 +565,7 @@ class DDP:
                 changed.append(bucket.names[i])
         if absent:  # is it still the model's parameter?
             current = dict(self.model.named_parameters())
-            ours = {b.names[i]: p for p, (b, i) in self._slot.items()}
+            ours = {b.names[i]: p for p, (b, i, _) in self._slot.items()}
             lost += [name for name in absent if current.get(name) is not ours[name]]
         if lost:
             return moved(lost)
@@ -638,7 +668,7 @@ class DDP:
                 self._apply(self._update, bucket)
         if bucket.state is State.STALE and bucket.collective is None:
             with self._on_side_stream():
-                launch_gather(bucket, bucket.param)
+                launch_gather(bucket, bucket.param, bucket.shard_sizes)
 
     def _on_side_stream(self) -> AbstractContextManager:
         """On a GPU with overlap: run on the side stream, after all work queued so far."""
@@ -655,7 +685,7 @@ class DDP:
         if bucket.state is State.DEFERRED or bucket.collective is not None:
             raise UserError("ddp: call flush() before the optimizer's state is gathered")
         if bucket.sharded:
-            launch_gather(bucket, flat)
+            launch_gather(bucket, flat, bucket.shard_sizes)
             bucket.wait()
 
 
@@ -665,14 +695,20 @@ class DDP:
 # their next use. In bytes the two together are one all-reduce.
 
 
-def cut_into_shards(bucket: Bucket, world_size: int, rank: int, whole_matrices: bool) -> None:
-    """Divide the bucket among the ranks. Shards are equal, unless matrices stay whole."""
+def cut_into_shards(
+    bucket: Bucket, world_size: int, rank: int, whole_matrices: bool, unit: int = 1
+) -> None:
+    """Divide the bucket among the ranks, in equal shards but for cuts that must move.
+
+    whole_matrices: to an end of the matrix. unit: to a multiple of `unit` elements of a parameter.
+    """
     cuts = [bucket.param.numel() * r // world_size for r in range(world_size + 1)]
     for name, p, begin in zip(bucket.names, bucket.params, bucket.offsets, strict=True):
         end = begin + p.numel()
+        step = p.numel() if whole_matrices and stays_whole(name) else unit
         for k, cut in enumerate(cuts):
-            if whole_matrices and stays_whole(name) and begin < cut < end:
-                cuts[k] = begin if cut - begin < end - cut else end  # the nearer one
+            if begin < cut < end:
+                cuts[k] = min(begin + (cut - begin + step // 2) // step * step, end)  # the nearest
     bucket.shard_sizes = [end - begin for begin, end in pairwise(cuts)]
     bucket.shard = cuts[rank], cuts[rank + 1]
     bucket.sharded = True
@@ -692,33 +728,96 @@ def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
     NCCL: the sum over the ranks (shard,). gloo: its terms (ranks, shard) by an all-to-all, because
     gloo's reduce_scatter moves as many bytes as an all-reduce.
     """
-    begin, end = bucket.shard
-    if has_native_shards(bucket, flat):
+    if has_native_shards(flat, bucket.shard_sizes):
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        bucket.launch(reduce_scatter, flat[begin:end], flat)
-        return flat[begin:end]
-    n = len(bucket.shard_sizes)
-    received = flat.new_empty(n, end - begin)
-    sizes = [end - begin] * n, bucket.shard_sizes  # received from, sent to each rank
+        mine = own_shard(flat, bucket.shard_sizes)
+        bucket.launch(reduce_scatter, mine, flat)
+        return mine
+    return launch_exchange(bucket, flat, bucket.shard_sizes)
+
+
+def launch_exchange(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> Tensor:
+    """Start to send every rank its shard of `flat`; return what will hold all ranks' terms of mine.
+
+    They are (ranks, shard).
+    """
+    n, own_size = len(shard_sizes), shard_sizes[ranks.rank()]
+    received = flat.new_empty(n, own_size)
+    sizes = [own_size] * n, shard_sizes  # received from, sent to each rank
     bucket.launch(dist.all_to_all_single, received.view(-1), flat, *sizes)
     return received
 
 
-def launch_gather(bucket: Bucket, flat: Tensor) -> None:
+def launch_gather(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> None:
     """Start to complete `flat`, of which each rank holds its shard."""
-    begin, end = bucket.shard
-    if has_native_shards(bucket, flat):
+    mine = own_shard(flat, shard_sizes)
+    if has_native_shards(flat, shard_sizes):
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        bucket.launch(all_gather, flat, flat[begin:end])
+        bucket.launch(all_gather, flat, mine)
         return
-    n = len(bucket.shard_sizes)
-    sizes = bucket.shard_sizes, [end - begin] * n  # received from, sent to each rank
-    bucket.launch(dist.all_to_all_single, flat, flat[begin:end].repeat(n), *sizes)
+    n = len(shard_sizes)
+    sizes = shard_sizes, [len(mine)] * n  # received from, sent to each rank
+    bucket.launch(dist.all_to_all_single, flat, mine.repeat(n), *sizes)
 
 
-def has_native_shards(bucket: Bucket, flat: Tensor) -> bool:
+def own_shard(flat: Tensor, shard_sizes: list[int]) -> Tensor:
+    """Return this rank's shard of `flat`, a view."""
+    return flat.split(shard_sizes)[ranks.rank()]
+
+
+def has_native_shards(flat: Tensor, shard_sizes: list[int]) -> bool:
     """Return whether NCCL can scatter and gather in place: it wants shards of equal size."""
-    return flat.is_cuda and len(set(bucket.shard_sizes)) == 1
+    return flat.is_cuda and len(set(shard_sizes)) == 1
+
+
+# ---- 7. optional: the same bits on any number of ranks -------------------------------------------
+# The last bits of a sum depend on the order of its terms. Here the micro-batches of a step are added
+# as one binary tree over their number, ((g0 + g1) + (g2 + g3)) + ... A rank computes consecutive
+# ones, so it adds a subtree of its own (DDP._add_in_tree) and the hook adds those of the ranks.
+
+# Elements of a parameter whose squares are added by one rank: no shard cuts a piece. A multiple of
+# 128, because AdamW's kernel rounds the last few elements of a tensor in another way.
+PIECE = 2**20
+
+
+class InTree:
+    """The sum over the ranks in a fixed order. The mean of a step is the trainer's to take.
+
+    Numbers of ranks and of micro-steps must be powers of two.
+    """
+
+    compress = "none"
+
+    def __call__(self, bucket: Bucket) -> Generator[Sent | Reduced, Tensor, None]:
+        """Add up `bucket` over the ranks; with ZeRO-1 this rank receives its shard alone."""
+        n, sizes = ranks.world_size(), bucket.shard_sizes
+        if not bucket.sharded:
+            sizes = [len(bucket.grad) // n] * n
+        if n > 1:
+            terms = launch_exchange(bucket, bucket.grad, sizes)
+            yield Sent.LAST if bucket.sharded else Sent.MORE
+            while len(terms) > 1:
+                terms = terms[0::2] + terms[1::2]  # neighbours, which are subtrees of one size
+            own_shard(bucket.grad, sizes).copy_(terms[0])
+            if terms.is_cuda:  # as in Average
+                terms.record_stream(torch.cuda.current_stream())
+            del terms  # as large as the bucket, and the generator lives on
+            if not bucket.sharded:
+                launch_gather(bucket, bucket.grad, sizes)
+        if not (n > 1 and bucket.sharded):
+            yield Sent.LAST
+        yield Reduced(squares_of_pieces(bucket))
+
+
+def squares_of_pieces(bucket: Bucket) -> Tensor:
+    """Return the sum of squares of each piece of the gradient, 0 for those of other shards."""
+    squares = []
+    for p, offset in zip(bucket.params, bucket.offsets, strict=True):
+        for begin in range(offset, offset + p.numel(), PIECE):
+            piece = bucket.grad[begin : min(begin + PIECE, offset + p.numel())]
+            is_mine = bucket.shard[0] <= begin < bucket.shard[1]
+            squares.append(sum_of_squares(piece if is_mine else piece[:0]))
+    return torch.stack(squares)
 
 
 # ---- checks --------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus
 from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
+from groundup.train.arithmetic import check_arithmetic
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
@@ -341,6 +342,7 @@ if __name__ == "__main__":
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
+    check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if compile:

@@ -40,6 +40,7 @@ from groundup.errors import UserError
 from groundup.files import readers
 from groundup.files.untrusted import check_replaceable
 from groundup.generate.completion import never_sampled
+from groundup.generate.decode import to_int8
 from groundup.generate.sampling import SamplingParams
 from groundup.scores import choices, domains, judging, rows, tables, text_metrics
 from groundup.scores.choices import evaluate_choices
@@ -73,12 +74,14 @@ base_url = ""  # of an OpenAI-compatible service
 api_key_env = ""  # name of the environment variable with its key; empty = none is sent
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
+weights = "full"  # full | int8 (matrices rounded to 8 bits); of perplexity, choices, generation
 
 JUDGED = ("preference", "win_rate")  # by a reward model
 TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
 USED_BY = {  # settings that mean nothing to other tasks, with their defaults
     ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"},
     choices.TASKS: {"shots": 5},
+    ("perplexity", *choices.TASKS, "generation"): {"weights": "full"},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
 }
 
@@ -129,7 +132,7 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
     if config["score"] and Path(config["out"]).suffix != ".jsonl":
         what = "score needs out, the file for the scored rows, called .jsonl"
         raise UserError(f"config: {what}; got {config['out']!r}")
-    for key, usual in {"data": "", "tasks": "perplexity", "beside": ""}.items():
+    for key, usual in {"data": "", "tasks": "perplexity", "beside": "", "weights": "full"}.items():
         if config["score"] and config[key] != usual:
             raise UserError(f"config: score and {key} are both given; give one of them")
     for users, defaults in USED_BY.items():
@@ -235,6 +238,7 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
         raise UserError(f"config: {directory}: {sizes}; the tokenizer is another model's")
     texts = text_settings(config, cfg)
     model = huggingface.load_model(directory, device, dtype=dtype).eval()
+    model = to_int8(model) if config["weights"] == "int8" else model
     return Loaded(device, dtype, directory, tokenizer, model, texts)
 
 

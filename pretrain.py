@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import configure, defaults_of
-from ddp import DDP, conflict
+from ddp import DDP, InTree, conflict
 from groundup.errors import UserError, refuse
 from groundup.kernels.cross_entropy import compile_loss
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
+from groundup.train.arithmetic import check_arithmetic
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
@@ -74,7 +75,6 @@ max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # which parameters are trained
 trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names
 lora_rank = 16  # rank of the LoRA matrices (at least 1)
-lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
 # batch
 batch_size = 16  # sequences per rank and micro-step (at least 1)
 total_batch_tokens = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
@@ -97,6 +97,7 @@ activation_checkpointing = False  # recompute blocks in backward: less memory, a
 parallel = "ddp"  # ddp | fsdp (each rank keeps a part of weights, gradients and optimizer state)
 compress = "none"  # none | fp16 | bf16 | powersgd (gradients on the wire)
 overlap_step = "off"  # off | forward | backward (when a block is updated; see docs/ddp.md)
+reproducible = False  # the same bits on any number of ranks with the same OMP_NUM_THREADS
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
 peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
@@ -233,6 +234,13 @@ if __name__ == "__main__":
     batch = f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} tokens"
     batch += f" x {accum_steps} micro-steps x {world_size} ranks"
     check_schedule(config, max_steps)
+    n_micro_batches = accum_steps * world_size
+    if reproducible:
+        refuse(compress != "none", f"reproducible=True needs compress='none', got {compress!r}")
+        # they are added as a binary tree
+        text = "reproducible=True needs a power of two of micro-batches in total_batch_tokens, got"
+        text += f" {n_micro_batches} of batch_size*block_size = {batch_size * block_size} tokens"
+        refuse(n_micro_batches.bit_count() > 1, text)
 
     # ---- data
     source = checkpoint.resolve(init_from) if init_from else None
@@ -265,7 +273,7 @@ if __name__ == "__main__":
         is_new = world.is_main and not source
         with place, SkipInit(not is_new), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
-        set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
+        set_trainable(model, trainable, LoRAConfig(lora_rank, alpha=2.0 * lora_rank))
     if world.is_main:
         n_tokens = tokens_per_step * max_steps
         text = plan.describe(
@@ -278,6 +286,8 @@ if __name__ == "__main__":
     # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"max_epochs": max_epochs} | corpus.record()
+    if reproducible and torch_device.type == "cpu":  # a product's last bits depend on it
+        data_record["OMP_NUM_THREADS"] = torch.get_num_threads()
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     huggingface.check_saves(model_config, tokenizer)
@@ -292,6 +302,7 @@ if __name__ == "__main__":
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
+    check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if doc_mask:
@@ -311,7 +322,7 @@ if __name__ == "__main__":
         fp16 = scaler.is_enabled()
         if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
             raise UserError(f"config: {reason}")
-        hook = make_hook(compress, warmup, seed, scaler)
+        hook = InTree() if reproducible else make_hook(compress, warmup, seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
@@ -320,6 +331,7 @@ if __name__ == "__main__":
             weight_decay=weight_decay,
             momentum=momentum,
             muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
+            one_by_one=reproducible,
         )
 
     # ---- restore, and make the run directory
@@ -334,6 +346,7 @@ if __name__ == "__main__":
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
     stages = order.changes(rows_per_step) if len(corpus.names) > 1 else {}
     extra_state = {"warmup_steps": warmup}  # part of each checkpoint
+    n_averaged = 1 if reproducible else world_size  # ranks whose mean ddp takes
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -356,16 +369,20 @@ if __name__ == "__main__":
 
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # of the step, on all ranks
-        loss_sum = torch.zeros((), device=torch_device)
+        # with reproducible=True a sum of one order over all micro-batches of the step
+        losses = torch.zeros(n_micro_batches if reproducible else 1, device=torch_device)
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             x, y = batches.next()  # (B, T), (B, T)
+            number = world.rank * accum_steps + micro_step  # of this micro-batch in the step
+            if reproducible:
+                seed_everything(seed + 1_000_003 * step, number)  # dropout depends on no rank
             with autocast(torch_device, torch_dtype):
-                # the model returns a sum; ddp averages over the ranks
-                loss = model(x, y) * (world_size / n_targets)
+                # the model returns a sum; ddp averages over the ranks, or adds up (InTree)
+                loss = model(x, y) * (n_averaged / n_targets)
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
-            loss_sum += loss.detach()
+            losses[number if reproducible else 0] += loss.detach()
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
@@ -376,14 +393,14 @@ if __name__ == "__main__":
         last = step == max_steps
         stopping = ddp.stopping
         if step % log_every == 0 or last or stopping:
-            mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size
+            mean_loss = ranks.all_reduce_sum(losses.clone()).sum().item() / n_averaged
             values = {"loss": mean_loss, "tokens": step * tokens_per_step, "lr": lr}
             values |= {"grad_norm": grad_norm.item(), "skipped": int(ddp.skipped[0])}
             values |= corpus.tokens_seen(order, step * rows_per_step)
             log.train(step, values, log.n_steps() * tokens_per_step)
             if ddp.skipped[1] >= MAX_SKIPPED:
                 saver.wait()
-                raise_not_finite(step, ddp.skipped, loss_sum, batches)
+                raise_not_finite(step, ddp.skipped, losses.sum(), batches)
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():

@@ -36,6 +36,7 @@ from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
+from groundup.train.arithmetic import check_arithmetic
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
@@ -326,6 +327,7 @@ if __name__ == "__main__":
     else:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
+    check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     models = [model]
 

@@ -32,6 +32,7 @@ from groundup.generate.answers import Answers, Draw, Rank
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat, converse, show
 from groundup.generate.completion import never_sampled, prompt_ids
+from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, generate_each
 from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
@@ -76,6 +77,7 @@ seed = 1337  # sample i of a prompt draws from a hash of seed, prompt and i
 batch_size = 16  # samples generated together; at least 1
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
+weights = "full"  # full | int8 (matrices rounded to 8 bits: faster on a CPU)
 compile = False  # compile decoding on a GPU: 20 seconds, worth it from some thousand tokens on
 
 # Keys that do not decide the answers, or that deciding_settings records in another form.
@@ -268,6 +270,7 @@ if __name__ == "__main__":
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
+    model = to_int8(model) if weights == "int8" else model
     ranker = None
     if reward_dir:
         judge = reward_model.load(reward_dir, torch_device, torch_dtype)

@@ -43,6 +43,7 @@ from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.generate import page
 from groundup.generate.completion import Request, Sample, Token, check, never_sampled
+from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine
 from groundup.generate.http import (
     KEEP_S,
@@ -97,28 +98,38 @@ repetition_penalty = 1.0  # divide logits of tokens in prompt or output (multipl
 max_new_tokens = 1024  # tokens per sample; the end of the context ends it earlier
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
+weights = "full"  # full | int8 (matrices rounded to 8 bits: faster on a CPU)
 compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start takes 20 s longer
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
 
-# A token of a sample with its log-probabilities, or instead of its last token a turn that called the
-# server's tools with the request that goes on.
-Event = tuple[Sample, Token, dict[int, float]] | tuple[Sample, ToolTurn, Request] | Exception
+# A token of a sample, or instead of its last token a turn that called the server's tools with the
+# request that goes on.
+Event = tuple[Sample, Token | tuple[ToolTurn, Request]] | Exception
 
 
 class Job:
-    """The requests of one HTTP request (one for each prompt), and what the engine says of them.
+    """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and the
+    choices that they become (n for each prompt).
 
     Its samples count in `metrics.samples` from here on, each until it has ended. All methods but
     `send` are called in the server's thread."""
 
-    def __init__(self, n_samples: int, metrics: Metrics) -> None:
-        self.metrics, self.left = metrics, n_samples
-        metrics.samples += n_samples
+    def __init__(self, asked: ParsedRequest, metrics: Metrics) -> None:
+        self.asked, self.metrics = asked, metrics
+        self.left = asked.n_samples
+        metrics.samples += self.left
         self.loop = asyncio.get_running_loop()
-        self.requests: list[Request] = []
         self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.n_new = 0
+
+    def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
+        self.requests, n = requests, self.asked.n
+        self.n_prompt = sum(len(request.ids) for request in requests)
+        each = enumerate(request for request in requests for _ in range(n))
+        self.choices = [Choice(tokenizer, self.asked, i, request) for i, request in each]
+        self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
 
     def send(self, event: Event) -> None:
         """Called by the engine's thread."""
@@ -141,6 +152,26 @@ class Job:
         self.left -= n_samples
         self.metrics.samples -= n_samples
 
+    def choices_of(self, sample: Sample) -> list[Choice]:
+        """Return the choices of a sample: greedy ones are copies."""
+        first = self.firsts[sample.request] + sample.index
+        return self.choices[first : first + self.asked.n // self.asked.params.n]
+
+    def push(self, sample: Sample, token: Token | tuple[ToolTurn, Request]) -> list[dict]:
+        """Take a token, or a turn with the request that follows; return what a stream says of it."""
+        chosen = self.choices_of(sample)
+        self.n_new += 0 if self.asked.scores_only else len(chosen)
+        if isinstance(token, Token):
+            said = [choice.push(token) for choice in chosen]
+            return [one for one in said if one]
+        turn, request = token
+        self.firsts[request] = chosen[0].index
+        self.n_prompt += len(turn.ids)
+        return [choice.go_on(turn, request) for choice in chosen]
+
+    def usage(self) -> dict:
+        return usage(self.n_prompt, self.n_new)
+
 
 class Model(threading.Thread):
     """A model and its engine, which runs in this thread; jobs come by `commands`."""
@@ -154,6 +185,7 @@ class Model(threading.Thread):
         rows: int,
         compile: bool = False,
         template_settings: str = "",
+        int8: bool = False,
     ) -> None:
         super().__init__(name=name, daemon=True)
         if reward_model.is_reward_model(directory):
@@ -166,6 +198,7 @@ class Model(threading.Thread):
         # A foreign template may loop for ever, so it runs in a process that can be ended.
         self.renderer = Renderer(files) if self.tokenizer.foreign_template else None
         net = huggingface.load_model(directory, device, dtype=dtype)
+        net = to_int8(net) if int8 else net
         with autocast(device, dtype):
             self.engine = Engine(net, self.tokenizer, rows, compile)
         self.cfg = net.cfg
@@ -193,7 +226,7 @@ class Model(threading.Thread):
                 jobs.clear()
                 continue
             for sample, token in drawn:
-                jobs[sample.request].send((sample, token, sample.logprobs[-1]))
+                jobs[sample.request].send((sample, token))
                 if sample.last:
                     del jobs[sample.request]
 
@@ -390,51 +423,49 @@ class Server:
         body = await self.read_body(http)
         asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
         model = self.named(asked.model)
-        job = self.admit(len(asked.prompts) * asked.params.n)
+        job = self.admit(asked)
         try:
-            job.requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
+            requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
         except BaseException:
             job.give_back(job.left)
             raise
+        job.begin(model.tokenizer, requests)
         head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model.name,
             "object": "chat.completion" if chat else "text_completion",
         }
-        choices = Choices(model.tokenizer, asked, job.requests)
-        events = self.events(model, job, choices, began)
+        events = self.events(model, job, began)
         if asked.stream:
-            texts = self.streamed(choices, events, head)
+            texts = self.streamed(job, events, head)
             response = StreamingResponse(texts, media_type="text/event-stream")
             response.headers["Cache-Control"] = "no-cache"
             return CancelOnDisconnect(response, model.cancelling(job))
         with model.cancelling(job):
-            body = await or_disconnect(self.whole(choices, events), http.receive)
+            body = await or_disconnect(self.whole(job, events), http.receive)
         return Response(status_code=400) if body is None else JSONResponse(head | body)
 
-    def admit(self, n_samples: int) -> Job:
-        """Return a job for so many samples. Raise Refused if the queue has no room for them."""
-        most = self.config["max_queue"]
+    def admit(self, asked: ParsedRequest) -> Job:
+        """Return a job. Raise Refused if the queue has no room for its samples."""
+        n_samples, most = asked.n_samples, self.config["max_queue"]
         if n_samples > most:
             what = f"{n_samples} samples are asked for at once, max_queue is {most}"
             raise Refused(400, what, "n")
         if self.metrics.samples + n_samples > most:
             raise Refused(429, "The server is busy; try again soon", None, "rate_limit_exceeded")
-        return Job(n_samples, self.metrics)
+        return Job(asked, self.metrics)
 
-    async def events(
-        self, model: Model, job: Job, choices: "Choices", began: float
-    ) -> AsyncIterator[Event]:
+    async def events(self, model: Model, job: Job, began: float) -> AsyncIterator[Event]:
         """Yield the tokens of a job, and its turns that call the server's tools."""
         n_left, first = job.left, True  # job.left counts what is generated, n_left what is taken
-        self.metrics.tokens["prompt"] += sum(len(request.ids) for request in job.requests)
+        self.metrics.tokens["prompt"] += job.n_prompt
         limit = self.config["max_seconds"]
         model.commands.put(("add", job, list(job.requests)))
         while n_left:
             try:
                 remaining = limit - (time.monotonic() - began)
-                event = await asyncio.wait_for(self.event(model, job, choices), remaining)
+                event = await asyncio.wait_for(self.event(model, job), remaining)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
             if isinstance(event, UserError):
@@ -448,88 +479,51 @@ class Server:
             n_left -= isinstance(event[1], Token) and bool(event[1].finish)
             yield event
 
-    async def event(self, model: Model, job: Job, choices: "Choices") -> Event:
+    async def event(self, model: Model, job: Job) -> Event:
         """Return the next token of a job, or a turn whose last token it is."""
         event = await job.events.get()
-        if isinstance(event, Exception) or not choices.asked.runs_tools:
+        if isinstance(event, Exception) or not job.asked.runs_tools:
             return event
-        sample, token, _ = event
-        choice = choices.of(sample)[0]
+        sample, token = event
+        choice = job.choices_of(sample)[0]
         n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
-        ends = token.finish == "stop" and token.id in sample.request.params.stop_ids
-        if not ends or n_turns == MAX_TURNS - 1:
+        if not token.is_end or n_turns == MAX_TURNS - 1:
             return event
-        given = self.tools, choices.asked, self.config["system"], choice, sample
+        given = self.tools, job.asked, self.config["system"], choice, sample
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self.tool_thread, model.use_tools, *given)
         if not found:
             return event
-        turn, request = found
+        _, request = found
         job.go_on(request)
         model.commands.put(("add", job, [request]))
-        return sample, turn, request
+        return sample, found
 
-    async def whole(self, choices: "Choices", events: AsyncIterator[Event]) -> dict:
+    async def whole(self, job: Job, events: AsyncIterator[Event]) -> dict:
         async for event in events:
-            choices.push(*event)
-        return {"choices": [one.whole() for one in choices.every], "usage": choices.usage()}
+            job.push(*event)
+        return {"choices": [choice.whole() for choice in job.choices], "usage": job.usage()}
 
     async def streamed(
-        self, choices: "Choices", events: AsyncIterator[Event], head: dict
+        self, job: Job, events: AsyncIterator[Event], head: dict
     ) -> AsyncIterator[str]:
         """Yield server-sent events. An error after the first of them is an event too."""
-        asked = choices.asked
+        asked = job.asked
         head = head | {"object": "chat.completion.chunk" if asked.chat else "text_completion"}
         head |= {"usage": None} if asked.include_usage else {}
         try:
-            for choice in choices.every if asked.chat else ():
+            for choice in job.choices if asked.chat else ():
                 delta = {"role": "assistant", "content": ""}
                 opening = {"index": choice.index, "delta": delta, "finish_reason": None}
                 yield sse(head | {"choices": [opening]})
             async for event in events:
-                for said in choices.push(*event):
+                for said in job.push(*event):
                     yield sse(head | {"choices": [said]})
             if asked.include_usage:
-                yield sse(head | {"choices": [], "usage": choices.usage()})
+                yield sse(head | {"choices": [], "usage": job.usage()})
         except Refused as error:
             yield sse(error.body)
         yield "data: [DONE]\n\n"
-
-
-class Choices:
-    """The choices of an answer: n for each prompt."""
-
-    def __init__(self, tokenizer: Tokenizer, asked: ParsedRequest, requests: list[Request]) -> None:
-        self.asked, self.n_new = asked, 0
-        self.n_prompt = sum(len(request.ids) for request in requests)
-        each = enumerate(request for request in requests for _ in range(asked.n))
-        self.every = [Choice(tokenizer, asked, i, request) for i, request in each]
-        # of the choices of each request
-        self.firsts = {request: i * asked.n for i, request in enumerate(requests)}
-
-    def of(self, sample: Sample) -> list[Choice]:
-        """Return the choices of a sample: greedy ones are copies."""
-        first = self.firsts[sample.request] + sample.index
-        return self.every[first : first + self.asked.n // self.asked.params.n]
-
-    def push(
-        self, sample: Sample, token: Token | ToolTurn, more: dict[int, float] | Request
-    ) -> list[dict]:
-        """Take a token with log-probabilities, or a turn with the request that follows; return what
-        a stream says of it."""
-        chosen = self.of(sample)
-        self.n_new += 0 if self.asked.scores_only else len(chosen)
-        if isinstance(token, ToolTurn):
-            self.firsts[more] = chosen[0].index
-            self.n_prompt += len(token.ids)
-            return [choice.go_on(token, more) for choice in chosen]
-        # The id that ends the text is not part of it.
-        ends = token.finish == "stop" and token.id in sample.request.params.stop_ids
-        said = [choice.push(token, more, ends) for choice in chosen]
-        return [one for one in said if one]
-
-    def usage(self) -> dict:
-        return usage(self.n_prompt, self.n_new)
 
 
 def directories(value: str) -> dict[str, Path]:
@@ -599,6 +593,7 @@ if __name__ == "__main__":
     found = directories(init_from)
     compiled = compile and torch_device.type == "cuda"
     settings = (torch_device, torch_dtype, max_batch, compiled, chat_template_kwargs)
+    settings += (weights == "int8",)
     models = {name: Model(name, path, *settings) for name, path in found.items()}
     toolbox = Tools(tools) if tools else None
     for model in models.values():

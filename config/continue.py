@@ -15,7 +15,6 @@ out_dir = "out/continue"
 data_dir = "data/field"
 trainable = "embed,lm_head,lora"
 lora_rank = 8
-lora_alpha = 16.0
 block_size = 1024
 batch_size = 8
 total_batch_tokens = 131_072

@@ -116,19 +116,20 @@ def answers(server, monkeypatch):
     seen = []
 
     def set_answer(*pieces):
-        async def events(model, job, _choices, _began):
+        async def events(model, job, _began):
             (request,) = job.requests
             sample = SimpleNamespace(request=request, index=0)
             seen.append({"model": model.name, "prompt": model.tokenizer.decode(request.ids), "n": 0})
             mine = seen[-1]
             for piece in pieces:
                 if isinstance(piece, ToolTurn):
-                    yield sample, piece, request
+                    yield sample, (piece, request)
                     continue
-                yield sample, Token(65, piece.replace("MODEL", model.name), ""), {65: -0.5, 66: -1.5, 67: -3.0}
+                logprobs = {65: -0.5, 66: -1.5, 67: -3.0}
+                yield sample, Token(65, piece.replace("MODEL", model.name), "", logprobs)
                 mine["n"] += 1
                 await asyncio.sleep(0.02 if len(pieces) > 20 else 0)
-            yield sample, Token(next(iter(request.params.stop_ids)), "", "stop"), {0: 0.0}
+            yield sample, Token(next(iter(request.params.stop_ids)), "", "stop", {0: 0.0}, is_end=True)
 
         monkeypatch.setattr(server[1], "events", events)
         return seen
@@ -269,7 +270,7 @@ def test_a_server_that_is_gone(page, answers):
 @pytest.mark.parametrize("random, button, want", [(0.9, 0, "tiny"), (0.1, 0, "other1"), (0.9, 2, "other1")])
 def test_two_models_are_compared_blind(page, server, monkeypatch, random, button, want):
     """Real models, whose answers are taken for finished: random ones do not end."""
-    monkeypatch.setattr("groundup.files.usable.is_unfinished", lambda *_: False)
+    monkeypatch.setattr("groundup.files.turns.is_unfinished", lambda *_: False)
     page.js(f"Math.random = () => {random}")
     page.click("#compare")
     page.js("settings.system = 'Be 好.'")

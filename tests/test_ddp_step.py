@@ -378,6 +378,69 @@ def check_state_moves_between_world_sizes(world: ranks.World) -> None:
             assert_agree(got, want, 1e-12, "^[^@]*$")
 
 
+# ---- the same bits on any number of ranks --------------------------------------------------------
+
+
+def added_in_pairs(terms: list[Tensor]) -> Tensor:
+    """((t0 + t1) + (t2 + t3)) + ..., in words other than ddp.py's."""
+    half = len(terms) // 2
+    return added_in_pairs(terms[:half]) + added_in_pairs(terms[half:]) if half else terms[0]
+
+
+def train_in_tree(world: ranks.World, model: nn.Module, **options: object) -> dict[str, Tensor]:
+    """Two steps of eight micro-batches, of one row each, on any number of ranks.
+
+    Return weights, optimizer state and norms by name, as `train`.
+    """
+    kind = options.pop("kind", "adamw")
+    matrices = {"whole_matrices": kind == "muon"}
+    parallel = ddp.DDP(model, ddp.InTree(), bucket_mb=BLOCK_MB, **matrices, **options)
+    optimizer = Optimizer(parallel.buckets, kind, muon_dtype=torch.float32, one_by_one=True)
+    n_own, found = ROWS // world.world_size, {}
+    for step in range(2):
+        data = torch.randint(V, (ROWS, T + 1), generator=torch.Generator().manual_seed(step))
+        for micro_step in range(n_own):
+            parallel.sync = micro_step == n_own - 1
+            row = data[world.rank * n_own + micro_step][None]
+            (model(row[:, :-1].clone(), row[:, 1:].clone()) / (ROWS * T)).backward()
+        found[f"norm@{step}"] = parallel.step(optimizer, 1e-2, clip=0.1)
+    return found | snapshot(parallel, optimizer)
+
+
+def check_same_bits_on_any_number_of_ranks(world: ranks.World) -> None:
+    """What one process computes whose gradients and squares are added in pairs by hand."""
+    one = ranks.World(rank=0, local_rank=0, world_size=1)
+    with mock.patch.object(ddp, "PIECE", 1024):  # a shard begins within a parameter
+        for kind, overlap in (("adamw", "off"), ("muon", "forward")):
+            with mock.patch.object(dist, "is_initialized", return_value=False):
+                want = train_in_tree(one, new_model(3), kind=kind)
+            for zero1 in (False, True) if kind == "adamw" else (True,):
+                options = {"kind": kind, "zero1": zero1, "overlap_step": overlap}
+                assert_close(train_in_tree(world, new_model(3), **options), want, 0.0)
+
+
+def check_gradients_are_added_in_pairs(world: ranks.World) -> None:
+    """Against gradients of single rows, added by hand; the norm against torch's."""
+    data = torch.randint(V, (ROWS, T + 1), generator=torch.Generator().manual_seed(1))
+    by_row = []
+    for row in data.split(1):
+        plain = new_model(3)
+        (plain(row[:, :-1].clone(), row[:, 1:].clone()) / 7).backward()
+        by_row.append(named_grads(plain))
+    parallel, capture = setup(hook=ddp.InTree())[0], Capture()
+    n_own = ROWS // world.world_size
+    for micro_step in range(n_own):
+        parallel.sync = micro_step == n_own - 1
+        row = data[world.rank * n_own + micro_step][None]
+        (parallel.model(row[:, :-1].clone(), row[:, 1:].clone()) / 7).backward()
+    norm = parallel.step(capture, 0.0)
+    assert_close(capture.grads, {k: added_in_pairs([g[k] for g in by_row]) for k in by_row[0]}, 0.0)
+    every = torch.cat([grad.flatten() for grad in capture.grads.values()])
+    assert relative(norm, every.double().norm()) < 1e-6
+    in_order = {name: sum(grads[name] for grads in by_row) for name in by_row[0]}
+    assert any(not torch.equal(in_order[name], capture.grads[name]) for name in in_order)
+
+
 # ---- hooks, and what they send -------------------------------------------------------------------
 
 

@@ -116,6 +116,17 @@ def test_perplexity_as_a_table_and_as_json(run, base, tmp_path):
     assert not list((tmp_path / "new").glob("*.tmp"))
 
 
+def test_weights_of_8_bits_cost_little(run, base, tmp_path):
+    bits = {}
+    for weights in ("full", "int8"):
+        _, error = run(*perplexity_flags(base), f"--out={tmp_path}/{weights}", f"--weights={weights}")
+        assert not error
+        written = json.loads((tmp_path / weights).read_text(encoding="utf-8"))
+        bits[weights] = written["results"]["perplexity"]["domains"]["zh"]["bits_per_byte"]
+    assert bits["int8"] != bits["full"] and bits["int8"] == pytest.approx(bits["full"], rel=0.005)
+    assert "score and weights" in run("--score=x.jsonl", "--out=y.jsonl", "--weights=int8")[1]
+
+
 @pytest.mark.dist
 def test_two_ranks_give_the_same_to_the_bit(run, base, tmp_path):
     """Perplexity, and scored rows."""

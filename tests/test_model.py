@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.generate.kv_cache import KVCache
+from groundup.generate.kv_cache import CacheStep, KVCache
 from groundup.kernels import attention, cpu_attention
 from groundup.kernels.attention import positions_of, starts_of
 from groundup.tokens import IGNORE
@@ -156,7 +156,7 @@ def test_fused_eager_and_cached_attention_agree(shape, monkeypatch):
     with torch.no_grad():
         fused = net(idx)
         cache = KVCache(net.cfg, 2, 20, "cpu", torch.float32)
-        steps = [cache.step(torch.tensor([t, t]), 20) for t in range(20)]
+        steps = [CacheStep([cache.part([t, t])]) for t in range(20)]
         token_by_token = torch.cat(
             [net(idx[:, t : t + 1], cache=step) for t, step in enumerate(steps)], dim=1
         )

@@ -19,8 +19,8 @@ import torch
 
 import prepare
 from groundup.align.losses import read_reference, save_reference
+from groundup.compile_c import compile_c
 from groundup.errors import line_of
-from groundup.kernels.compile_c import compile_c
 from groundup.tokens.batches import TextCorpus
 from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.pairs import PairCorpus

@@ -117,18 +117,24 @@ def assert_gpu_trains_as_cpu(run: Callable, folder: Path, compiled: bool) -> Non
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Losses, validation and final state equal to the bit."""
+    """Losses, validation and final state equal to the bit, also the random state of rank 0."""
+    assert_same_result(a, b)
+    mine, theirs = (load_train_state(out / "latest", 0)[1] for out in (a, b))
+    assert torch.equal(mine["rng"]["cpu"], theirs["rng"]["cpu"])
+
+
+def assert_same_result(a: Path, b: Path) -> None:
+    """Losses, validation, weights and optimizer equal to the bit."""
     for key in ("loss", "grad_norm", "lr", "tokens", "skipped"):
         assert [e[key] for e in events(a, "train")] == [e[key] for e in events(b, "train")], key
     for key in ("step", "val_loss", "val_bpb"):
         assert [e[key] for e in events(a, "eval")] == [e[key] for e in events(b, "eval")], key
     weights, others = (huggingface.load_model(out / "latest").state_dict() for out in (a, b))
     assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
-    mine, theirs = (load_train_state(out / "latest", 0) for out in (a, b))
-    assert mine[0]["scaler"] == theirs[0]["scaler"]
-    for name, state in mine[0]["optimizer"].items():
-        assert all(torch.equal(state[key], theirs[0]["optimizer"][name][key]) for key in state), name
-    assert torch.equal(mine[1]["rng"]["cpu"], theirs[1]["rng"]["cpu"])
+    mine, theirs = (load_train_state(out / "latest", 0)[0] for out in (a, b))
+    assert mine["scaler"] == theirs["scaler"]
+    for name, state in mine["optimizer"].items():
+        assert all(torch.equal(state[key], theirs["optimizer"][name][key]) for key in state), name
 
 
 # ---- it trains ------------------------------------------------------------------------------------------------------
@@ -591,6 +597,23 @@ def test_compile_without_a_compiler_is_one_line(run, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_what_cannot_be_reproduced_is_refused(run, capsys):
+    """On other numbers of ranks; and with other numbers of threads, on which a product's last bits depend."""
+    flags = ["--reproducible=True", "--max_steps=1"]
+    assert "got 3 of batch_size*block_size = 64 tokens" in refused(run, capsys, *flags, "--total_batch_tokens=192")
+    assert "needs compress='none', got 'bf16'" in refused(run, capsys, *flags, "--compress=bf16")
+    assert "needs reproducible=False" in refused(run, capsys, *flags, "--parallel=fsdp", "--optimizer=adamw")
+    n_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert run(*flags) == 0
+        torch.set_num_threads(2)
+        message = refused(run, capsys, *flags, "--max_steps=2")
+    finally:
+        torch.set_num_threads(n_threads)
+    assert "was trained with OMP_NUM_THREADS=1 (asked 2); continue with the same" in message
+
+
 def test_out_dir_of_another_architecture_is_refused(run, tmp_path, capsys):
     assert run("--max_steps=2") == 0
     before = sorted(p.name for p in (tmp_path / "out").iterdir())

@@ -49,6 +49,7 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "compiled": ["--compile=True"],
     "long": ["--max_steps=30", "--save_every=5"],
     "fsdp": ["--parallel=fsdp", "--optimizer=adamw"],
+    "tree": ["--reproducible=True", "--dtype=bfloat16", "--batch_size=1", "--total_batch_tokens=256"],
     "clipped": ["--grad_clip=0.1", "--activation_checkpointing=True", "--tie_embeddings=False"],
     # At ten times this learning rate step 4 has a peak, which makes much of the rounding.
     "brain": ["--dtype=bfloat16", "--dropout=0", "--learning_rate=1e-3"],
@@ -57,6 +58,7 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
 CASES = [
     "2 half zero1 forward bf16", "2 half powersgd forward", "2 float backward", "2 float backward zero1 fp16",
     "2 float zero1 forward recompute", "2 spread powersgd", "2 spread adamw", "4 spread zero1", "4 spread clipped fsdp",
+    "2 tree clipped",
 ]  # fmt: skip
 STRAIGHT_ONLY = [
     "2 half", "2 half powersgd", "2 float", "2 float zero1", "2 float zero1 forward long", "2 packed",
@@ -67,6 +69,7 @@ MOVES = [  # new run, and the interrupted one that it continues
     "4 spread powersgd from 2 spread powersgd", "1 spread powersgd from 2 spread powersgd",
     "2 spread clipped fsdp from 4 spread clipped fsdp", "1 spread clipped adamw from 4 spread clipped fsdp",
     "4 spread fsdp from 2 spread adamw",
+    "4 tree clipped zero1 forward from 2 tree clipped", "1 tree clipped from 2 tree clipped",
 ]  # fmt: skip
 SAME = {  # to the bit; tests/test_ddp_step.py has more combinations
     "2 half powersgd forward": "2 half powersgd",
@@ -203,7 +206,7 @@ def test_packed_rows_on_two_ranks_have_the_mean_over_the_targets_of_both(runs, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", [name for name in MOVES if "tree" not in name])
 def test_a_run_goes_on_with_another_number_of_ranks(runs, run, data_dir, name):
     """With ZeRO-1 and without, from and to it. PowerSGD depends on the mean of the errors only, which is kept."""
     moved, straight = runs / "broken" / name, runs / "straight" / name.partition(" from ")[2]
@@ -222,6 +225,16 @@ def test_compiled_runs_train_like_eager_ones_and_resume_to_the_bit(tmp_path, dat
     run_on_ranks(2, "pretrain.py", jobs, tmp_path)
     assert_same_ranks(outs[1], outs[3])
     assert tp.losses(outs[3]) == pytest.approx(tp.losses(outs[0]), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MOVES if "tree" in name])
+def test_reproducible_runs_have_the_same_bits_on_any_number_of_ranks(runs, run, data_dir, name):
+    """Begun on two ranks, interrupted, continued on four or one: with dropout, clipping, Muon and bfloat16."""
+    moved = runs / "broken" / name
+    if name.startswith("1 "):
+        assert run(*all_flags(moved, data_dir)) == 0
+    tp.assert_same_result(moved, runs / "straight" / "2 tree clipped")
 
 
 # ---- several sources ----------------------------------------------------------------------------------------------

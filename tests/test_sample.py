@@ -349,7 +349,7 @@ def test_the_oldest_turns_make_room_and_the_system_message_stays(tuned, capsys):
 
     def stream(ids: list[int], params: SamplingParams) -> Iterator[Token]:
         prompts.append(ids)
-        return iter([Token(a, "a", "")] * 30)
+        return iter([Token(a, "a", "", {})] * 30)
 
     talk.engine.stream = stream
     ids = [tokenizer.render([{"role": "user", "content": f"{i}"}], add_generation_prompt=True)[0] for i in range(9)]

@@ -24,6 +24,7 @@ from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.generate import openai_format, sampling
 from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
+from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, generate
 from groundup.generate.http import bounded_protocol
 from groundup.generate.openai_format import Choice, Position, Refused, parse
@@ -112,6 +113,15 @@ def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert texts == [one.text for one in want] and reasons == [one.finish_reason for one in want]
     assert usage == found.usage
+
+
+def test_an_engine_with_weights_of_8_bits(directory):
+    model = serve.Model("tiny", directory, torch.device("cpu"), torch.float32, 4, int8=True)
+    net = to_int8(huggingface.load_model(directory))
+    params = SamplingParams(max_new_tokens=9, temperature=0)
+    want = generate(net, None, [[5, 6]], params)[0].completions[0].ids
+    assert [token.id for token in model.engine.stream([5, 6], params)] == want
+    assert model.engine.model.lm_head.int8
 
 
 def test_an_answer_is_continued(server, client, alone, directory):
@@ -209,7 +219,7 @@ def test_logprobs_are_of_the_tokens_that_are_shown(directory, chat):
     said, streamed = "", []
     for token in ids:
         drawn = sample.push([token], [-1.0])
-        chunk = choice.push(drawn, {token: -1.0}, False)
+        chunk = choice.push(drawn)
         if chunk:
             said += chunk["delta"].get("content", "") if chat else chunk["text"]
             streamed += (chunk["logprobs"]["content"] if chat else chunk["logprobs"]["tokens"])
@@ -225,9 +235,9 @@ def test_logprobs_are_of_the_tokens_that_are_shown(directory, chat):
 def test_a_character_in_several_tokens_has_one_place(directory):
     choice = choice_of(directory, b'{"prompt": "", "logprobs": 0}')
     ids = [i for byte in "é猫x".encode() for i in choice.tokenizer.encode_token(bytes([byte]))]
-    sample = Sample(Request(0, [1], SamplingParams(), len(ids)), 0, choice.tokenizer)
+    sample = Sample(Request(0, [1], SamplingParams(logprobs=0), len(ids)), 0, choice.tokenizer)
     for token in ids:
-        choice.push(sample.push([token], [-1.0]), {token: -1.0}, False)
+        choice.push(sample.push([token], [-1.0]))
     found = choice.whole()
     assert found["text"] == "é猫x" and found["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
 

@@ -6,6 +6,7 @@ include reading the text.
 """
 
 import csv
+import importlib.util
 import io
 import json
 import os
@@ -132,14 +133,22 @@ def tokenize_row(options: Options) -> Iterator[Line]:
 
 
 def bpe_row(options: Options) -> Iterator[Line]:
-    """Seconds to train a tokenizer beside Hugging Face's and sentencepiece."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread
+    """Seconds to train a tokenizer beside rustbpe (if it is installed), Hugging Face's and sentencepiece."""
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # one thread
     trainers = {"tokenizers": train_hugging_face, "sentencepiece": train_sentencepiece}
+    if importlib.util.find_spec("rustbpe"):
+        trainers = {"rustbpe": train_rustbpe} | trainers
     trainers["ours"] = lambda texts, vocab_size: bpe.train_bpe(bpe.count_chunks(texts), vocab_size - 256)
     for name, texts, megabytes in corpora(options):
         calls = {side: partial(train, texts, options.vocab_size) for side, train in trainers.items()}
         case = f"{name} {megabytes:.1f} MB, {options.vocab_size} ids"
-        yield from timing.compare_sides("bpe", case, calls, "s", list(trainers)[:2], 0.0, options.repeats)
+        yield from timing.compare_sides("bpe", case, calls, "s", list(trainers)[:-1], 0.0, options.repeats)
+
+
+def train_rustbpe(texts: list[str], vocab_size: int) -> None:
+    import rustbpe
+
+    rustbpe.Tokenizer().train_from_iterator(texts, vocab_size, pattern=bpe.PATTERN)
 
 
 def train_hugging_face(texts: list[str], vocab_size: int) -> None:

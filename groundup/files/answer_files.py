@@ -20,7 +20,7 @@ import re
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files import readers, records, row_formats, usable
+from groundup.files import readers, records, row_formats, turns
 from groundup.files.untrusted import read_json
 
 SUFFIX = ".config.json"  # behind the name of a file of answers
@@ -151,11 +151,11 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     if problem:
         raise BadLine("messages that are not understood", problem)
     own = messages.pop() if messages[-1]["role"] == "assistant" else {"content": ""}
-    if usable.is_bad(row) or not usable.is_learned(own):
+    if turns.is_bad(row) or not turns.is_learned(own):
         own = {"content": ""}  # a bad answer is none to learn from
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise NoPair("no question before the answer")
-    if problem := usable.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
+    if problem := turns.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
         raise BadLine("messages that are not understood", problem)
     system = settings.get("system")
     if system and messages[0]["role"] != "system":  # which sample.py put in front

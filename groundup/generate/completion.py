@@ -44,6 +44,8 @@ class Token(NamedTuple):
     id: int
     text: str  # what may be shown now: whole characters, no beginning of a stop string
     finish: str  # "" = it goes on | stop | length
+    logprobs: dict[int, float]  # of it and of the likeliest, before any processor
+    is_end: bool = False  # it ends the text and is no part of it
 
 
 def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -249,9 +251,11 @@ class Sample:
         self.ids.append(token)
         self.sum += logps[0]
         k = 1 + params.logprobs
-        self.logprobs.append(dict(zip(ids[:k], logps[:k], strict=True)))
+        found = dict(zip(ids[:k], logps[:k], strict=True))
+        self.logprobs.append(found)
         piece, reason = "", token
-        if token not in params.stop_ids:
+        is_end = token in params.stop_ids
+        if not is_end:
             piece = self.text.push(token, len(self.ids) >= params.min_new_tokens)
             reason = self.text.stopped
         finish = "length" if len(self.ids) == self.request.limit else ""
@@ -263,4 +267,4 @@ class Sample:
             completion = Completion(self.text.shown, self.ids, finish, reason, logprobs, self.sum)
             self.request.completions[self.index] = completion
             self.last = len(self.request.completions) == params.n_samples
-        return Token(token, piece, finish)
+        return Token(token, piece, finish, found, is_end)

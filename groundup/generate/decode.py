@@ -19,7 +19,7 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.generate.kv_cache import CacheStep, Part, free_bytes
-from groundup.kernels.decoding import NativeLinear, NativeStep, has_kernels, lay_out
+from groundup.kernels.decoding import Int8Linear, NativeLinear, NativeStep, has_kernels, lay_out
 from groundup.kernels.linear import join
 from groundup.train.config_json import is_plain
 from groundup.train.lora import LoRALinear, plain_linear
@@ -45,23 +45,36 @@ def for_inference(
     view = shared_copy(model)
     if merged:
         merge_adapters(view)
-    # A linear layer of another class may compute something else: it stays.
-    places = [
-        (parent, name)
-        for parent in view.modules()
-        if not isinstance(parent, LoRALinear)
-        for name, child in parent.named_children()
-        if type(child) in (nn.Linear, LoRALinear)
-    ]
+    places = linear_places(view)
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    if native and n_bytes < free_bytes(device) / 2 and is_native(model.cfg, device, dtype):
+    int8 = isinstance(model.lm_head, Int8Linear)
+    if native and n_bytes < free_bytes(device) / 2 and is_native(model.cfg, device, dtype, int8):
         lay_out(places, dtype)
         return view.eval()
-    for parent, name in places:
+    for parent, name in places if not int8 else ():
         linear = getattr(parent, name)
         if linear.weight.dtype != dtype:
             linear.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
     return view.eval()
+
+
+def linear_places(model: Transformer) -> list[tuple[nn.Module, str]]:
+    """Return (parent, name) of each matrix. A layer of another class may compute something else."""
+    return [
+        (parent, name)
+        for parent in model.modules()
+        if not isinstance(parent, LoRALinear)
+        for name, child in parent.named_children()
+        if type(child) in (nn.Linear, LoRALinear, Int8Linear)
+    ]
+
+
+def to_int8(model: Transformer) -> Transformer:
+    """Round the matrices to 8 bits, in place, with the adapters that they have."""
+    merge_adapters(model)
+    for parent, name in linear_places(model):
+        setattr(parent, name, Int8Linear(getattr(parent, name)))
+    return model
 
 
 def shared_copy(model: Transformer) -> Transformer:
@@ -86,11 +99,13 @@ def merge_adapters(view: Transformer) -> None:
                 setattr(parent, name, plain_linear(weight, child.bias))
 
 
-def is_native(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+def is_native(
+    cfg: ModelConfig, device: torch.device, dtype: torch.dtype, int8: bool = False
+) -> bool:
     """Return whether step.c computes what model.py does for models of this shape."""
     has = {"qwen2": cfg.qkv_bias, "qwen3": cfg.qk_norm}
     kinds = [kind for kind in has if has[kind]] or ["llama"]
-    return has_kernels(cfg, device, dtype) and all(map(is_plain, kinds))
+    return has_kernels(cfg, device, dtype, int8) and all(map(is_plain, kinds))
 
 
 # ---- the step ------------------------------------------------------------------------------------

@@ -133,7 +133,8 @@ class Engine:
     ) -> None:
         """rows: the most texts at a time; copies: see `generate`."""
         self.device = model.embed_tokens.weight.device
-        self.dtype = compute_dtype(next(p for p in model.layers.parameters() if p.ndim == 2))
+        matrices = (p for p in model.layers.parameters() if p.ndim == 2)  # none with 8 bits
+        self.dtype = compute_dtype(next(matrices, model.embed_tokens.weight))
         native = copies and is_native(model.cfg, self.device, self.dtype)
         self.compile = compile and not native
         self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)

@@ -4,8 +4,8 @@ position once.
 A call of the model computes new positions and keeps them:
 
     cache = KVCache(cfg, rows, max_length, device, dtype)
-    model(idx, cache=cache.chunk(begin, T, rows))    # the same T positions of some rows: prompts, padded on the right
-    model(idx, cache=cache.step(lengths, width))     # the next token (rows, 1) of every row
+    model(idx, cache=cache.chunk(begin, T, rows))        # the same T positions of some rows: prompts
+    model(idx, cache=CacheStep([cache.part(lengths)]))   # the next token (rows, 1) of every row
 
 `Rows` holds texts that come, grow and go, in several of these: texts of up to 256 tokens in one,
 of up to 512 in the next, and so on. A long text so takes memory and time for itself, not for all
@@ -90,11 +90,6 @@ class KVCache:
         at = [n if n >= 0 else self.max_length for n in lengths]
         lengths = torch.tensor(at, device=self.span.device)
         return Part(self.keys, self.values, lengths, self.span[:width])
-
-    def step(self, lengths: Tensor, width: int) -> "CacheStep":
-        """The next position of the first n rows. lengths (n,) int64: below `width`, or
-        max_length to leave a row unchanged. Attention costs as much as `width` positions."""
-        return CacheStep([Part(self.keys, self.values, lengths, self.span[:width])])
 
     def mark(self) -> None:
         """Tell torch.compile how a step uses the cache."""

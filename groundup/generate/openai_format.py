@@ -95,6 +95,10 @@ class ParsedRequest:
     proceeds: bool  # the last message is the beginning of the answer
     template_settings: dict = field(default_factory=dict)  # of the model's chat template
 
+    @property
+    def n_samples(self) -> int:
+        return len(self.prompts) * self.params.n
+
 
 def parse(
     raw: bytes, chat: bool, defaults: dict, seed: int, own_tools: Sequence[dict] | None = None
@@ -403,10 +407,8 @@ class Choice:
         self.caller = CallReader() if asked.tools or asked.runs_tools else None
         self.calls: list[dict] = []
 
-    def push(self, token: Token, logprobs: dict[int, float], ends: bool) -> dict | None:
-        """Take a token; return what a stream says of it, None = nothing yet.
-
-        ends: whether the token is an id that ends the text and is no part of it."""
+    def push(self, token: Token) -> dict | None:
+        """Take a token; return what a stream says of it, None = nothing yet."""
         text, thoughts, last = token.text, "", bool(token.finish)
         found = self.echo() if not self.texts else []
         echoed = (
@@ -415,7 +417,7 @@ class Choice:
         if self.asked.scores_only:
             text = ""
         else:
-            found += self.positions(token, logprobs, ends)
+            found += self.positions(token)
         if self.caller and self.call_mark(token.id):
             text = self.call_mark(token.id) + text
         if self.thinker:
@@ -467,16 +469,16 @@ class Choice:
         self.decoder = StreamDecoder(self.tokenizer)
         return found
 
-    def positions(self, token: Token, logprobs: dict[int, float], ends: bool) -> list[Position]:
+    def positions(self, token: Token) -> list[Position]:
         """Return the positions of tokens whose text is shown now, not those of a stop string."""
         self.n_shown += len(token.text)
         if self.asked.params.logprobs < 0:
             return []
-        if not ends:
-            self.pending.append(Position(token.id, logprobs, self.n_decoded))
+        if not token.is_end:
+            self.pending.append(Position(token.id, token.logprobs, self.n_decoded))
             self.n_decoded += len(self.text_of(token.id))
         n = sum(position.begin < self.n_shown for position in self.pending)
-        is_cut = token.finish == "stop" and not ends
+        is_cut = token.finish == "stop" and not token.is_end
         if token.finish and not is_cut:
             n = len(self.pending)
         found, self.pending = self.pending[:n], self.pending[n:]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.row_formats import pair_of
+from groundup.files.turns import pair_problem
 from groundup.files.untrusted import loads
-from groundup.files.usable import pair_problem
 from groundup.generate.openai_format import Refused, conversation, read_object, take
 from groundup.generate.rendering import LineProcess
 

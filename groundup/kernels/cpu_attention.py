@@ -5,11 +5,12 @@ The two directions are operators of torch, so torch.compile calls them as they a
 
 import ctypes
 import functools
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from groundup.kernels.compile_c import SOURCES, compile_c
+from groundup.compile_c import compile_c
 
 # torch.library.custom_op would import torch._dynamo at the first call, which takes a second
 LIBRARY = torch.library.Library("groundup", "DEF")
@@ -48,7 +49,7 @@ def works(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: floa
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return attention.c, compiled; None without a compiler."""
-    found = compile_c(SOURCES / "attention.c")
+    found = compile_c(Path(__file__).with_name("attention.c"))
     if found is not None:
         for function in (found.attention, found.attention_backward):
             function.argtypes = [ctypes.c_void_p, ctypes.c_int]

@@ -7,68 +7,109 @@ generate/decode.py's decode_step.
 import ctypes
 import functools
 import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
+from groundup.compile_c import compile_c
 from groundup.errors import say
-from groundup.kernels.compile_c import SOURCES, compile_c
 
 DTYPES = (torch.float32, torch.bfloat16)
-WIDTH = 32  # as in step.c
+WIDTH, GROUP = 32, 64  # as in step.c
 
 
 @functools.cache
-def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return step.c, compiled for matrices of this dtype; None if that does not work here."""
+def kernels(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL | None:
+    """Return step.c, compiled for this dtype and its or 8-bit weights; None if that does not work
+    here."""
     if dtype not in DTYPES:
         return None
-    flags = ["-DBFLOAT16"] if dtype == torch.bfloat16 else []
-    found = compile_c(SOURCES / "step.c", *flags)
+    flags = ["-DBFLOAT16"] * (dtype == torch.bfloat16) + ["-DINT8"] * int8
+    found = compile_c(Path(__file__).with_name("step.c"), *flags)
     if found is None:
         say(
             "generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower"
         )
         return None
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    found.lay_out.argtypes = [pointer, pointer, long, long, number]
-    found.product.argtypes = [*[pointer] * 4, *[long] * 3, number]
+    found.lay_out.argtypes = [*[pointer] * 3, long, long, number]
+    found.product.argtypes = [*[pointer] * 5, *[long] * 3, number]
     found.step.argtypes = [*[pointer] * 7, long, *[pointer] * 3, long, number]
     found.lay_out.restype = found.product.restype = found.step.restype = None
     return found
 
 
-def has_kernels(cfg: Any, device: torch.device, dtype: torch.dtype) -> bool:
+def has_kernels(cfg: Any, device: torch.device, dtype: torch.dtype, int8: bool = False) -> bool:
     """Return whether step.c works here, for models of these sizes."""
     fits = device.type == "cpu" and cfg.n_embd % 2 == cfg.ffn_dim % 2 == 0
-    return fits and kernels(dtype) is not None
+    return fits and kernels(dtype, int8) is not None
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with 8-bit weights in torch: what step.c is compared with, and what a GPU
+    computes."""
+
+    int8 = True
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        rounded, scales = quantize(linear.weight.detach())
+        self.register_buffer("rounded", rounded)  # (N, K)
+        self.register_buffer("scales", scales)  # (N, groups)
+        self.bias, self.dtype = linear.bias, linear.weight.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        N, K = self.rounded.shape
+        scales = self.scales.repeat_interleave(GROUP, dim=1)[:, :K]
+        return (self.rounded * scales).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., N)"""
+        return F.linear(x, self.weight, self.bias)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 (N, K) and scales (N, groups) float32; times the scale of their group of inputs
+    they are nearly the weight (N, K)."""
+    K = weight.shape[1]
+    groups = F.pad(weight.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(dim=2, keepdim=True).clamp(min=1e-30) / 127
+    rounded = (groups / scales).round().to(torch.int8).flatten(1)
+    return rounded[:, :K].contiguous(), scales.squeeze(2)
 
 
 class NativeLinear(nn.Module):
     """A linear layer with its weight (N, K) in the blocks of step.c."""
 
-    def __init__(self, linear: nn.Linear, blocks: Tensor) -> None:
-        """blocks: memory for the weight, n_elements of it."""
+    def __init__(self, linear: nn.Linear | Int8Linear, dtype: torch.dtype, blocks: Tensor) -> None:
+        """blocks: memory for the weight, n_bytes of it."""
         super().__init__()
-        self.out_features, self.in_features = linear.weight.shape
-        self.blocks, self.bias = blocks, None if linear.bias is None else linear.bias.float()
-        weight, n_words = (
-            linear.weight.to(blocks.dtype).contiguous(),
-            self.in_features * blocks.itemsize // 4,
+        self.int8, self.dtype, self.blocks = isinstance(linear, Int8Linear), dtype, blocks
+        self.bias = None if linear.bias is None else linear.bias.float()
+        self.c = kernels(dtype, self.int8)
+        weight, scales = (
+            (linear.rounded, linear.scales.T.contiguous())
+            if self.int8
+            else (linear.weight.to(dtype).contiguous(), None)
         )
-        where = address(weight), address(blocks), self.out_features, n_words
-        kernels(blocks.dtype).lay_out(*where, torch.get_num_threads())
+        self.out_features, self.in_features = weight.shape
+        where = map(address, (weight, scales, blocks))
+        self.c.lay_out(*where, *weight.shape, torch.get_num_threads())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) -> (..., N) in the dtype of the weight."""
-        x = x.to(self.blocks.dtype).contiguous()
+        """x (..., K) -> (..., N) in the dtype of the layer."""
+        x = x.to(self.dtype).contiguous()
         y = torch.empty(*x.shape[:-1], self.out_features)
         sizes = x.numel() // self.in_features, self.in_features, self.out_features
-        where = map(address, (self.blocks, self.bias, x, y))
-        kernels(x.dtype).product(*where, *sizes, torch.get_num_threads())
+        inputs = torch.empty(sizes[0], sizes[1] + 2, dtype=torch.int16) if self.int8 else None
+        where = map(address, (self.blocks, self.bias, x, inputs, y))
+        self.c.product(*where, *sizes, torch.get_num_threads())
         return y.to(x.dtype)
 
 
@@ -76,26 +117,30 @@ def address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def n_elements(linear: nn.Linear) -> int:
-    return -(-linear.weight.shape[0] // WIDTH) * WIDTH * linear.weight.shape[1]
+def n_bytes(linear: nn.Linear | Int8Linear, dtype: torch.dtype) -> int:
+    if isinstance(linear, Int8Linear):
+        N, row_bytes = len(linear.rounded), linear.rounded[0].nbytes + linear.scales[0].nbytes
+    else:
+        N, row_bytes = len(linear.weight), linear.in_features * dtype.itemsize
+    return -(-N // WIDTH) * WIDTH * row_bytes
 
 
-def huge_pages(n_bytes: int) -> Tensor:
-    """Return (n_bytes,) uint8 zeros, on Linux in large pages: memory then gives a third more."""
+def huge_pages(size: int) -> Tensor:
+    """Return (size,) uint8 zeros, on Linux in large pages: memory then gives a third more."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(n_bytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.zeros(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def lay_out(places: list[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-    """Replace linear layers, given by parent and name, by layers in blocks of `dtype`, all in
-    one stretch of memory."""
-    sizes = [n_elements(getattr(*place)) for place in places]
-    parts = huge_pages(sum(sizes) * dtype.itemsize).view(dtype).split(sizes)
+    """Replace linear layers, given by parent and name, by layers in blocks, all in one stretch of
+    memory."""
+    sizes = [n_bytes(getattr(*place), dtype) for place in places]
+    parts = huge_pages(sum(sizes)).split(sizes)
     for place, part in zip(places, parts, strict=True):
-        setattr(*place, NativeLinear(getattr(*place), part))
+        setattr(*place, NativeLinear(getattr(*place), dtype, part))
 
 
 class Model(ctypes.Structure):
@@ -112,7 +157,7 @@ class NativeStep:
     """decode.decode_step for a model whose matrices lie in blocks."""
 
     def __init__(self, model: nn.Module) -> None:
-        cfg, self.dtype = model.cfg, model.lm_head.blocks.dtype
+        cfg, self.int8, self.c = model.cfg, model.lm_head.int8, model.lm_head.c
         layers: list[Tensor | None] = []
         for block in model.layers:
             attn, mlp = block.self_attn, block.mlp
@@ -160,14 +205,13 @@ class NativeStep:
         rows, longest = rows_of(parts), int(positions.max()) + 1
         D, n_sharing = cfg.head_dim, cfg.n_head // cfg.n_kv_head
         shared = torch.empty(B, 2 * (cfg.n_head + cfg.n_kv_head) * D + cfg.ffn_dim)
-        own = torch.empty(
-            n_threads, 32 + B * cfg.n_embd + (1 + n_sharing) * D + n_sharing * longest
-        )
+        widest = max(cfg.n_embd, cfg.n_head * D, cfg.ffn_dim)
+        n_inputs = 16 + B * (1 + widest // 2) if self.int8 else 0
+        n_own = 32 + B * cfg.n_embd + n_inputs + (1 + n_sharing) * D + n_sharing * longest
+        own = torch.empty(n_threads, n_own)
         inputs = map(address, (x, *angles, positions, sizes))
         work = *map(address, (logits, shared, own)), own[0].nbytes
-        kernels(self.dtype).step(
-            ctypes.byref(self.model), *inputs, rows.ctypes.data, B, *work, n_threads
-        )
+        self.c.step(ctypes.byref(self.model), *inputs, rows.ctypes.data, B, *work, n_threads)
         return logits
 
 

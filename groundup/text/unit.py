@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats, streams, text_keys, untrusted, usable
+from groundup.files import readers, row_formats, streams, text_keys, turns, untrusted
 from groundup.files.records import PIECE_CHARS, piece_end
 from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
 from groundup.files.text_keys import as_score
@@ -54,7 +54,7 @@ REASONS = (
     "kept", "question_length", "answer_missing", "not_rendered", "unfinished_answer",
     "other_prompt", *quality.RULE_NAMES, "score", "contaminated", "exact_duplicate",
     "near_duplicate",
-    *(problem.replace(" ", "_") for problem in usable.CHAT_PROBLEMS if problem != "answer missing"),
+    *(problem.replace(" ", "_") for problem in turns.CHAT_PROBLEMS if problem != "answer missing"),
 )  # fmt: skip
 KEPT, EXACT, SCORE, NEAR = map(
     REASONS.index, ("kept", "exact_duplicate", "score", "near_duplicate")
@@ -302,8 +302,8 @@ class Judge:
         if problem:
             return None, problem
         cleaned = self.clean_messages(messages)
-        unusable = usable.chat_problem(cleaned, row)
-        answered = cleaned if unusable else usable.trim_chat(cleaned)
+        unusable = turns.chat_problem(cleaned, row)
+        answered = cleaned if unusable else turns.trim_chat(cleaned)
         questions = dialogue_text([m for m in answered if m["role"] != "assistant"])
         answers = dialogue_text([m for m in answered if m["role"] == "assistant"])
         return Item(
@@ -321,10 +321,10 @@ class Judge:
         if problem:
             return None, problem
         prompt = self.clean_messages(pair.prompt)
-        cleaned = usable.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
+        cleaned = turns.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
         text = f"{dialogue_text(prompt)}\n{cleaned.chosen}"
-        unusable = usable.pair_problem(row, pair)
-        if not unusable and usable.are_equal(cleaned.chosen, cleaned.rejected):
+        unusable = turns.pair_problem(row, pair)
+        if not unusable and turns.are_equal(cleaned.chosen, cleaned.rejected):
             unusable = "answer missing"
         place = row.get(ANSWER_PLACE)
         return Item(

@@ -1,4 +1,4 @@
-"""Train byte pair encoding: from text to merges (ours, exact, in numpy), or with sentencepiece.
+"""Train byte pair encoding: from text to merges (ours, exact), or with sentencepiece.
 
 Ours (Sennrich et al., 2016, arXiv:1508.07909, on bytes as in GPT-2): a regular expression cuts text
 into chunks; equal chunks are counted, so a corpus of any size becomes a table of distinct chunks;
@@ -6,18 +6,22 @@ then the most frequent pair of neighbours inside chunks is merged into one token
 training.py makes a tokenizer of the result.
 """
 
+import ctypes
 import heapq
 import io
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain, pairwise
 from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 import regex
 import sentencepiece
-from tqdm import tqdm
 
+from groundup.compile_c import compile_c
 from groundup.errors import UserError
 from groundup.files.untrusted import scrub
 from groundup.tokens.foreign import MAX_CHARS, PATTERNS, SIZE_STEP, blocks
@@ -26,7 +30,13 @@ PATTERN = PATTERNS["qwen"]
 MIN_COUNT = 2  # a pair seen once is not worth an id
 # of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much memory
 MAX_BYTES = 24_000_000
+BATCH_CHARS = 500_000  # cut at a time: more takes more memory, and less counts less in C
 MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
+# patterns that bpe.c knows: how many digits and, apart from other letters, Han a chunk has at most
+IN_C = {
+    PATTERNS[name]: most
+    for name, most in {"qwen": (1, 0), "gpt4": (2, 0), "cl100k": (3, 0), "zh": (1, 4)}.items()
+}
 HAN = regex.compile(r"\p{Han}")
 COVERED = 0.9999  # one Han character in ten thousand is left to its bytes
 SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
@@ -39,22 +49,34 @@ def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, in
     """Return {chunk in UTF-8: how often it occurs in all texts}.
 
     MAX_BYTES bounds the memory."""
-    split = regex.compile(pattern).findall
+    count_batch = counter(pattern)
     counts: Counter[str] = Counter()
-    unchecked = 0
-    for text in texts:
-        for block in blocks(scrub(text)):
-            counts.update(split(block))
-        unchecked += len(text)
-        if unchecked > MAX_BYTES // 8:
-            unchecked = 0
-            if sum(map(n_bytes, counts)) > MAX_BYTES:
-                counts = drop_rarest(counts)
+    size = 0
+    for batch in batches(texts):
+        found = count_batch(batch)
+        size += sum(map(n_bytes, found.keys() - counts.keys()))
+        counts.update(found)
+        if size > MAX_BYTES:
+            counts = drop_rarest(counts)
+            size = sum(map(n_bytes, counts))
     parts: Counter[bytes] = Counter()
     for chunk, count in counts.items():
         for start in range(0, len(chunk), MAX_CHUNK_CHARS):
             parts[chunk[start : start + MAX_CHUNK_CHARS].encode()] += count
     return dict(parts)
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield lists of texts, long ones in parts, of BATCH_CHARS or a little more."""
+    batch, room = [], BATCH_CHARS
+    for text in texts:
+        for block in blocks(scrub(text)):
+            batch.append(block)
+            room -= len(block)
+            if room <= 0:
+                yield batch
+                batch, room = [], BATCH_CHARS
+    yield batch
 
 
 def n_bytes(chunk: str) -> int:
@@ -104,150 +126,141 @@ def characters_first(counts: dict[bytes, int], most: int) -> dict[bytes, int]:
 def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
     """Return the merges [(left id, right id), ...] that byte pair encoding learns.
 
-    Merge i makes the token 256 + i. Merge the most frequent pair of neighbours (ties: the smallest
-    (left, right)) everywhere, left to right inside each chunk, until no pair occurs MIN_COUNT
-    times. The result does not depend on the order of `counts`.
-    """
-    lengths = np.fromiter(map(len, counts), np.int64, len(counts))
-    weights = np.fromiter(counts.values(), np.int64, len(counts))
-    tokens = np.frombuffer(b"".join(counts), np.uint8)
-    return Chunks(tokens, lengths, weights).train(max_merges, first_id=256)
+    Merge i makes the token 256 + i. The result does not depend on the order of `counts`."""
+    return learn_merges(list(counts), list(counts.values()), max_merges, first_id=256)
 
 
-class Chunks:
-    """All distinct chunks end to end, one slot per token, with a sentinel slot around each chunk.
+def learn_merges(
+    chunks: Sequence[Sequence[int]], weights: Sequence[int], max_merges: int, first_id: int
+) -> list[tuple[int, int]]:
+    """Return at most max_merges merges [(left id, right id), ...].
 
-    token (slots,) int32: the id that starts in the slot, SENTINEL, or GONE when it was merged
-    after, before (slots,) int32: the neighbouring slots in use
-    weight (slots,) int64: how often the chunk occurs
-    pair_counts {pair: weighted count}, without pairs that were below MIN_COUNT when first seen
-    places {pair: the slots where it began when first seen, ascending}
-    waiting: heap of (-count when last looked at, pair)
-    A pair is the integer left << 32 | right.
-
-    A new pair appears only when the later of its two tokens does; from then on its count only
-    falls. So the places recorded when it was first seen are all it will ever have, and the most
-    frequent pair is the first in the heap whose count is still right.
-    """
-
-    SENTINEL, GONE = -1, -2
-
-    def __init__(self, tokens: np.ndarray, lengths: np.ndarray, weights: np.ndarray) -> None:
-        """Take the tokens of all chunks, end to end, and each chunk's length and weight (int64)."""
-        slots = len(tokens) + len(lengths) + 1
-        inside = np.ones(slots, bool)
-        inside[0] = False
-        inside[np.cumsum(lengths + 1)] = False
-        self.token = np.full(slots, self.SENTINEL, np.int32)
-        self.token[inside] = tokens
-        self.weight = np.zeros(slots, np.int64)
-        self.weight[inside] = np.repeat(weights, lengths)
-        self.after = np.arange(1, slots + 1, dtype=np.int32)
-        self.before = np.arange(-1, slots - 1, dtype=np.int32)
-        self.pair_counts: dict[int, int] = {}
-        self.places: dict[int, np.ndarray] = {}
-        self.waiting: list[tuple[int, int]] = []
-        first = np.flatnonzero(inside[:-1] & inside[1:]).astype(np.int32)
-        self.add_pairs(joined(self.token[first], self.token[first + 1]), first)
-
-    def train(self, max_merges: int, first_id: int) -> list[tuple[int, int]]:
-        """Return at most max_merges merges [(left id, right id), ...].
-
-        Merge i makes the token first_id + i."""
-        merges: list[tuple[int, int]] = []
-        progress = tqdm(total=max_merges, desc="merges", unit="", disable=None)
-        while self.waiting and len(merges) < max_merges:
-            level, pair = heapq.heappop(self.waiting)
-            count = self.pair_counts[pair]
-            if count == -level:
-                self.merge(pair, first_id + len(merges))
-                merges.append(halves(pair))
-                progress.update()
-            elif count >= MIN_COUNT:
-                heapq.heappush(self.waiting, (-count, pair))
-            else:
-                del self.pair_counts[pair], self.places[pair]
-        progress.close()
-        return merges
-
-    def merge(self, pair: int, new: int) -> None:
-        """Replace `pair` by the token `new` wherever it occurs, and update the pairs around it."""
-        del self.pair_counts[pair]
-        left, right = halves(pair)
-        first = self.places.pop(pair)
-        still = (self.token[first] == left) & (self.token[self.after[first]] == right)
-        first = first[still]
-        if left == right:
-            first = every_other(first, self.after)
-        second = self.after[first]
-        following = self.after[second]
-        preceding = self.before[first]
-        # In "abab" the second "ab" follows the first: count the pair between them once, from the
-        # first.
-        apart = np.ones(len(first), bool)
-        apart[1:] = preceding[1:] != second[:-1]
-
-        self.token[first] = new
-        self.token[second] = self.GONE
-        self.after[first] = following
-        self.before[following] = first
-
-        token_after, token_before = self.token[following], self.token[preceding]
-        ahead = token_after != self.SENTINEL
-        behind = apart & (token_before != self.SENTINEL)
-        with_after = joined(new, token_after[ahead])
-        with_before = joined(token_before[behind], new)
-        pairs = np.concatenate((with_after, with_before))
-        places = np.concatenate((first[ahead], preceding[behind]))
-        added, counts = self.add_pairs(pairs, places)
-
-        # What a new pair gained, the pair in whose place it stands has lost.
-        old_left = np.where(added >> 32 == new, right, added >> 32)
-        old_right = added & 0xFFFF_FFFF
-        old_right = np.where(old_right == new, left, old_right)
-        old = joined(old_left, old_right).tolist()
-        for old_pair, count in zip(old, counts.tolist(), strict=True):
-            if old_pair in self.pair_counts:
-                self.pair_counts[old_pair] -= count
-
-    def add_pairs(self, pairs: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Enter new pairs, int64 (n,), that begin at places (n,).
-
-        Return the distinct pairs and their counts."""
-        by_pair = np.argsort(pairs, kind="stable")
-        pairs, places = pairs[by_pair], places[by_pair]
-        del by_pair  # large
-        starts = np.flatnonzero(pairs[1:] != pairs[:-1]) + 1
-        starts = np.concatenate(([0], starts))[: len(pairs)]
-        ends = np.append(starts[1:], len(places))
-        pairs = pairs[starts]
-        counts = np.add.reduceat(self.weight[places], starts) if len(starts) else starts
-        often = np.flatnonzero(counts >= MIN_COUNT)
-        columns = [a[often].tolist() for a in (pairs, counts, starts, ends)]  # int is fast
-        for pair, count, begin, end in zip(*columns, strict=True):
-            self.pair_counts[pair] = count
-            self.places[pair] = places[begin:end]
-            heapq.heappush(self.waiting, (-count, pair))
-        return pairs, counts
+    Merge i makes the token first_id + i.
+    chunks: their tokens, below first_id; weights: how often each occurs"""
+    library = load_library()
+    if library is None:
+        return learn_in_python(chunks, weights, max_merges, first_id)
+    tokens = np.fromiter(chain.from_iterable(chunks), np.int32)
+    lengths = np.fromiter(map(len, chunks), np.int32)
+    merges = np.empty((max_merges, 2), np.int32)
+    sizes = (len(lengths), len(tokens), first_id, max_merges, MIN_COUNT)
+    weights = np.array(weights, np.int64)
+    n = library.learn(*map(address, (tokens, lengths, weights)), *sizes, address(merges))
+    return list(map(tuple, merges[:n].tolist()))
 
 
-def joined(left: np.ndarray | int, right: np.ndarray | int) -> np.ndarray:
-    """Return pairs as left << 32 | right."""
-    return np.asarray(left, np.int64) << 32 | right
+def learn_in_python(
+    chunks: Sequence[Sequence[int]], weights: Sequence[int], max_merges: int, first_id: int
+) -> list[tuple[int, int]]:
+    """Do what learn_merges says: the algorithm of bpe.c, to be read and tested against.
+
+    Merge the most frequent pair of neighbours (ties: the smallest (left, right)) everywhere, left
+    to right inside each chunk, until no pair occurs MIN_COUNT times."""
+    chunks = list(map(list, chunks))
+    pair_counts: Counter[tuple[int, int]] = Counter()
+    chunks_with = defaultdict(list)  # {pair: numbers of the chunks that held it when it was new}
+    for number, chunk in enumerate(chunks):
+        for pair in pairwise(chunk):
+            pair_counts[pair] += weights[number]
+            chunks_with[pair].append(number)
+
+    # A pair is new when the later of its tokens is; from then on its count only falls. So the most
+    # frequent pair is the first in the heap whose count is still right.
+    waiting = [(-count, pair) for pair, count in pair_counts.items()]
+    heapq.heapify(waiting)
+    merges: list[tuple[int, int]] = []
+    while waiting and len(merges) < max_merges:
+        count, merged = heapq.heappop(waiting)
+        if pair_counts[merged] < MIN_COUNT:
+            continue
+        if pair_counts[merged] < -count:
+            heapq.heappush(waiting, (-pair_counts[merged], merged))
+            continue
+        token = first_id + len(merges)
+        merges.append(merged)
+        new_pairs = set()
+        for number in dict.fromkeys(chunks_with.pop(merged)):
+            for pair in pairwise(chunks[number]):
+                pair_counts[pair] -= weights[number]
+            chunks[number] = replaced(chunks[number], merged, token)
+            for pair in pairwise(chunks[number]):
+                pair_counts[pair] += weights[number]
+                if token in pair:
+                    chunks_with[pair].append(number)
+                    new_pairs.add(pair)
+        for pair in new_pairs:
+            heapq.heappush(waiting, (-pair_counts[pair], pair))
+    return merges
 
 
-def halves(pair: int) -> tuple[int, int]:
-    """Return (left id, right id) of a pair."""
-    return pair >> 32, pair & 0xFFFF_FFFF
+def replaced(chunk: list[int], pair: tuple[int, int], token: int) -> list[int]:
+    """Return the chunk with `token` in place of the pair, wherever it occurs."""
+    out: list[int] = []
+    i = 0
+    while i < len(chunk):
+        found = tuple(chunk[i : i + 2]) == pair
+        out.append(token if found else chunk[i])
+        i += 2 if found else 1
+    return out
 
 
-def every_other(first: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the places of "aa" that merge from left to right: in "aaaaa" the 1st and the 3rd."""
-    n = np.arange(len(first))
-    starts_run = np.ones(len(first), bool)
-    starts_run[1:] = first[1:] != after[first[:-1]]
-    run_start = np.maximum.accumulate(np.where(starts_run, n, 0))
-    return first[(n - run_start) % 2 == 0]
+# ---- the same in C ---------------------------------------------------------------------------
+
+
+class Text(ctypes.Structure):
+    """What `count` of bpe.c takes, see there."""
+
+    names = ("text", "length", "classes", "n_classes", "most_digits", "most_han")
+    _fields_ = [(name, ctypes.c_int64) for name in names]
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """Return bpe.c, compiled; None without a C compiler."""
+    library = compile_c(Path(__file__).with_name("bpe.c"))
+    if library is not None:
+        library.count.restype = library.learn.restype = ctypes.c_int64
+        library.learn.argtypes = [ctypes.c_int64] * 9
+        library.count.argtypes = [ctypes.POINTER(Text), *[ctypes.c_int64] * 7]
+    return library
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+@cache
+def character_classes() -> np.ndarray:
+    """Return the classes that bpe.c asks for, of the characters that may have one: (n,) uint8."""
+    characters = "".join(map(chr, range(0x40000)))
+    classes = np.zeros(len(characters), np.uint8)
+    for bit, name in ((1, r"\p{L}+"), (2, r"\p{N}+"), (4, r"\s+"), (8, r"\p{Han}+")):
+        for run in regex.finditer(name, characters):
+            classes[run.start() : run.end()] |= bit
+    return classes
+
+
+def counter(pattern: str) -> Callable[[list[str]], Mapping[str, int]]:
+    """Return a function that counts the chunks of texts: {match of the pattern: count}."""
+    library = load_library()
+    if pattern not in IN_C or library is None:
+        split = regex.compile(pattern).findall
+        return lambda texts: Counter(chain.from_iterable(map(split, texts)))
+    classes = character_classes()
+
+    def count(texts: list[str]) -> dict[str, int]:
+        whole = "".join(texts)
+        codes = np.frombuffer(whole.encode("utf-32-le"), np.uint32)
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        found = np.empty((3, len(codes)), np.int32)  # of distinct chunks: begin, end, times
+        table = np.zeros(2 << len(codes).bit_length(), np.int32)
+        text = Text(address(codes), 0, address(classes), len(classes), *IN_C[pattern])
+        arrays = map(address, (ends, *found, table))
+        n = library.count(text, len(texts), len(table) - 1, *arrays)
+        columns = found[:, :n].tolist()
+        return {whole[begin:end]: times for begin, end, times in zip(*columns, strict=True)}
+
+    return count
 
 
 # ---- sentencepiece ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import json
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import tiktoken
 
 from groundup.errors import UserError
@@ -197,14 +196,12 @@ def extended_bpe(
     whole = tiktoken.Encoding(
         "chunks", pat_str="(?s:.+)", mergeable_ranks=old.ranks, special_tokens={}
     )
-    ids = [whole.encode_to_numpy(chunk.decode(), disallowed_special=()) for chunk in counts]
-    lengths = np.array([len(of_chunk) for of_chunk in ids])
-    weights = np.array(list(counts.values()))
-    chunks = bpe.Chunks(np.concatenate(ids), lengths, weights)
+    chunks = [whole.encode_ordinary(chunk.decode()) for chunk in counts]
+    merges = bpe.learn_merges(chunks, list(counts.values()), size - first, first)
 
     vocab, pairs, top = model["vocab"], merge_words(model), first
     words = {i: in_chars(token) for token, i in old.ranks.items()}
-    for i, (left, right) in enumerate(chunks.train(size - first, first), start=first):
+    for i, (left, right) in enumerate(merges, start=first):
         words[i] = words[left] + words[right]
         if words[i] not in vocab:  # else an old token to which the old merges do not lead
             vocab[words[i]] = top

@@ -278,10 +278,12 @@ def check_continues(
     check_data(path, saved["data"], data, saved["step"])
     # ... the same parameters, and adapters of the same size.
     before = saved["config"]
-    keys = ("trainable", "lora_rank", "lora_alpha") if "lora" in config["trainable"] else ()
-    for key in keys or ("trainable",):
-        text = f"{path} was trained with {key}={before[key]!r}, not {config[key]!r}"
-        refuse(before[key] != config[key], text)
+    keys = ["trainable"]
+    if "lora" in config["trainable"]:
+        keys += ["lora_rank", "lora_alpha"]  # pretrain.py has no lora_alpha
+    for key in keys:
+        text = f"{path} was trained with {key}={before.get(key)!r}, not {config.get(key)!r}"
+        refuse(before.get(key) != config.get(key), text)
 
 
 def find_step(out: Path, step: int, overwrite: bool) -> Path:

@@ -41,6 +41,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 NEEDED_SETTINGS = {
     "compress": "none",  # FSDP2 sends shards in its own way
     "overlap_step": "off",
+    "reproducible": False,
     "zero1": False,  # the state is divided anyway
     "optimizer": "adamw",  # Muon needs whole matrices
     "trainable": "all",

@@ -177,6 +177,7 @@ class Optimizer:
     kind: adamw, or muon for the matrices of the blocks and AdamW for the rest.
     muon_dtype: of Muon's products. bfloat16 is enough for training; float32 for runs that must
         agree to rounding.
+    one_by_one: update each parameter alone, so that its bits do not depend on its neighbours.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class Optimizer:
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         muon_dtype: torch.dtype = torch.bfloat16,
+        one_by_one: bool = False,
     ) -> None:
         if kind not in ("adamw", "muon"):
             raise UserError(f"optim: optimizer must be 'adamw' or 'muon', got {kind!r}")
@@ -194,7 +196,7 @@ class Optimizer:
         self.groups: list[list[Group]] = []  # by bucket
         for bucket in self.buckets:
             groups = []
-            for rule, items in segments(bucket, kind):
+            for rule, items in segments(bucket, kind, one_by_one):
                 if rule == "muon":
                     groups.append(MuonStack(bucket, items, momentum, weight_decay, muon_dtype))
                 else:
@@ -304,8 +306,8 @@ def gather_states(
     return whole
 
 
-def segments(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:
-    """Cut a bucket into (rule, indices of consecutive parameters).
+def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, list[int]]]:
+    """Cut a bucket into (rule, indices of consecutive parameters, or of one).
 
     rule: muon (one shape each), decay or no_decay.
     """
@@ -315,7 +317,7 @@ def segments(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:
             rule = ("muon", p.shape)
         else:
             rule = ("decay" if p.ndim >= 2 else "no_decay",)
-        if found and found[-1][0] == rule:  # the last segment goes on
+        if found and found[-1][0] == rule and not one_by_one:  # the last segment goes on
             found[-1][1].append(i)
         else:
             found.append((rule, [i]))

@@ -4,6 +4,7 @@ The model may be on the meta device, where it takes no memory: a plan exists for
 Call `set_trainable` first, because frozen parameters take less of everything.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -95,6 +96,9 @@ def memory(
         "gradients": 4 * trained["total"],
         "optimizer": 4 * moments,
     }
+    if config.get("reproducible"):  # sums of 1, 2, 4, .. micro-batches, see ddp.InTree
+        n_micro_steps = config["total_batch_tokens"] / (N * world_size)
+        parts["sums"] = parts["gradients"] * math.log2(max(1, n_micro_steps))
     if config.get("compress") == "powersgd":
         parts["compression error"] = 4 * min(matrices, trained["total"])
     if device.type == "cpu":  # a GPU's copy is in the memory of the machine

@@ -15,6 +15,7 @@ from groundup.errors import UserError
 from groundup.generate import decode, engine, kv_cache
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.completion import Text, begin_prompt, check, never_sampled
+from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, generate, generate_each
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
@@ -248,14 +249,14 @@ def test_different_prompts_draw_independently():
     texts = [[i // 96, i % 96] for i in range(200)]
     first = torch.tensor([
         [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed), batch_size=64))]
-        for seed in range(20)
+        for seed in range(10)
     ])  # fmt: skip
     pairs = [(row[:, None] == row).float().sum().item() - 200 for row in first]  # of 200 * 199 ordered ones
-    assert sum(pairs) / (20 * 200 * 199) == pytest.approx(1 / 96, rel=0.05)
+    assert sum(pairs) / (10 * 200 * 199) == pytest.approx(1 / 96, rel=0.07)
     means = (first < 48).double().mean(dim=1)
-    assert 0.3 < means.var().item() / (0.25 / 200) < 2  # of 20 runs: 1 +- 0.3
-    between = (first[:, None] == first).float().mean().item() - 1 / 20  # runs with other seeds
-    assert between == pytest.approx(19 / 20 / 96, rel=0.15)
+    assert 0.3 < means.var().item() / (0.25 / 200) < 2.5  # of 10 runs: 1 +- 0.5
+    between = (first[:, None] == first).float().mean().item() - 1 / 10  # runs with other seeds
+    assert between == pytest.approx(9 / 10 / 96, rel=0.3)
 
 
 def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
@@ -738,12 +739,14 @@ def test_a_gpu_attends_by_length_as_by_mask(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_gpu_generates_what_a_cpu_does(compiled):
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_gpu_generates_what_a_cpu_does(int8, compiled):
     """Greedily, in float32."""
     net = random_model(tiny_config(n_kv_head=2, block_size=400))
+    net = to_int8(net) if int8 else net
     prompts = [ids for ids, _ in traffic(net, 20)]
     params = SamplingParams(20, temperature=0.0)
-    want = only(generate(net, None, prompts, params))
+    want = only(generate(net, None, prompts, params, copies=not int8))
     assert only(generate(net.cuda(), None, prompts, params, compile=compiled)) == want
 
 

@@ -19,8 +19,9 @@ from test_model import (
 )
 from torch import Tensor
 
+from groundup import compile_c
 from groundup.kernels import attention as kernels
-from groundup.kernels import compile_c, cpu_attention
+from groundup.kernels import cpu_attention
 from groundup.kernels.attention import (
     Layout,
     additive_mask,

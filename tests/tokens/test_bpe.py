@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 import regex
 import tiktoken
@@ -11,7 +10,7 @@ import tokenizers
 
 from groundup.demo.python_docs import chinese_sample
 from groundup.tokens import bpe as bpe_module
-from groundup.tokens.bpe import PATTERN, Chunks, characters_first, count_chunks, train_bpe
+from groundup.tokens.bpe import characters_first, count_chunks, learn_in_python, learn_merges, train_bpe
 from groundup.tokens.foreign import PATTERNS, SAFE_CUT
 
 ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be
@@ -102,7 +101,9 @@ def test_trainer_is_brute_force(alphabet: bytes):
     for _ in range(60):
         counts = random_counts(rng, alphabet, n_chunks=rng.randint(1, 12), longest=rng.choice((4, 12, 40)))
         max_merges = rng.choice((1, 5, 60))
-        assert train_bpe(counts, max_merges) == brute_force(counts, max_merges), counts
+        want = brute_force(counts, max_merges)
+        assert train_bpe(counts, max_merges) == want, counts
+        assert learn_in_python(list(counts), list(counts.values()), max_merges, 256) == want, counts
 
 
 def test_training_goes_on_from_any_tokens():
@@ -112,9 +113,17 @@ def test_training_goes_on_from_any_tokens():
     ids = [list(chunk) for chunk in counts]
     for new, pair in enumerate(whole[:100], start=256):
         ids = [replaced(chunk, pair, new) for chunk in ids]
-    lengths, weights = np.array([len(chunk) for chunk in ids]), np.array(list(counts.values()))
-    chunks = Chunks(np.array([i for chunk in ids for i in chunk]), lengths, weights)
-    assert chunks.train(100, first_id=356) == whole[100:]
+    assert learn_merges(ids, list(counts.values()), 100, first_id=356) == whole[100:]
+    assert learn_in_python(ids, list(counts.values()), 100, first_id=356) == whole[100:]
+
+
+def test_c_and_python_learn_the_same_from_real_text():
+    """All merges there are, of characters that count before words, too: some of these counts need 64 bits."""
+    counts = count_chunks(chinese_sample(), PATTERNS["zh"])
+    counts = characters_first({chunk: count << 20 for chunk, count in counts.items()}, 2000)
+    merges = train_bpe(counts, 20_000)
+    assert len(merges) > 4000
+    assert merges == learn_in_python(list(counts), list(counts.values()), 20_000, first_id=256)
 
 
 def test_trainer_is_brute_force_on_text():
@@ -147,9 +156,25 @@ def test_hand_worked_example():
     assert train_bpe({b"aaabdaaabac": 1}, 10) == [(a, a), (a, b), (256, 257)]
 
 
-def test_chunks_are_the_matches_of_the_pattern():
-    want = Counter(chunk.encode() for text in TEXTS for chunk in regex.findall(PATTERN, text))
-    assert count_chunks(TEXTS) == want
+@pytest.mark.parametrize("name", PATTERNS)
+def test_chunks_are_the_matches_of_the_pattern(monkeypatch: pytest.MonkeyPatch, name: str):
+    """With bpe.c, where texts are counted together, and without it."""
+    monkeypatch.setattr(bpe_module, "BATCH_CHARS", 500)
+    everything = "".join(f"a{chr(c)}b1{chr(c)} {chr(c)}!" for c in [*range(0x3100), *range(0xF900, 0x33000, 99)])
+    texts = [*TEXTS, *random_texts(600, seed=2), everything, *PARTS]
+    want = Counter(chunk.encode() for text in texts for chunk in regex.findall(PATTERNS[name], text))
+    assert count_chunks(texts, PATTERNS[name]) == want
+    monkeypatch.setattr(bpe_module, "load_library", lambda: None)
+    assert count_chunks(texts, PATTERNS[name]) == want
+
+
+def test_c_knows_the_class_of_every_character():
+    """Beyond its table no character is a letter, a number or white space."""
+    n = len(bpe_module.character_classes())
+    assert not regex.search(r"[\p{L}\p{N}\s\p{Han}]", "".join(map(chr, range(n, 0x110000))))
+
+
+def test_the_default_pattern_by_hand():
     chunks = ["don", "'t", " ", " stop", " ", "1", "2", "3", "4", " 你好", "，世界", "!\n\n", " ", " x"]
     assert count_chunks(["don't  stop 1234 你好，世界!\n\n  x"]) == Counter(chunk.encode() for chunk in chunks)
 

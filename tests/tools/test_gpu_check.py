@@ -14,10 +14,15 @@ from groundup.errors import UserError
 SETTINGS = defaults_of(gpu_check.ROOT / "tools/gpu_check.py")
 
 
-@pytest.mark.slow
-def test_without_a_gpu_it_runs_on_tiny_shapes(tmp_path, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
     monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu_check.subprocess, "run", forks.run)
+    monkeypatch.setattr(gpu_check.timing, "matmul", lambda device, dtype: lambda: 1e9)  # bfloat16 takes a CPU seconds
+
+
+@pytest.mark.slow
+def test_without_a_gpu_it_runs_on_tiny_shapes(tmp_path, capsys):
     assert gpu_check.main(SETTINGS | {"out_dir": str(tmp_path), "sections": "machine,training"}) == 0
     said, found = (tmp_path / "gpu_check.md").read_text("utf-8"), json.loads((tmp_path / "gpu_check.json").read_text())
     assert "There is no GPU" in said and "## training" in said and "## training" in capsys.readouterr().out
@@ -28,8 +33,6 @@ def test_without_a_gpu_it_runs_on_tiny_shapes(tmp_path, monkeypatch, capsys):
 
 
 def test_a_section_that_fails_is_written_down_and_the_next_one_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu_check.subprocess, "run", forks.run)
     monkeypatch.setattr(Check, "tests", lambda self: self.run("-c", "print('why'); raise SystemExit(3)"))
     slow = "import time; print('slow', flush=True); time.sleep(60)"
     monkeypatch.setattr(Check, "decode", lambda self: self.run("-c", slow))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from groundup.kernels import compile_c as module
-from groundup.kernels.compile_c import compile_c
+from groundup import compile_c as module
+from groundup.compile_c import compile_c
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("gcc") and not shutil.which("clang"), reason="needs a C compiler"

@@ -13,19 +13,18 @@ from pathlib import Path
 
 from groundup.files.untrusted import crc32_of
 
-SOURCES = Path(__file__).parent  # attention.c and step.c
-
 
 def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Return the compiled file as a library; None without a C compiler that knows OpenMP.
+    """Return the compiled file as a library; None without a C compiler (that knows OpenMP, if used).
 
     Compiling takes a second, so the library is kept in ~/.cache/groundup (XDG_CACHE_HOME)."""
     compilers = map(shutil.which, ("gcc", "clang", "cc"))
     compiler = next(filter(None, compilers), "")
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     tune = "-march=native" if is_x86 else "-mcpu=native"
-    options = ["-O3", tune, "-fopenmp", "-fPIC", "-shared"]
-    command = [compiler, *options, *flags, str(source), *openmp(), "-lm"]
+    uses_openmp = "#pragma omp" in source.read_text(encoding="utf-8")
+    libraries = ["-fopenmp", *openmp(), "-lm"] if uses_openmp else ["-lm"]
+    command = [compiler, "-O3", tune, "-fPIC", "-shared", *flags, str(source), *libraries]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         try:
             # Another compiler, processor or source gives another library.
