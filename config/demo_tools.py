@@ -1,4 +1,4 @@
-r"""GRPO with a tool: a model of 5 million parameters learns to use a calculator.
+r"""GRPO with a tool: sums with a calculator, for a model of 5 million parameters.
 
     python tools/sums.py --out_dir=data/demo_tools
     python sft.py config/demo_tools_sft.py
@@ -9,7 +9,7 @@ r"""GRPO with a tool: a model of 5 million parameters learns to use a calculator
 What is asked are sums of two numbers of three digits, in English and Chinese. sft.py has shown the
 form of a call; to be right a model must copy six digits into the call and the result into its
 answer. The reward is 1 for the right sum, and as much again for the share of digits copied right,
-so that nearly right answers to a prompt differ too.
+so that nearly right answers to a prompt differ too. How far it comes is still to be measured.
 """
 
 out_dir = "out/demo_tools"

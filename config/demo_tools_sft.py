@@ -1,10 +1,10 @@
-"""What a call of the calculator looks like, before demo_tools.py. Two CPU cores, a minute.
+"""What a call of the calculator looks like, before demo_tools.py.
 
     python tools/sums.py --out_dir=data/demo_tools
     python sft.py config/demo_tools_sft.py
 
-The data are 3,000 conversations in which the calculator is called; it sees 600 of them. It learns the
-form of a call first, and then to copy numbers: it ends while many are still wrong.
+The data are 3,000 conversations in which the calculator is called; it sees 600 of them. A model
+learns the form of a call first and to copy numbers later: with fewer steps more is left to rl.py.
 """
 
 out_dir = "out/demo_tools_sft"
