@@ -172,14 +172,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         loss = hidden.new_zeros((), dtype=torch.float32)
         nats = hidden.new_empty(len(hidden), dtype=torch.float32)
-        w = weight.to(dtype)
+        w = weight.to(dtype)  # once for all chunks
 
+        # The gradient of the loss that autograd passes to backward is one number, so everything
+        # else can be computed here: backward only multiplies.
         gradients = HeadGradients(ctx, hidden, weight, with_grad)
         fused = ChunkedCrossEntropy.compiled_chunk if hidden.is_cuda and gradients.any else None
 
+        # Each tensor is cast by hand: softmax and sums stay in float32.
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(dtype), targets[part]
+                # What a token counts; 0 also keeps an ignored one out of the gradients
                 scale = (t != IGNORE).float()
                 if weights is not None:
                     scale = weights[part].float() * scale
@@ -217,9 +221,11 @@ def fused_chunk(h: Tensor, w: Tensor, targets: Tensor, scale: Tensor) -> tuple[T
     """Return what eager_chunk returns. Written to be compiled: a few kernels behind the product,
     none of which writes the logits in float32."""
     logits = (h @ w.T).float()
-    index = targets.clamp(min=0).unsqueeze(1)
+    index = targets.clamp(min=0).unsqueeze(1)  # IGNORE is negative, and masked below
+    # -log softmax(logits)[target] = logsumexp(logits) - logits[target]
     lse = logits.logsumexp(dim=1, keepdim=True)
     nats = (lse - logits.gather(1, index)).squeeze(1) * (targets != IGNORE)
+    # d nats / d logits = softmax(logits) - one_hot(target)
     is_target = torch.arange(w.shape[0], device=w.device) == index
     grad = ((logits - lse).exp() - is_target.float()) * scale.unsqueeze(1)
     return nats, grad.to(h.dtype)
@@ -238,7 +244,7 @@ def cross_entropy_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: 
     """Return the gradient of sum(scale * nats) with respect to the logits (n, V), in their place.
 
     It is scale * (softmax(logits) - one_hot(target))."""
-    p = logits.sub_(lse).exp_()
+    p = logits.sub_(lse).exp_()  # softmax, in the memory of the logits
     index = targets.clamp(min=0).unsqueeze(1)
     p.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=p.dtype))
     return p.mul_(scale.unsqueeze(1))
@@ -284,12 +290,14 @@ class ChunkedLogps(torch.autograd.Function):
                 logits = (hidden[part].to(dtype) @ w.T).float().div_(temperature)
                 nats, lse[part] = softmax_cross_entropy(logits, targets[part])
                 logps[part] = -nats
+        # No logits are kept: with lse, backward gets softmax from new ones without a second pass.
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.dtype, ctx.temperature = dtype, temperature
         return logps
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
+        # grad (N,) is of log-probabilities, and those are -nats: hence the minus in scale.
         hidden, weight, targets, lse = ctx.saved_tensors
         gradients = HeadGradients(ctx, hidden, weight, with_grad=True)
         w = weight.to(ctx.dtype)

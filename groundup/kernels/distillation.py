@@ -113,6 +113,7 @@ class ChunkedDistillation(torch.autograd.Function):
                 logits = (h @ w.T).float()
                 teacher_logits = (teacher_hidden[part].to(dtype) @ teacher_w.T).float()
                 nats[part], lse = softmax_cross_entropy(logits, t)
+                # before the next lines overwrite the logits
                 found, grad = divergence(logits, teacher_logits, how)
                 kl[part] = found * valid
                 each = (1 - how.weight) * nats[part] + how.weight * kl[part]
@@ -144,10 +145,12 @@ def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tup
     log_q = (logits[:, :n_ids] / how.temperature).log_softmax(1)
     log_p = (teacher_logits[:, :n_ids] / how.temperature).log_softmax(1)
     q = log_q.exp()
+    # Forward: only log_q depends on the student, and its part is a cross-entropy with p as target
     if how.beta == 0:
         p = log_p.exp()
         return (p * (log_p - log_q)).sum(1), (q - p).div_(how.temperature)
 
+    # Reverse and mixture: sum(q * g) is KL(q || p), or the mixture's second term
     kl_of_p = 0.0
     if how.beta == 1:
         g = log_q - log_p

@@ -239,6 +239,9 @@ def test_state_of_one_rank():
     sharded = planned(parallel="fsdp")
     assert (sharded["weights"], sharded["gradients"], sharded["optimizer"]) == (n, n, 2 * n)
     assert planned(compress="powersgd")["compression error"] == 4 * matrices
+    # four micro-steps on each of four ranks: sums of one and of two micro-batches wait
+    assert planned(reproducible=True, total_batch_tokens=16 * 8 * 128)["sums"] == 2 * 4 * n
+    assert planned(reproducible=True, total_batch_tokens=0)["sums"] == 0
     assert memory(net, CONFIG, 1, CPU, torch.float32, {"reference": 5.0})["reference"] == 5.0
 
 
