@@ -125,7 +125,7 @@ browser: $(VENV)/tests
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
 	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/align groundup/tokens \
 	groundup/generate groundup/scores groundup/files groundup/text prepare.py tools/reading.py \
-	tools/encoding_battery.py tools/cluster.py tests/files/test_containers.py tests/files/test_text_sample.py tests/golden \
+	tools/encoding_battery.py tools/cluster.py tests/files/test_containers.py tests/golden \
 	tests/test_golden.py
 
 lint: $(VENV)/tests
@@ -138,5 +138,6 @@ clean:
 	rm -rf data/real_chat data/real_pairs data/real_answers.jsonl data/real_answers.jsonl.config.json data/real_scores_*.json
 	rm -rf out/smollm2 out/real_sft out/real_merged out/real_dpo
 	rm -rf out/race data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
+	rm -rf data/demo_tools out/demo_tools_sft out/demo_tools
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

@@ -75,13 +75,15 @@ def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None =
 
 def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = None) -> dict:
     """Return the checked values that an override file sets. It can use the values of `config`."""
-    # An argument that is no flag is taken for a file.
+    # An argument that is no flag is taken for an override file. Many a row of JSON is Python, too.
+    if not path.endswith(".py"):
+        hint = "an override file ends in .py; settings are written --key=value, --data=rows.jsonl"
+        raise UserError(f"config: cannot use {path!r}: {hint}")
     try:
         source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        hint = "settings are written --key=value"
-        raise UserError(f"config: cannot read {path!r}: {reason}; {hint}") from None
+        raise UserError(f"config: cannot read {path!r}: {reason}") from None
 
     # The file runs in a copy, so that nothing is applied when something is wrong.
     scratch = dict(config) | {"__file__": path, "__name__": "__config__"}

@@ -324,7 +324,10 @@ class DDP:
         self.sync, self.n_steps, self.stopping = True, 0, False
         self.found_inf = torch.zeros((), device=self.device)
         self.skipped = torch.zeros(2, device=self.device)
-        self._slot = {p: (b, i) for b in self.buckets for i, p in enumerate(b.params)}
+        self._slot = {}  # of each parameter: its bucket, its number there, the slot of its gradient
+        for b in self.buckets:
+            for i, p in enumerate(b.params):
+                self._slot[p] = b, i, b.view(b.grad, i)
         self._update: Update | None = None  # the last step's, for buckets that are DEFERRED
         self._start_step()
         for p in self._slot:
@@ -358,9 +361,9 @@ class DDP:
 
     def _on_grad(self, p: nn.Parameter) -> None:
         """Take p.grad, which is now final for this backward. Waiting here would stop backward."""
-        bucket, i = self._slot[p]
+        bucket, i, slot = self._slot[p]
         self._check_use(bucket, i)
-        grad, slot = p.grad.detach(), bucket.view(bucket.grad, i)
+        grad = p.grad.detach()
         if self.in_tree:
             subtree = self._add_in_tree(p, grad)
             if not self.sync:
@@ -554,7 +557,7 @@ class DDP:
     def _problem(self) -> str:
         """Return why this rank's gradients are not those of the whole model, or ""."""
         lost, absent, changed = [], [], []
-        for p, (bucket, i) in self._slot.items():
+        for p, (bucket, i, _) in self._slot.items():
             if not bucket.holds(p, bucket.param, i):
                 lost.append(bucket.names[i])
             elif p not in self._arrived:
@@ -563,7 +566,7 @@ class DDP:
                 changed.append(bucket.names[i])
         if absent:  # is it still the model's parameter?
             current = dict(self.model.named_parameters())
-            ours = {b.names[i]: p for p, (b, i) in self._slot.items()}
+            ours = {b.names[i]: p for p, (b, i, _) in self._slot.items()}
             lost += [name for name in absent if current.get(name) is not ours[name]]
         if lost:
             return moved(lost)

@@ -2,8 +2,7 @@
 
     python prepare.py --input='corpus/*.jsonl' --out_dir=data/x --vocab_size=32768
     python prepare.py --input=more/,x.txt.gz --out_dir=data/y --tokenizer_dir=data/x   # that of x
-    python prepare.py --input='wiki: wiki/*.json, weight=0.6; web: web/, weight=0.4, quality=web' \
-        --out_dir=data/mix
+    python prepare.py --input='w: wiki/, weight=2; c: cc/, weight=1, quality=web' --out_dir=data/z
     python prepare.py --input=chat.jsonl --kind=chat --show=5                   # print 5 rows
     python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/x --out_dir=data/chat
     python prepare.py --input=answers.jsonl --kind=preference --pair_by=dataset --out_dir=data/pairs
@@ -44,49 +43,56 @@ from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import work_dir, work_path
 from groundup.text.recipe import Recipe, check_config
-from groundup.text.select import select, split_sources, training_texts, write_rows, write_splits
+from groundup.text.select import (
+    Selection,
+    SourceDocs,
+    select,
+    split_sources,
+    training_texts,
+    write_rows,
+    write_splits,
+)
 from groundup.text.show import show_rows
 from groundup.text.unit import Counts, Unit, inspect_unit, plan_units, tokenize_unit
 from groundup.text.workers import run
 from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
-from groundup.tokens.token_files import ROWS_FORMAT, token_dtype
-from groundup.tokens.token_writer import write_manifest, write_record
+from groundup.tokens.token_files import token_dtype
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help ------------------------------
-input = ""  # files, globs, 'name: files, weight=1; ...'; - is stdin; python-docs, demo-en, demo-zh
+input = ""  # files, globs, 'name: files, weight=1; ...'; - = stdin; python-docs, demo-en, demo-zh
 out_dir = ""  # directory to make, for example data/x
-tokenizer_dir = ""  # tokenizer to use; if missing, train it and save it there; "" = train one
-chat_template_kwargs = ""  # of the chat template in tokenizer_dir: 'enable_thinking=False'
-vocab_size = 32_768  # of the tokenizer, if one is trained
+tokenizer_dir = ""  # its folder; if it is missing, train one and save it there; "" = train one
+chat_template_kwargs = ""  # of the tokenizer's chat template, such as 'enable_thinking=False'
+vocab_size = 32_768  # of a tokenizer that is trained
 pattern = "qwen"  # qwen | gpt4 | gpt2 | cl100k | zh (Chinese): how a trained tokenizer splits text
 kind = "text"  # text | chat (conversations) | preference (pairs of answers): what a document is
-text_key = ""  # 'text', 'a.b', 'title,body'; of rows: 'question=KEY,answer=KEY'; "" = found
+text_key = ""  # 'text', 'a.b', 'title,body'; of chats, pairs: 'question=KEY,answer=KEY'; "" = found
 txt_split = "file"  # file | blank (between blank lines) | line: what a document is in plain text
-encoding = ""  # of lines that are not UTF-8, such as gb18030 or latin-1; "" = found for each file
+encoding = ""  # of lines that are not UTF-8, such as gb18030; "" = detected for each file
 workers = 0  # processes; 0 = one per core
-show = 0  # print how the first so many rows are read, and stop
+show = 0  # print how this many rows of each source are read, and stop; 0 = prepare them
 # which documents are dropped
-quality = "curated"  # curated (empty, tiny, garbled texts) | web (all rules of text/quality.py)
+quality = "curated"  # curated (drop tiny and garbled texts) | web (all rules in text/quality.py)
 rules = ""  # 'length=30..5000, stop_words=off, keep=my.py:good, punctuation=on'; see docs/data.md
-score = ""  # keep rows whose own numbers are in these ranges, such as 'bpb=0.3..1.5,ifd=5%..95%'
+score = ""  # keep rows whose numbers are in these ranges, such as 'bpb=0.3..1.5,ifd=5%..95%'
 near = 0.8  # drop texts this similar to an earlier one; 0 = exact copies only, -1 = keep all copies
-decontaminate = ""  # evaluation files (.csv of MMLU, C-Eval; .jsonl); 'cut: files' cuts them out
+decontaminate = ""  # evaluation files: drop texts with their questions; 'cut: files' cuts these out
 # what is written
-val_fraction = 0.01  # of the documents; of a text source with at most 10, of each one's characters
+val_fraction = 0.01  # of the documents; of a source of at most 10 texts, of each text's characters
 test_fraction = 0.0  # the same for the test split
 fold = ""  # 'i/k': part i of k is val, the rest train (cross-validation); replaces val_fraction
-hold_out = 0.0  # chat: share of first questions that sft skips; they go to held_out.jsonl
-prompts_from = ""  # preference: keep pairs whose first question is in this file: held_out.jsonl
-pair_by = ""  # make pairs of answers: 'dataset' or 'reward, margin=0.5, length_within=0.2'
+hold_out = 0.0  # chat: share of first questions kept out of sft.py; they go to held_out.jsonl
+prompts_from = ""  # preference: keep pairs whose first question is in this file, a held_out.jsonl
+pair_by = ""  # pairs of sample.py's answers: 'dataset' or 'reward, margin=0.5, length_within=0.2'
 pack = 0  # also write rows of this many tokens, for pretrain.py --pack=True; 0 = no
 # errors
-strict = False  # stop at the first unreadable record; otherwise count it and go on
-max_bad_fraction = 0.0  # exit status 1 if a larger share of bytes or records is lost
-verify = ""  # check this prepared directory, and stop
-overwrite = False  # replace out_dir, whatever it holds
+strict = False  # stop at the first unreadable record; False = count it and go on
+max_bad_fraction = 0.0  # exit with status 1 if a larger share of bytes or records is unreadable
+verify = ""  # check every byte of this prepared directory, and stop
+overwrite = False  # replace an out_dir that was made with other inputs or settings
 
 VERSION = 11  # of the output; a directory of another version differs
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
@@ -103,14 +109,15 @@ def existing_tokenizer(
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory).with_template_settings(template_settings, *dated)
+    lacks = ""
     if kind == "chat" and tokenizer.turn_end_id < 0:
         lacks = "no chat template and no <|im_end|> to mark turns"
+    if kind == "text" and tokenizer.eot_id < 0:
+        lacks = "no end of text, which separates documents"
+    if lacks:
         raise UserError(f"prepare: the tokenizer in {directory} has {lacks}")
     if kind == "chat":
         tokenizer.check_turn_end()
-    if tokenizer.eot_id < 0 and kind == "text":
-        lacks = "no end of text, which separates documents"
-        raise UserError(f"prepare: the tokenizer in {directory} has {lacks}")
     return tokenizer
 
 
@@ -133,77 +140,72 @@ def build(
     info |= save_evals(recipe, work)
     if tokenizer:
         tokenizer.save(out)  # where the workers load it
+    chosen, parts = choose_documents(files, recipe, n_workers, work, info, lost)
+    if recipe.kind == "text" and tokenizer is None:
+        tokenizer = train_tokenizer(parts, chosen, recipe, config)
+        if config["tokenizer_dir"]:
+            info["tokenizer"] = tokenizer.fingerprint()
+    if tokenizer:
+        tokenize_units(chosen.units, tokenizer, recipe.kind, n_workers, work)
+    write = write_splits if recipe.kind == "text" else write_rows
+    manifest = write(parts, chosen, recipe, tokenizer, info)
+    if config["pack"]:
+        pack_documents(out, config["pack"])
+    return manifest
 
+
+def choose_documents(
+    files: list[Input], recipe: Recipe, n_workers: int, work: Path, info: dict, lost: Counts
+) -> tuple[Selection, list[SourceDocs]]:
+    """Decide which documents to keep, and their splits. Write all tables and reports, and what
+    became of the input into `info`."""
     # Read, clean, filter.
     units = plan_units(files)
     counts = inspect_units(units, recipe, n_workers, work)
+    inputs.check_unchanged(files, work)
     counts.add(lost)
     of_pairs = [work / f"pairs_{k}.jsonl.problems" for k in range(len(info.get("answers", [])))]
     report.write_problems(files, of_pairs, counts, units, work)
+    inputs.add_digests(info["inputs"], files, counts.digests)
+    info["inputs"] = inputs.write(info["inputs"], work / "out")
 
     # Drop copies, split.
-    chosen = select(units, recipe, work) if units else None
+    chosen = select(units, recipe, work)
     report.check_kept(counts, chosen)
-    parts = split_sources(chosen, units, recipe)
+    parts = split_sources(chosen, recipe)
     info |= report.summarize(files, counts, chosen, parts, recipe)
+    report.write_dropped(chosen)
+    report.write_report(info, chosen)
+    return chosen, parts
 
-    # Tokenize.
-    if recipe.kind == "text" and tokenizer is None:
-        texts = training_texts(parts, chosen, TOKENIZER_BYTES, recipe, work)
-        tokenizer = train(texts, config["vocab_size"], "bpe", config["pattern"])
-        if config["tokenizer_dir"]:
-            tokenizer.save(config["tokenizer_dir"])
-            info["tokenizer"] = tokenizer.fingerprint()
-        tokenizer.save(out)
-    if tokenizer:
-        tokenize_units(units, tokenizer, recipe.kind, n_workers, work)
-    if recipe.kind == "text":
-        splits = write_splits(parts, chosen, recipe, tokenizer, work)
-    else:
-        splits = write_rows(parts, chosen, tokenizer, work)
 
-    for file in files:
-        made = Path(file.path).is_relative_to(work)
-        if not file.problem and not made and not file.is_unchanged():
-            raise UserError(f"prepare: {file.name} changed while it was read; run again")
-    report.write_dropped(chosen, units, out)
-    report.write_report(info, chosen, units, work)
-    inputs.add_digests(info["inputs"], files, counts.digests)
-    info["inputs"] = inputs.write(info["inputs"], out)
-    if recipe.kind == "text":
-        weights = {source.name: source.weight for source in recipe.sources if source.weight}
-        ids = tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint()
-        manifest = write_manifest(out, *ids, splits, info, weights)
-        if config["pack"]:
-            pack_documents(out, config["pack"])
-        return manifest
-    manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": splits, "info": info}
-    if tokenizer:
-        manifest["tokenizer_fingerprint"] = tokenizer.chat_fingerprint()
-        manifest["vocab_size"] = tokenizer.vocab_size
-    write_record(out / "manifest.json", manifest)
-    return manifest
+def train_tokenizer(
+    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, config: dict
+) -> Tokenizer:
+    """Train a tokenizer on the documents of train. Save it in work/out and in tokenizer_dir."""
+    texts = training_texts(parts, chosen, TOKENIZER_BYTES, recipe)
+    tokenizer = train(texts, config["vocab_size"], "bpe", config["pattern"])
+    for directory in filter(None, (config["tokenizer_dir"], chosen.work / "out")):
+        tokenizer.save(directory)
+    return tokenizer
 
 
 def inspect_units(units: list[Unit], recipe: Recipe, n_workers: int, work: Path) -> Counts:
     """Read, clean and filter all units, and return their counts, added up in their order."""
     inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
-    results, n_documents = [Counts()] * len(units), 0
-    for number, counts in run(inspect, units, n_workers, "read", work):
-        results[number] = counts
+    total, n_documents = Counts(), 0
+    for counts in run(inspect, units, n_workers, "read", work):
+        total.add(counts)
         n_documents += counts.passed.total()
         if recipe.near > 0:
             dedup.check_number(n_documents)
-    total = Counts()
-    for counts in results:
-        total.add(counts)
     return total
 
 
 def tokenize_units(
     units: list[Unit], tokenizer: Tokenizer, kind: str, n_workers: int, work: Path
 ) -> None:
-    """Write the ids of all documents that are kept. The workers load the tokenizer from work/out."""
+    """Write the ids of the documents that are kept. Workers load the tokenizer from work/out."""
     tokenize = partial(
         tokenize_unit,
         dtype=token_dtype(tokenizer.vocab_size).str,
@@ -223,7 +225,7 @@ def save_evals(recipe: Recipe, work: Path) -> dict:
         return {}
     evals = Evals.from_files(readers.find_files(recipe.evaluation_files))
     evals.save(work / "evals.npz")
-    return {"decontaminate": {"items": evals.n_items, "unprotected": len(evals.unprotected)}}
+    return {"decontaminate": {"items": evals.n_items, "unprotected": evals.n_unprotected}}
 
 
 def read_inputs(recipe: Recipe, config: dict, work: Path) -> tuple[list[Input], list[dict], Counts]:
@@ -261,7 +263,7 @@ def main(config: dict) -> int:
         report.print_splits(prepared_dir.read_prepared(Path(config["verify"]), every_byte=True))
         print(f"prepare: {config['verify']} is as it was written")
         return 0
-    start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
+    recipe, out_dir = check_config(config), Path(config["out_dir"])
     out_dir = out_dir.resolve() if out_dir.is_symlink() else out_dir  # replace what a link leads to
     # The date that a template writes may be recorded by an unfinished run, or by a finished one.
     dated = (work_path(out_dir) / "out", out_dir)
@@ -272,37 +274,39 @@ def main(config: dict) -> int:
     if config["show"]:
         return show_first(config, recipe, tokenizer)
     with work_dir(out_dir) as work:
-        files, answers, lost = read_inputs(recipe, config, work)
-        try:
-            manifest = prepared_dir.read_prepared(out_dir)
-            before = manifest.get("info", {})
-            before_files = inputs.read(out_dir) if before.get("prepare") == VERSION else []
-        except prepared_dir.DAMAGED:
-            manifest, before, before_files = {}, {}, []
-        by = "none"
-        if recipe.kind == "text":
-            by = f"trained, bpe {config['vocab_size']} {config['pattern']}"
-        info = {
-            "prepare": VERSION,
-            "recipe": recipe.settings() | {key: config[key] for key in ("pack", "pair_by")},
-            "tokenizer": tokenizer.chat_fingerprint() if tokenizer else by,
-            "inputs": inputs.describe(files, before_files),
-        }
-        if answers:
-            info["answers"] = answers
-        why = prepared_dir.what_changed(info, before, before_files)
-        if why:
-            prepared_dir.check_replaceable(
-                out_dir, config["overwrite"], why if before else "", work
-            )
-            if out_dir.exists():
-                print(f"prepare: {out_dir} is made anew: {why}")
-            manifest = build(files, recipe, tokenizer, work, config, info, lost)
-            again = config | {"overwrite": False}  # to run it again must not delete anything
-            command = f"python prepare.py {out_dir}/config.py"
-            write_config(again, str(work / "out" / "config.py"), command=command)
-            prepared_dir.publish(work, out_dir)
-            report.print_report(manifest, time.perf_counter() - start)
+        return make_out_dir(config, recipe, tokenizer, out_dir, work)
+
+
+def make_out_dir(
+    config: dict, recipe: Recipe, tokenizer: Tokenizer | None, out_dir: Path, work: Path
+) -> int:
+    """Make out_dir in `work`, unless it is up to date. Return the exit status."""
+    start = time.perf_counter()
+    files, answers, lost = read_inputs(recipe, config, work)
+    manifest, before_files = prepared_dir.read_earlier(out_dir, VERSION)
+    before, by = manifest.get("info", {}), "none"
+    if recipe.kind == "text":
+        by = f"trained, bpe {config['vocab_size']} {config['pattern']}"
+    info = {
+        "prepare": VERSION,
+        "recipe": recipe.settings() | {key: config[key] for key in ("pack", "pair_by")},
+        "tokenizer": tokenizer.chat_fingerprint() if tokenizer else by,
+        "inputs": inputs.describe(files, before_files),
+    }
+    if answers:
+        info["answers"] = answers
+    why = prepared_dir.what_changed(info, before, before_files)
+    if why:
+        differs = why if before else ""
+        prepared_dir.check_replaceable(out_dir, config["overwrite"], differs, work)
+        if out_dir.exists():
+            print(f"prepare: {out_dir} is made anew: {why}")
+        manifest = build(files, recipe, tokenizer, work, config, info, lost)
+        again = config | {"overwrite": False}  # to run it again must not delete anything
+        command = f"python prepare.py {out_dir}/config.py"
+        write_config(again, str(work / "out" / "config.py"), command=command)
+        prepared_dir.publish(work, out_dir)
+        report.print_report(manifest, time.perf_counter() - start)
     print(f"prepare: {out_dir} is {'done' if why else 'up to date'}")
     return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
 

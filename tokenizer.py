@@ -407,23 +407,19 @@ if __name__ == "__main__":
     import time
 
     from configurator import configure
-    from groundup.files.text_mix import first_texts, parts_of, texts_by_weight
-    from groundup.files.text_sample import sampled_texts, size_of
+    from groundup.files import text_mix
+    from groundup.files.readers import Report
     from groundup.tokens.training import extended, measure, train
 
     SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on
 
     configure(globals())
     started = time.perf_counter()
-    parts = parts_of(input)
+    parts = text_mix.parts_of(input)
     if not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES")
     check_no_owner(out_dir)
-    weighted = any(part.weight for part in parts)
-    if not weighted and size_of(parts) > max_mb * 1_000_000:
-        texts = sampled_texts(parts, text_key, max_mb)
-    else:
-        texts = texts_by_weight(parts, text_key, max_mb)
+    texts = text_mix.texts_of(parts, text_key, max_mb)
     if extend:
         old = Tokenizer.load(extend)
         if pattern != "qwen" or backend not in ("bpe", old.backend):
@@ -439,5 +435,6 @@ if __name__ == "__main__":
     print(f"in {seconds:.1f} s, {out_dir}: {kind}, {tokenizer.fingerprint()[:16]}")
     for part in parts:
         if part.files != ["-"]:  # standard input cannot be read again
-            texts = first_texts(part, text_key, SHOWN_MB)
-            print(f"{part.name}: {measure(tokenizer, texts)}")
+            texts = text_mix.read(part, text_key, Report())
+            shown = text_mix.first_of(texts, SHOWN_MB * 1_000_000)
+            print(f"{part.name}: {measure(tokenizer, shown)}")

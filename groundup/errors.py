@@ -162,6 +162,12 @@ def naming(path: str | Path) -> Iterator[None]:
         raise
 
 
+def discard_stdout() -> None:
+    """Send what is still printed nowhere, once nobody reads it."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 def flush_output() -> None:
     # At the exit, before Python does it, where a failure would be a traceback.
     try:

@@ -1,11 +1,15 @@
 """What holds for all tests."""
 
+import functools
 import gc
+import importlib.metadata
 import os
 import signal
 
 import forks
 import pytest
+
+from groundup.demo import debug_data
 
 # float32 products on a GPU are exact, in what the tests start too: they are compared with a CPU's.
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
@@ -14,8 +18,11 @@ os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 os.fsync = lambda fd: os.fstat(fd) and None
 # A saver's thread of low priority would wait for seconds beside another worker's tests.
 os.setpriority = lambda *_: None
+# Each run writes down the versions of seven packages, and reads their descriptions for it.
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 forks.spawn_forks()
+debug_data.subprocess = forks  # prepare.py makes the debug data for each folder
 
 gc.disable()  # until all files are imported: that leaves no garbage
 
@@ -23,8 +30,8 @@ gc.disable()  # until all files are imported: that leaves no garbage
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = "pretrain_ranks rl golden ddp_step pretrain plan readme sft stopping ddp prepare bench saver powersgd dpo "
-LONGEST += "fsdp gpu_check reward engine tokenizer sample startup checkpoint curves self_instruct interop"
+LONGEST = "rl ddp_step pretrain_ranks golden sft pretrain engine ddp stopping prepare powersgd dpo saver sample "
+LONGEST += "interop readme reward startup fsdp plan python_talks tokenizer bench repo curves cross_entropy templates"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

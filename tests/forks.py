@@ -15,6 +15,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import multiprocessing.util
 import os
@@ -291,8 +292,10 @@ if __name__ == "__main__":
     sys.path.insert(1, str(ROOT))
     os.fsync = lambda fd: os.fstat(fd) and None  # as in conftest.py
     os.setpriority = lambda *_: None
+    importlib.metadata.version = functools.cache(importlib.metadata.version)
     for name in (*STAGES, *LATE):
         importlib.import_module(name)
+    importlib.import_module("groundup.train.device").versions()
     del sys.path[1]
     weakref.finalize._registry.clear()  # what the imports would tidy up in the end, each time
     gc.collect()

@@ -270,7 +270,7 @@ def test_a_server_that_is_gone(page, answers):
 @pytest.mark.parametrize("random, button, want", [(0.9, 0, "tiny"), (0.1, 0, "other1"), (0.9, 2, "other1")])
 def test_two_models_are_compared_blind(page, server, monkeypatch, random, button, want):
     """Real models, whose answers are taken for finished: random ones do not end."""
-    monkeypatch.setattr("groundup.files.usable.is_unfinished", lambda *_: False)
+    monkeypatch.setattr("groundup.files.turns.is_unfinished", lambda *_: False)
     page.js(f"Math.random = () => {random}")
     page.click("#compare")
     page.js("settings.system = 'Be 好.'")

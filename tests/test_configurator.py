@@ -301,13 +301,16 @@ def test_unreadable_files(tmp_path, override):
     assert mistake([missing]).startswith(
         f"config: cannot read {missing!r}: No such file or directory"
     )
-    assert mistake([str(tmp_path)]).startswith(
-        f"config: cannot read {str(tmp_path)!r}: Is a directory"
-    )
+    (tmp_path / "made.py").mkdir()
+    assert "Is a directory" in mistake([str(tmp_path / "made.py")])
     (tmp_path / "gbk.py").write_bytes("prompt = '从前'\n".encode("gbk"))
     assert "it is not UTF-8 text" in mistake([str(tmp_path / "gbk.py")])
     assert "settings are written --key=value" in mistake(["max_steps=5"])
-    assert "cannot read ''" in mistake([""])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n', encoding="utf-8")  # valid Python
+    for path in (str(rows), str(tmp_path), ""):
+        said = mistake([path])
+        assert said.startswith(f"config: cannot use {path!r}: an override file ends in .py")
 
 
 @pytest.mark.parametrize(

@@ -307,8 +307,8 @@ def check_zero1_equals_plain(world: ranks.World) -> None:
     """Weights and moments, in float64 to its rounding; in float32 weights and norms, with clipping
     and a step that all skip although only the first or the last rank's shard holds the infinity.
     """
-    cases = ("muon", 0), ("adamw", 0), ("adamw", -1)
-    for kind, element in cases if world.world_size > 1 else cases[:1]:
+    cases = {1: [("muon", 0)], 2: [("muon", 0), ("adamw", 0), ("adamw", -1)]}
+    for kind, element in cases.get(world.world_size, [("muon", 0), ("adamw", -1)]):
         if element == 0:
             # Without clipping: the norm, and so the coefficient, is float32, whose last bit depends
             # on the shards
@@ -347,7 +347,7 @@ def check_zero1_equals_torch(world: ranks.World) -> None:
             {"params": vectors, "weight_decay": 0.0},
         ]
         sharded = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95))
-        for step in range(10):
+        for step in range(5):
             mean_loss(world, parallel.model, step).backward()
             sharded.zero_grad()
             mean_loss(world, theirs, step).backward()
@@ -363,7 +363,7 @@ def check_state_moves_between_world_sizes(world: ranks.World) -> None:
     the reverse.
     """
     one = ranks.World(rank=0, local_rank=0, world_size=1)
-    for kind in ("adamw", "muon"):
+    for kind in ("adamw", "muon") if world.world_size < 4 else ("muon",):
         run = functools.partial(train, kind=kind, clip=0.0, dtype=torch.float64)
         half = run(world, 2, zero1=True)
         with mock.patch.object(
@@ -454,6 +454,7 @@ def mean_grads(world: ranks.World, **options: object) -> dict[str, Tensor]:
 
 def check_narrow_wire(world: ranks.World) -> None:
     """The mean to the wire's rounding, equal on all ranks and to torch's compression hooks."""
+    plain = train(world, 4)
     for wire, tolerance, torchs in (
         ("fp16", 5e-4, default_hooks.fp16_compress_hook),
         ("bf16", 4e-3 * world.world_size**0.5, default_hooks.bf16_compress_hook),
@@ -471,9 +472,9 @@ def check_narrow_wire(world: ranks.World) -> None:
             # float16's normal numbers
             bitwise = world.world_size == 2 and wire == "bf16"
             assert_close(got, named_grads(theirs.module), 0.0 if bitwise else tolerance)
-        narrow = train(world, 6, hook=ddp.Average(wire), zero1=True)
-        assert_agree(narrow, train(world, 6, hook=ddp.Average(wire)), 1e-2, "weight$")
-        assert_agree(narrow, train(world, 6), 1e-2, "weight$")
+        narrow = train(world, 4, hook=ddp.Average(wire), zero1=True)
+        assert_agree(narrow, train(world, 4, hook=ddp.Average(wire)), 1e-2, "weight$")
+        assert_agree(narrow, plain, 1e-2, "weight$")
 
 
 def summing(bucket: ddp.Bucket, goes_on: bool = False) -> Iterator:

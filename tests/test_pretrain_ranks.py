@@ -22,6 +22,7 @@ import torch
 from jobs import STOP, run_on_ranks
 from saved import load_train_state
 
+import ddp
 from groundup.tokens.batches import Batches
 from groundup.tokens.packing import pack
 from groundup.train import huggingface
@@ -30,9 +31,9 @@ from tokenizer import Tokenizer
 data_dir, run, mixed = tp.data_dir, tp.run, tp.mixed
 pytestmark = pytest.mark.dist
 
-STEPS = 7
+STEPS = 6
 COMMON = ["--n_layer=3", "--dropout=0.1", f"--max_steps={STEPS}", "--save_every=3"]  # 5 buckets, see jobs.py
-COMMON += ["--eval_every=4", "--timeout_s=200", "--peak_tflops=1", "--warmup_steps=2"]
+COMMON += ["--eval_every=4", "--eval_steps=1", "--timeout_s=200", "--peak_tflops=1", "--warmup_steps=2"]
 OPTIONS = {  # a run is named by the number of its ranks and these words; Muon unless AdamW is said
     "half": ["--dtype=float16", "--batch_size=1", "--grad_clip=0.5"],  # a GradScaler; 2 micro-steps
     "float": ["--dtype=float32", "--batch_size=2", "--grad_clip=0"],
@@ -47,7 +48,7 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "recompute": ["--activation_checkpointing=True"],
     "still": ["--dropout=0"],  # compiled, dropout draws other numbers
     "compiled": ["--compile=True"],
-    "long": ["--max_steps=30", "--save_every=5"],
+    "long": ["--max_steps=20", "--save_every=5"],
     "fsdp": ["--parallel=fsdp", "--optimizer=adamw"],
     "tree": ["--reproducible=True", "--dtype=bfloat16", "--batch_size=1", "--total_batch_tokens=256"],
     "clipped": ["--grad_clip=0.1", "--activation_checkpointing=True", "--tie_embeddings=False"],
@@ -56,16 +57,16 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "packed": ["--dtype=float32", "--dropout=0", "--pack=True", "--total_batch_tokens=256"],
 }
 CASES = [
-    "2 half zero1 forward bf16", "2 half powersgd forward", "2 float backward", "2 float backward zero1 fp16",
-    "2 float zero1 forward recompute", "2 spread powersgd", "2 spread adamw", "4 spread zero1", "4 spread clipped fsdp",
-    "2 tree clipped",
+    "2 half zero1 forward bf16", "2 half powersgd forward", "2 float backward zero1 fp16", "2 spread adamw",
+    "4 spread zero1", "4 spread clipped fsdp", "2 tree clipped",
 ]  # fmt: skip
 STRAIGHT_ONLY = [
     "2 half", "2 half powersgd", "2 float", "2 float zero1", "2 float zero1 forward long", "2 packed",
-    "4 spread clipped adamw", "2 brain adamw", "2 brain fsdp",
+    "4 spread clipped adamw", "2 brain adamw", "2 brain fsdp", "2 float backward", "2 float zero1 forward recompute",
+    "2 spread powersgd",
 ]  # fmt: skip
 MOVES = [  # new run, and the interrupted one that it continues
-    "2 spread zero1 from 4 spread zero1", "1 spread from 4 spread zero1", "2 spread zero1 adamw from 2 spread adamw",
+    "1 spread from 4 spread zero1", "2 spread zero1 adamw from 2 spread adamw",
     "4 spread powersgd from 2 spread powersgd", "1 spread powersgd from 2 spread powersgd",
     "2 spread clipped fsdp from 4 spread clipped fsdp", "1 spread clipped adamw from 4 spread clipped fsdp",
     "4 spread fsdp from 2 spread adamw",
@@ -108,7 +109,7 @@ def runs(tmp_path_factory, data_dir, mixed) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     tp.write_documents(data_dir.with_name("packed"), mixed, shortest=18, longest=40)
     pack(data_dir.with_name("packed"), 32, seed=1)
-    run_all(folder, data_dir, straight=CASES + STRAIGHT_ONLY, stopped=CASES, resumed=[])
+    run_all(folder, data_dir, straight=CASES + STRAIGHT_ONLY, stopped=[*CASES, "2 spread powersgd"], resumed=[])
     for name in MOVES:
         source = folder / "broken" / name.partition(" from ")[2]
         shutil.copytree(source, folder / "broken" / name, symlinks=True)
@@ -135,7 +136,7 @@ def assert_same_ranks(a: Path, b: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupted_run_ends_like_a_straight_one(runs, name):
     """SIGTERM to one rank after step 5; other processes go on from there."""
-    assert [event["step"] for event in tp.events(runs / "broken" / name, "save")] == [3, STOP, 6, STEPS]
+    assert [event["step"] for event in tp.events(runs / "broken" / name, "save")] == [3, STOP, STEPS]
     assert_same_ranks(runs / "straight" / name, runs / "broken" / name)
 
 
@@ -229,8 +230,9 @@ def test_compiled_runs_train_like_eager_ones_and_resume_to_the_bit(tmp_path, dat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MOVES if "tree" in name])
-def test_reproducible_runs_have_the_same_bits_on_any_number_of_ranks(runs, run, data_dir, name):
+def test_reproducible_runs_have_the_same_bits_on_any_number_of_ranks(runs, run, data_dir, name, monkeypatch):
     """Begun on two ranks, interrupted, continued on four or one: with dropout, clipping, Muon and bfloat16."""
+    monkeypatch.setattr(ddp, "MIB", 10_000)  # the norm is added up by buckets: those of jobs.py
     moved = runs / "broken" / name
     if name.startswith("1 "):
         assert run(*all_flags(moved, data_dir)) == 0

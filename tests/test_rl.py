@@ -433,7 +433,7 @@ def test_rewards_rise(run, base, tmp_path, flags):
 
 @pytest.mark.slow
 def test_the_kl_coefficient_holds_the_policy_near_the_reference(run, tmp_path):
-    common = ["--max_steps=12", "--prompts_per_step=8", "--eval_every=12"]
+    common = ["--max_steps=12", "--prompts_per_step=8", "--eval_every=12", "--eval_prompts=1"]
     for coef in (1e-6, 1.0):
         assert run(*common, f"--kl_coef={coef}", f"--out_dir={tmp_path / str(coef)}") == 0
     free, held = (column(tmp_path / name, "train", "kl_answer")[-1] for name in ("1e-06", "1.0"))
@@ -502,7 +502,8 @@ def test_half_precision_trains(run, tmp_path):
     for kind in ("bfloat16", "float16"):
         flags = [
             f"--dtype={kind}",
-            "--max_steps=2",
+            "--max_steps=1",
+            "--eval_prompts=1",
             "--algorithm=ppo",
             f"--out_dir={tmp_path / kind}",
         ]

@@ -1,14 +1,10 @@
 """sft.py as users run it: the loss of transformers, on any number of ranks, and exact resume."""
 
 import json
-import os
-import random
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -396,33 +392,6 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags):
     )
     assert run(*common, f"--out_dir={left}", "--resume=must") == 0
     assert_same_run(straight, left)
-
-
-@pytest.mark.slow
-def test_a_killed_run_continues_to_the_bit(base, tmp_path):
-    """kill -9 at a random moment after the first save."""
-    common = ["--trainable=embed,lm_head,lora", "--dropout=0.1"]
-    common += ["--max_steps=12", "--save_every=3", "--eval_every=6"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(out: Path) -> subprocess.Popen:
-        command = [sys.executable, str(ROOT / "sft.py"), *flags_of(base, out, *common)]
-        return forks.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    tp.finish(start(straight))
-    process = start(killed)
-    while process.poll() is None and not (killed / "latest").exists():
-        time.sleep(0.01)
-    time.sleep(random.Random(0).random() * 0.2)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -9
-    output = tp.finish(start(killed))
-    assert "continuing" in output
-    assert_same_run(straight, killed)
 
 
 def test_a_file_of_rows_and_prepared_tokens_give_the_same_run(base, tmp_path, run):

@@ -13,6 +13,7 @@ import json
 import random
 import re
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -21,7 +22,7 @@ from configurator import configure
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "data/demo_tools"  # where the three files go
-n_examples = 300  # conversations with a call
+n_examples = 3000  # conversations with a call
 n_questions = 4000  # to draw answers to
 n_held_out = 400  # to draw answers to in evaluations
 seed = 1337  # which numbers are asked for
@@ -33,6 +34,16 @@ ANSWERS = {"en": "The sum is {}.", "zh": "和是{}。"}
 def correct(prompt: list[dict], answer: str, row: dict) -> float:
     """1 if the last number of the answer is the sum, else 0. row: of `conversation`."""
     return float(re.findall(r"\d+", answer)[-1:] == [row["sum"]])
+
+
+def copied(prompt: list[dict], answer: str, row: dict) -> float:
+    """The share of digits that are copied right: from the question to the call, and from the result to the answer."""
+    if prompt[-1]["role"] != "tool":
+        return 0.0
+    texts = [message["content"] for message in prompt[-3:]] + [answer]  # question, call, result, answer
+    question, call, result, said = (re.findall(r"\d", text) for text in texts)
+    pairs = [*zip_longest(question, call), *zip_longest(result, said)]
+    return sum(one == other for one, other in pairs) / len(pairs)
 
 
 def conversation(a: int, b: int, language: str, answered: bool) -> dict:

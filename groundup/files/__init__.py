@@ -3,10 +3,9 @@
 In: raw files (text, JSON, CSV, parquet, compressed). Out: documents, conversations and preference
 pairs, and in which split each belongs. Read paths and readers, then streams (bytes), encodings,
 records and parquet (containers) for how files are taken apart; row_formats, turns and text_keys for
-what a row means; usable for whether it can be trained on; splits; text_mix and text_sample;
-answer_files (what sample.py writes). untrusted reads what belongs to a checkpoint from elsewhere.
-disk has what a file
-system may refuse: locks, links, removals.
+what a row means and whether it can be trained on; splits; text_mix (for tokenizers); answer_files
+(what sample.py writes). untrusted reads what belongs to a checkpoint from elsewhere. disk has what
+a file system may refuse: locks, links, removals.
 """
 
 # How tools stand in a system message: turns writes them so, tokens/templates.py reads them.

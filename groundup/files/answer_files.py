@@ -20,23 +20,16 @@ import re
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files import readers, records, row_formats, usable
+from groundup.files import readers, records, row_formats, turns
+from groundup.files.turns import BadRow
 from groundup.files.untrusted import read_json
 
 SUFFIX = ".config.json"  # behind the name of a file of answers
 HINT = "sample.py writes it beside its answers, keep the two together"
 
 
-class NoPair(Exception):
-    """Why a line gives no pair: NoPair(reason to count it under, detail for people)."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason)
-        self.detail = detail or reason
-
-
-class BadLine(NoPair):
-    """Why a line is not one of answers."""
+class NoPair(BadRow):
+    """Why a line that can be read gives no pair."""
 
 
 def settings_path(path: str | Path) -> Path:
@@ -110,16 +103,16 @@ def is_answers(path: str) -> bool:
 
 
 def row_of(record: records.Record) -> dict:
-    """Return a line with a list of answers. Raise BadLine."""
+    """Return a line with a list of answers. Raise BadRow."""
     if record.problem:
-        raise BadLine(record.problem)
+        raise BadRow(record.problem)
     listed = record.value.get("completions") if isinstance(record.value, dict) else None
     if not isinstance(listed, list):
-        raise BadLine("no list of completions")
+        raise BadRow("no list of completions")
     if not all(
         isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed
     ):
-        raise BadLine("a completion without a text")
+        raise BadRow("a completion without a text")
     return record.value
 
 
@@ -139,7 +132,7 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     """Return (the messages that the model answers, the data set's own answer or "").
 
     The row has any format of row_formats, so the messages are those before the answer that training
-    reads in it. Raise NoPair, BadLine."""
+    reads in it. Raise NoPair, BadRow."""
     if continued_text(row, settings.get("chat", True)) is not None:
         raise NoPair("a text that was continued, not a question that was answered")
     messages, problem = row_formats.messages_of(row)
@@ -149,14 +142,14 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     if problem and alone:
         messages, problem = row_formats.question_of(row)
     if problem:
-        raise BadLine("messages that are not understood", problem)
+        raise BadRow("messages that are not understood", problem)
     own = messages.pop() if messages[-1]["role"] == "assistant" else {"content": ""}
-    if usable.is_bad(row) or not usable.is_learned(own):
+    if turns.is_bad(row) or not turns.is_learned(own):
         own = {"content": ""}  # a bad answer is none to learn from
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise NoPair("no question before the answer")
-    if problem := usable.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
-        raise BadLine("messages that are not understood", problem)
+    if problem := turns.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
+        raise BadRow("messages that are not understood", problem)
     system = settings.get("system")
     if system and messages[0]["role"] != "system":  # which sample.py put in front
         messages = [{"role": "system", "content": system}, *messages]

@@ -17,25 +17,23 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from groundup.files import turns
-from groundup.files.text_keys import (
-    THREADS,
-    BadRow,
-    as_score,
-    keys_of,
-    listed,
-    parse_text_key,
-    text,
-    unpacked,
-)
-from groundup.files.turns import message, read_turns, turns_at, with_system
-from groundup.files.usable import (
+from groundup.files.text_keys import THREADS, as_score, parse_text_key, text
+from groundup.files.turns import (
     KTO_LABELS,
     ROW_WEIGHTS,
+    BadRow,
     Pair,
     are_equal,
     is_blank,
     is_learned,
+    keys_of,
     label_of,
+    listed,
+    message,
+    read_turns,
+    turns_at,
+    unpacked,
+    with_system,
 )
 
 

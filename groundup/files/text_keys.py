@@ -4,20 +4,16 @@ Of conversations and pairs it gives the names that row_formats.py knows to other
 question=ask,answer=a.b, and likewise to the keys and roles of turns.
 """
 
-import json
 import re
 from functools import lru_cache
 from typing import NamedTuple
 
 from groundup.errors import UserError
+from groundup.files.turns import BadRow, keys_of, listed
 
 THREADS = ("messages", "conversations", "conversation", "thread")  # keys of lists of turns
 OF_TURNS = ("role", "content")  # names that mean keys of turns
 OF_ROLES = ("system", "user", "assistant", "tool")  # names that mean roles of turns
-
-
-class BadRow(Exception):
-    """A row that cannot be used, and why."""
 
 
 class Name(NamedTuple):
@@ -124,33 +120,6 @@ def value_at(value: object, path: tuple[str, ...]) -> object:
     return value_at(value.get(path[0]), path[1:]) if isinstance(value, dict) else None
 
 
-def unpacked(value: object) -> object:
-    """Parse JSON that is stored as a string; return any other value unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def listed(value: object) -> list[dict] | None:
-    """Return a list of objects that may be stored as JSON, or as lists of equal lengths by key.
-
-    The last is how Hugging Face's Sequence comes in parquet. None if it is none of these."""
-    if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
-        return None
-    found = unpacked(value)
-    if isinstance(found, dict) and found and all(isinstance(one, list) for one in found.values()):
-        lengths = {len(one) for one in found.values()}
-        if len(lengths) == 1:
-            columns = zip(*found.values(), strict=True)
-            found = [dict(zip(found, values, strict=True)) for values in columns]
-    if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
-        return found
-    return None
-
-
 def columns_of(text_key: str) -> list[str] | None:
     """Return the columns of a table that text_key needs; None = it may need any.
 
@@ -158,10 +127,6 @@ def columns_of(text_key: str) -> list[str] | None:
     if not text_key:
         return None
     return list(dict.fromkeys(name.path[0] for name in parse_text_key(text_key)))
-
-
-def keys_of(row: dict) -> str:
-    return f"keys {', '.join(map(str, row))}"[:200] if row else "no keys"
 
 
 def as_score(row: object, key: str) -> float:

@@ -1,8 +1,9 @@
-"""The texts that a tokenizer is trained on.
+"""The texts that a tokenizer is trained on, up to a limit.
 
-They are documents of several inputs, mixed by their weights, up to a limit."""
+They are documents of several inputs: mixed by weights, or the same share of each file."""
 
 import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -10,8 +11,9 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from groundup.errors import UserError
+from groundup.files import readers
 from groundup.files.paths import split_names, split_weight
-from groundup.files.readers import Report, find_files, read_documents
+from groundup.files.readers import Report, find_files
 from groundup.files.untrusted import scrub
 
 MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges
@@ -45,54 +47,80 @@ def parts_of(spec: str) -> list[Part]:
     return [part for part, _ in parts]
 
 
-def read_texts(part: Part, text_key: str, report: Report) -> Iterator[str]:
-    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
-        for path in part.files:
-            for document in read_documents(path, text_key, report=report):
-                yield document.value
-                progress.update(len(document.value.encode()))
+def texts_of(parts: list[Part], text_key: str, max_mb: float) -> Iterator[str]:
+    """Yield documents of all parts, about max_mb megabytes together.
 
-
-def first_texts(part: Part, text_key: str, max_mb: int) -> Iterator[str]:
-    """Yield the documents of one part, up to max_mb."""
-    n_bytes = 0
-    for text in read_texts(part, text_key, Report()):
-        if n_bytes >= max_mb * 1_000_000:
-            return
-        yield text
-        n_bytes += len(text.encode())
-
-
-def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[str]:
-    """Yield the documents of all parts, up to max_mb.
-
-    They come by turns if the parts have weights, else one part after the other. Print
-    what is not read and what could not be read."""
-    report, n_bytes = Report(), 0
-    streams = [read_texts(part, text_key, report) for part in parts]
+    They come by turns if the parts have weights. Else they are one file after the other; of files
+    that are larger than max_mb, the same share of each. Print what each part gave where it is not
+    everything, and what could not be read."""
+    report, most, size = Report(), max_mb * 1_000_000, size_of(parts)
     try:
-        if all(part.weight for part in parts):
-            weighted = zip(parts, streams, strict=True)
+        if any(part.weight for part in parts):
             sources = [
-                (f"{part.name}, weight {part.weight:g}", texts, part.weight)
-                for part, texts in weighted
+                (f"{part.name}, weight {part.weight:g}", read(part, text_key, report), part.weight)
+                for part in parts
             ]
-            yield from mix_texts(sources, max_mb * 1_000_000)
-            return
-        for text in itertools.chain(*streams):
-            if n_bytes >= max_mb * 1_000_000:
-                print(
-                    f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; "
-                    "max_mb sets this"
-                )
-                return
-            yield text
-            n_bytes += len(text.encode())
+            yield from mix_texts(sources, most)
+        elif size > most:
+            for part in parts:
+                yield from sampled(part, text_key, most / size, report)
+        else:
+            texts = itertools.chain(*(read(part, text_key, report) for part in parts))
+            note = f"the first {max_mb:g} MB are read, no more; max_mb sets this"
+            yield from first_of(texts, most, f"tokenizer: {note}")
     finally:  # also where a limit ends it
         for path, line, _, why in report.places[:10]:
             print(f"tokenizer: {path}:{line}: {why}")
         if report.problems:
             print(f"tokenizer: {report.problems.total()} documents could not be read")
+
+
+def size_of(parts: list[Part]) -> int:
+    """Return the bytes of all files, 0 if that cannot be known: of standard input."""
+    files = [file for part in parts for file in part.files]
+    return 0 if "-" in files else sum(map(os.path.getsize, files))
+
+
+def read(part: Part, text_key: str, report: Report, share: float = 0.0) -> Iterator[str]:
+    """Yield the documents of a part of `input`, with a progress bar.
+
+    share: of each unit of a file (see `readers.work_units`) only this much, from its beginning"""
+    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
+        for path in part.files:
+            units = readers.work_units(path) if share else [(0, None)]
+            for begin, end in units:
+                documents = readers.read_documents(
+                    path, text_key, begin=begin, end=end, report=report
+                )
+                texts = (document.value for document in documents)
+                if share:
+                    texts = first_of(texts, share * os.path.getsize(path) / len(units))
+                for text in texts:
+                    yield text
+                    progress.update(len(text.encode()))
+
+
+def sampled(part: Part, text_key: str, share: float, report: Report) -> Iterator[str]:
+    """Yield a share of each file of a part. Print how much that was."""
+    n_bytes = 0
+    for text in read(part, text_key, report, share):
+        n_bytes += len(text.encode())
+        yield text
+    print(f"tokenizer: {part.name}: {n_bytes / 1e6:.2f} MB, a sample of all its files")
+
+
+def first_of(texts: Iterable[str], most: float, note: str = "") -> Iterator[str]:
+    """Yield texts up to about `most` bytes, the last one cut there.
+
+    note: printed if there are more"""
+    left = most
+    for text in texts:
+        if left <= 0:
+            print(note, end="\n" if note else "")
+            return
+        size = len(text.encode())
+        yield text if size <= left else text[: int(len(text) * left / size) + 1]
+        left -= size
 
 
 def mix_texts(sources: list[tuple[str, Iterable[str], float]], max_bytes: int) -> Iterator[str]:

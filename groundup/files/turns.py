@@ -1,4 +1,5 @@
 """Turns: messages of every published form become {"role", "content"}, with text as content.
+And whether the conversations and preference pairs made of them can be trained on.
 
 Roles are system, user, assistant and tool. What is more than text becomes text as in Qwen's
 models: calls are <tool_call> lines, thoughts stand within <think>, tools stand in the system
@@ -11,14 +12,74 @@ message. Beside role and content a message may have
 A turn that cannot be used raises BadRow.
 """
 
+import itertools
 import json
+import math
 import re
+import unicodedata
 from collections import Counter
 from typing import NamedTuple
 
 from groundup.files import TOOLS_HEAD, TOOLS_TAIL
-from groundup.files.text_keys import BadRow, keys_of, listed, unpacked
-from groundup.files.usable import WEIGHTS, is_learned
+
+
+class BadRow(Exception):
+    """Why a row cannot be used: BadRow(reason to count it under, detail for people)."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.detail = detail or reason
+
+
+class Pair(NamedTuple):
+    prompt: list[dict]  # messages up to the answer
+    chosen: str
+    rejected: str
+
+
+# ---- what a row says about learning from it --------------------------------------------------
+
+# Flags of a turn, or of a part of one, that say whether to learn from it: prepare.py's, OpenAI's
+# and axolotl's, ms-swift's, LLaMA-Factory's. 0 and false mean no; null means nothing.
+WEIGHTS = ("learn", "weight", "train", "training", "loss", "loss_scale", "loss_weight")
+ROW_WEIGHTS = ("weight", "train", "loss_scale", "loss_weight")  # evaluate.py writes a loss, too
+KTO_LABELS = ("label", "kto_tag")  # of trl, of LLaMA-Factory: whether the last answer is good
+FLAGS_OF_ROWS = {*ROW_WEIGHTS, *KTO_LABELS}
+
+
+def as_number(value: object) -> float:
+    """Return a flag as a number: 0 for no, 1 for yes, nan if it says nothing."""
+    words = {"true": 1.0, "false": 0.0}
+    if isinstance(value, str):
+        value = words.get(value.strip().lower(), value)
+    try:
+        return float("nan" if value is None else value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def is_learned(holder: dict, flags: tuple[str, ...] = WEIGHTS) -> bool:
+    """Return False if a flag of a turn, part or row says not to learn from it."""
+    found = [holder[flag] for flag in flags if flag in holder]
+    return not any(as_number(value) <= 0 for value in found)
+
+
+def label_of(row: object) -> bool | None:
+    """Return whether a row says that its last answer is a good one, None if it does not say."""
+    if not isinstance(row, dict):
+        return None
+    found = [as_number(row[key]) for key in KTO_LABELS if row.get(key) is not None]
+    return {1.0: True, 0.0: False}.get(found[0]) if found else None
+
+
+def is_bad(row: object) -> bool:
+    """Return whether a row says that its answer is bad, or not to be learned."""
+    if not isinstance(row, dict) or FLAGS_OF_ROWS.isdisjoint(row):
+        return False
+    return label_of(row) is False or not is_learned(row, ROW_WEIGHTS)
+
+
+# ---- the keys and roles of turns ---------------------------------------------------------------
 
 # Names of roles in published sets, in lower case.
 ROLES = {
@@ -50,6 +111,40 @@ SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
 TOOL_KEYS = ("tools", "functions")
 BESIDE_TURNS = {*SYSTEM_KEYS, *TOOL_KEYS, "chat_template_kwargs"}
 NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where there is none
+
+
+# ---- values of rows ---------------------------------------------------------------------------
+
+
+def unpacked(value: object) -> object:
+    """Parse JSON that is stored as a string; return any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def listed(value: object) -> list[dict] | None:
+    """Return a list of objects that may be stored as JSON, or as lists of equal lengths by key.
+
+    The last is how Hugging Face's Sequence comes in parquet. None if it is none of these."""
+    if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
+        return None
+    found = unpacked(value)
+    if isinstance(found, dict) and found and all(isinstance(one, list) for one in found.values()):
+        lengths = {len(one) for one in found.values()}
+        if len(lengths) == 1:
+            columns = zip(*found.values(), strict=True)
+            found = [dict(zip(found, values, strict=True)) for values in columns]
+    if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
+        return found
+    return None
+
+
+def keys_of(row: dict) -> str:
+    return f"keys {', '.join(map(str, row))}"[:200] if row else "no keys"
 
 
 # ---- a list of turns -------------------------------------------------------------------------
@@ -266,7 +361,6 @@ def turn_is_learned(turn: dict) -> bool:
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHT_PARTS = ("thinking", "reasoning")
-CALL_PARTS = ("tool_use", "tool_call")
 
 
 def is_text_part(part: object) -> bool:
@@ -370,6 +464,98 @@ def tools_of(row: dict) -> list:
         if found and not isinstance(found, str):
             return [without_nulls(tool) for tool in list_of(found)]
     return []
+
+
+# ---- can it be trained on? ----------------------------------------------------------------------
+
+
+def chat_problem(messages: list[dict], row: object = None) -> str:
+    """Return why a conversation cannot be trained on, one of CHAT_PROBLEMS, "" if it can.
+
+    row: that it is from, whose flags are obeyed. The assistant may speak first. A last turn that
+    is not the assistant's is no problem: see `trim_chat`.
+    """
+    if is_bad(row):
+        return "bad answer"
+    roles = [message["role"] for message in messages]
+    if any(role not in FOLLOWERS for role in roles):
+        return "unknown role"
+    if "system" in roles[1:]:
+        return "system message not first"
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        return "answer missing"
+    if not any(message.get("learn", True) for message in answers):
+        return "bad answer"
+    if any(is_blank(message["content"]) for message in answers):
+        return "empty answer"
+    for role, following in itertools.pairwise(["system", *roles]):
+        if following not in FOLLOWERS[role]:
+            if role == following:
+                return f"two {role} turns in a row"
+            return "tool turn out of place"
+    return ""
+
+
+FOLLOWERS = {  # which turns may follow one; a conversation begins as if after a system message
+    "system": ("system", "user", "assistant"),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+CHAT_PROBLEMS = (
+    "bad answer",
+    "unknown role",
+    "system message not first",
+    "answer missing",
+    "empty answer",
+    "two user turns in a row",
+    "two assistant turns in a row",
+    "tool turn out of place",
+)
+
+
+def trim_chat(messages: list[dict]) -> list[dict]:
+    """Return the messages up to the assistant's last one: what follows is never answered."""
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return messages[: last + 1]
+
+
+INVISIBLE = re.compile("[\0-\x08\x0b-\x1f\x7f\u200b-\u200d\u2060\ufeff]")
+
+
+def is_blank(text: str) -> bool:
+    """Return whether a text has nothing to see, which cleaning would leave empty."""
+    return not INVISIBLE.sub("", text).strip()
+
+
+def are_equal(*answers: str) -> bool:
+    """Return whether answers look the same, but for white space around them."""
+    shown = {unicodedata.normalize("NFC", INVISIBLE.sub("", text)).strip() for text in answers}
+    return len(shown) == 1
+
+
+def pair_problem(row: dict, pair: Pair) -> str:
+    """Return why the pair of a row cannot be trained on, "" if it can."""
+    if is_unfinished(row, pair):
+        return "unfinished answer"
+    if not is_learned(row, ROW_WEIGHTS):
+        return "bad answer"
+    return chat_problem([*pair.prompt, {"role": "assistant", "content": pair.chosen}])
+
+
+def is_unfinished(row: dict, pair: Pair) -> bool:
+    """Return whether a row says that an answer of its pair was cut off.
+
+    It says so under finish_reason, under that of a side, or under that of the answer among its
+    completions."""
+    names = ("finish_reason", "chosen_finish_reason", "rejected_finish_reason")
+    if any(row.get(name) == "length" for name in names):
+        return True
+    answers = row.get("completions")
+    answers = [one for one in answers if isinstance(one, dict)] if isinstance(answers, list) else []
+    cut = [one.get("text") for one in answers if one.get("finish_reason") == "length"]
+    return pair.chosen in cut or pair.rejected in cut
 
 
 # ---- dialogues within one text ---------------------------------------------------------------

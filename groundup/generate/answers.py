@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from groundup.errors import UserError, naming
 from groundup.files import streams
-from groundup.files.answer_files import NoPair, check_settings, continued_text, conversation_of
+from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
+from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable, loads
 from groundup.generate.completion import Result
 from groundup.generate.engine import generate_each
@@ -240,7 +241,7 @@ def asked_of(fields: dict, settings: dict) -> str | list[dict]:
     try:
         text = continued_text(fields, settings.get("chat", True))
         return conversation_of(fields, settings)[0] if text is None else text
-    except NoPair as problem:
+    except BadRow as problem:
         words = problem.detail.replace(
             "; chat is known by", "; give prompt, messages or text; a chat is known by"
         )

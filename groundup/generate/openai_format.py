@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from groundup.errors import UserError, printable
 from groundup.files.row_formats import turns_at, with_system
 from groundup.files.streams import mended
-from groundup.files.text_keys import BadRow
+from groundup.files.turns import BadRow
 from groundup.generate.completion import Request, Token, begin_prompt, begin_with
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams

@@ -11,10 +11,10 @@ import threading
 import time
 from pathlib import Path
 
-from groundup.files.answer_files import NoPair, conversation_of
+from groundup.files.answer_files import conversation_of
 from groundup.files.row_formats import pair_of
+from groundup.files.turns import BadRow, pair_problem
 from groundup.files.untrusted import loads
-from groundup.files.usable import pair_problem
 from groundup.generate.openai_format import Refused, conversation, read_object, take
 from groundup.generate.rendering import LineProcess
 
@@ -78,7 +78,7 @@ def examples(checkpoint: Path) -> list[str]:
     for line in lines[:: len(lines) // 100 + 1]:
         try:
             messages, _ = conversation_of(loads(line), {})
-        except (NoPair, ValueError):
+        except (BadRow, ValueError):
             continue
         question = messages[-1]["content"].strip()
         if len(messages) == 1 and len(question) <= MAX_EXAMPLE and question not in questions:

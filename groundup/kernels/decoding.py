@@ -20,7 +20,7 @@ from groundup.compile_c import compile_c
 from groundup.errors import say
 
 DTYPES = (torch.float32, torch.bfloat16)
-WIDTH = 32  # as in step.c
+WIDTH, GROUP = 32, 64  # as in step.c
 
 
 @functools.cache
@@ -60,12 +60,14 @@ class Int8Linear(nn.Module):
         super().__init__()
         rounded, scales = quantize(linear.weight.detach())
         self.register_buffer("rounded", rounded)  # (N, K)
-        self.register_buffer("scales", scales)  # (N, 1)
+        self.register_buffer("scales", scales)  # (N, groups)
         self.bias, self.dtype = linear.bias, linear.weight.dtype
 
     @property
     def weight(self) -> Tensor:
-        return (self.rounded * self.scales).to(self.dtype)
+        N, K = self.rounded.shape
+        scales = self.scales.repeat_interleave(GROUP, dim=1)[:, :K]
+        return (self.rounded * scales).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)"""
@@ -73,9 +75,13 @@ class Int8Linear(nn.Module):
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (int8 (N, K), scales (N, 1) float32), whose product is nearly the weight (N, K)."""
-    scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
-    return (weight / scales).round().to(torch.int8), scales
+    """Return int8 (N, K) and scales (N, groups) float32; times the scale of their group of inputs
+    they are nearly the weight (N, K)."""
+    K = weight.shape[1]
+    groups = F.pad(weight.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(dim=2, keepdim=True).clamp(min=1e-30) / 127
+    rounded = (groups / scales).round().to(torch.int8).flatten(1)
+    return rounded[:, :K].contiguous(), scales.squeeze(2)
 
 
 class NativeLinear(nn.Module):
@@ -87,14 +93,14 @@ class NativeLinear(nn.Module):
         self.int8, self.dtype, self.blocks = isinstance(linear, Int8Linear), dtype, blocks
         self.bias = None if linear.bias is None else linear.bias.float()
         self.c = kernels(dtype, self.int8)
-        weight, scales, word_bytes = (
-            (linear.rounded, linear.scales, 2) if self.int8 else (linear.weight.to(dtype), None, 4)
+        weight, scales = (
+            (linear.rounded, linear.scales.T.contiguous())
+            if self.int8
+            else (linear.weight.to(dtype).contiguous(), None)
         )
         self.out_features, self.in_features = weight.shape
-        weight = weight.contiguous()
-        sizes = self.out_features, weight[0].nbytes // word_bytes
         where = map(address, (weight, scales, blocks))
-        self.c.lay_out(*where, *sizes, torch.get_num_threads())
+        self.c.lay_out(*where, *weight.shape, torch.get_num_threads())
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N) in the dtype of the layer."""
@@ -113,7 +119,7 @@ def address(x: Tensor | None) -> int | None:
 
 def n_bytes(linear: nn.Linear | Int8Linear, dtype: torch.dtype) -> int:
     if isinstance(linear, Int8Linear):
-        N, row_bytes = len(linear.rounded), linear.rounded[0].nbytes + 4
+        N, row_bytes = len(linear.rounded), linear.rounded[0].nbytes + linear.scales[0].nbytes
     else:
         N, row_bytes = len(linear.weight), linear.in_features * dtype.itemsize
     return -(-N // WIDTH) * WIDTH * row_bytes

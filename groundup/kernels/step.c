@@ -7,8 +7,8 @@ Compiled by decoding.py when a program first generates, with or without BFLOAT16
 blocks of WIDTH outputs, (N / WIDTH, K / PAIR, WIDTH, PAIR), which a thread reads from front to back: memory then gives
 twice what it gives for several rows of a matrix side by side. Shapes: as in model.py; M rows, F ffn_dim.
 
-With INT8 weights are 8-bit integers with a scale for each output, and what is multiplied by them is rounded to 16 bits
-with a scale for each row. Sums of integers are exact, so the instructions that a processor has change no bit. */
+With INT8 weights are 8-bit integers with a scale for GROUP inputs of each output, and what is multiplied by them is
+rounded to 16 bits with a scale for each row. */
 
 #include <math.h>
 #include <stdint.h>
@@ -27,10 +27,12 @@ typedef float num;
 typedef int8_t weight;
 typedef int16_t input; /* what is multiplied by weights */
 typedef uint16_t word; /* PAIR weights */
-#define SCALE(type) (sizeof(float) / sizeof(type)) /* room for a scale before a row of inputs, before each output's weights */
+#define GROUP 64       /* at most 512: their products then add up within 32 bits */
+#define SCALE(type) (sizeof(float) / sizeof(type))
 #else
 typedef num weight, input;
 typedef uint32_t word;
+#define GROUP 1
 #define SCALE(type) 0
 #endif
 #define PAIR (sizeof(word) / sizeof(weight)) /* inputs whose products are added at once */
@@ -103,17 +105,24 @@ INLINE float exponential(float x) { /* within 2e-7; a loop over it becomes vecto
     return p * power;
 }
 
-/* Lay out a matrix of words (N, K) in blocks, with zeros for the rows that the last one lacks. scales (N): with INT8,
-each block begins with those of its outputs. */
+/* Weights of an output in a block, with the room for its scales. */
+INLINE long width_of(long K) { return K + (K + GROUP - 1) / GROUP * SCALE(weight); }
+
+/* Lay out a matrix of words (N, K / PAIR) in blocks, with zeros for the rows that the last one lacks. With INT8 each
+group of inputs begins with its scales, scales (groups, N). */
 void lay_out(const word *w, const float *scales, word *blocks, long N, long K, int n_threads) {
+    const long n_words = K / PAIR;
 #pragma omp parallel for num_threads(n_threads)
     for (long n = 0; n < N; n += WIDTH) {
-        word *block = blocks + n * (K + SCALE(word));
-        long most = N - n < WIDTH ? N - n : WIDTH;
-        if (scales) memcpy(block, scales + n, most * sizeof(float));
-        block += WIDTH * SCALE(word);
-        for (long k = 0; k < K; k++)
-            for (long i = 0; i < WIDTH; i++) block[k * WIDTH + i] = i < most ? w[(n + i) * K + k] : 0;
+        word *to = blocks + n * width_of(K) / PAIR;
+        const long most = N - n < WIDTH ? N - n : WIDTH;
+        for (long k = 0; k < n_words; k++) {
+            if (scales && k * PAIR % GROUP == 0) {
+                memcpy(to, scales + k * PAIR / GROUP * N + n, most * sizeof(float));
+                to += WIDTH * SCALE(word);
+            }
+            for (long i = 0; i < WIDTH; i++) *to++ = i < most ? w[(n + i) * n_words + k] : 0;
+        }
     }
 }
 
@@ -125,8 +134,6 @@ INLINE void prefetch(const weight *w) {
 }
 
 #ifdef INT8
-#define EXACT 512 /* inputs whose products, of 8 and 16 bits, add up within 32 */
-
 /* widened: the numbers of `LANES` pairs with 16 bits. products: for each pair of numbers the sum of their products. */
 #if LANES == 16 && defined __AVX512BW__
 INLINE shorts widened(const int8_t *w) { return (shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w)); }
@@ -144,17 +151,17 @@ INLINE ints products(shorts a, shorts b) {
 
 /* y (R, WIDTH) = x (R, K) times a block. */
 INLINE void multiply(const weight *w, const input *x, long K, float y[][WIDTH], const int R) {
-    const float *scales = (const float *)w;
     const long row = K + SCALE(input);
-    w += WIDTH * SCALE(weight);
     memset(y, 0, R * WIDTH * sizeof(float));
-    for (long begin = 0; begin < K; begin += EXACT) {
+    for (long begin = 0; begin < K; begin += GROUP) {
+        const vec *scales = (const vec *)w;
         ints sums[ROWS][VECS];
+        w += WIDTH * SCALE(weight);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < VECS; v++) sums[r][v] = (ints){0};
-        for (long k = begin; k < K && k < begin + EXACT; k += PAIR, w += WIDTH * PAIR) {
+        for (long k = begin; k < K && k < begin + GROUP; k += PAIR, w += WIDTH * PAIR) {
             prefetch(w);
 #pragma GCC unroll 8
             for (int v = 0; v < VECS; v++) {
@@ -170,10 +177,11 @@ INLINE void multiply(const weight *w, const input *x, long K, float y[][WIDTH], 
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) *(vec *)(y[r] + v * LANES) += __builtin_convertvector(sums[r][v], vec);
+            for (int v = 0; v < VECS; v++)
+                *(vec *)(y[r] + v * LANES) += scales[v] * __builtin_convertvector(sums[r][v], vec);
     }
     for (int r = 0; r < R; r++)
-        for (int i = 0; i < WIDTH; i++) y[r][i] *= scales[i] * *(const float *)(x + r * row);
+        for (int i = 0; i < WIDTH; i++) y[r][i] *= *(const float *)(x + r * row);
 }
 
 /* Return x (M, K) as inputs of a product: in `rows`, rounded to 16 bits, each row after its scale. */
@@ -255,7 +263,7 @@ static void project(const weight *w, const float *bias, const input *x, float *y
     for (long b = n_blocks * t / T; b < n_blocks * (t + 1) / T; b++)
         for (long m = 0, n = b * WIDTH, most = N - n < WIDTH ? N - n : WIDTH; m < M; m += ROWS) {
             long R = M - m < ROWS ? M - m : ROWS;
-            multiply_rows(w + n * (K + SCALE(weight)), x + m * (K + SCALE(input)), K, found, R);
+            multiply_rows(w + n * width_of(K), x + m * (K + SCALE(input)), K, found, R);
             for (long r = 0; r < R; r++) {
                 float *to = y + (m + r) * stride + n;
                 for (long i = 0; i < most; i++) to[i] = found[r][i] + (add ? to[i] : bias ? bias[n + i] : 0);
@@ -271,8 +279,8 @@ static void gated(const weight *gate, const weight *up, const input *x, num *y, 
         for (long m = 0, n = b * WIDTH, most = F - n < WIDTH ? F - n : WIDTH; m < M; m += ROWS) {
             long R = M - m < ROWS ? M - m : ROWS;
             const input *rows = x + m * (K + SCALE(input));
-            multiply_rows(gate + n * (K + SCALE(weight)), rows, K, g, R);
-            multiply_rows(up + n * (K + SCALE(weight)), rows, K, u, R);
+            multiply_rows(gate + n * width_of(K), rows, K, g, R);
+            multiply_rows(up + n * width_of(K), rows, K, u, R);
             for (long r = 0; r < R; r++) {
                 for (long i = 0; i < WIDTH; i++) g[r][i] = g[r][i] / (1 + exponential(-g[r][i])) * u[r][i];
                 for (long i = 0; i < most; i++) y[(m + r) * F + n + i] = rounded(g[r][i]);

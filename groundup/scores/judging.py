@@ -26,6 +26,7 @@ from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.files import answer_files
+from groundup.files.turns import BadRow
 from groundup.files.untrusted import loads
 from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply
@@ -141,7 +142,7 @@ def read_answers(path: str) -> list[dict]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"judge: cannot read {path!r}: {error}") from None
     settings = answer_files.need_settings(path)
-    bad = (ValueError, LookupError, TypeError, AttributeError, answer_files.NoPair)
+    bad = (ValueError, LookupError, TypeError, AttributeError, BadRow)
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

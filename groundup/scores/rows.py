@@ -31,8 +31,9 @@ import torch
 
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError, naming
-from groundup.files import answer_files, readers, row_formats, streams, usable
+from groundup.files import answer_files, readers, row_formats, streams, turns
 from groundup.files.answer_files import need_settings, read_settings
+from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable
 from groundup.scores.domains import (
     SHOWN_PLACES,
@@ -225,9 +226,9 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: reade
 
 
 def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings: Settings) -> Work:
-    if problem := usable.chat_problem(messages):
+    if problem := turns.chat_problem(messages):
         return Work(fields, problem)
-    messages = usable.trim_chat(messages)
+    messages = turns.trim_chat(messages)
     ids, learnt = tokenizer.render(messages)
     if len(ids) > settings.block_size + 1:
         return Work(fields, f"too long: {len(ids)} tokens, block_size={settings.block_size}")
@@ -344,7 +345,7 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
     row.pop("reward_problem", None)  # from an earlier model
     if "completions" not in row:
         messages, detail = row_formats.messages_of(value)
-        problem = f"not understood: {detail}" if detail else usable.chat_problem(messages)
+        problem = f"not understood: {detail}" if detail else turns.chat_problem(messages)
         if not problem and messages[-1]["role"] != "assistant":
             problem = "no answer at the end"
         return Talks(row, [] if problem else [messages], problem)
@@ -356,7 +357,7 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
         return Talks(row, [], "not understood: completions without a text")
     try:
         prompt, _ = answer_files.conversation_of(row, settings)
-    except answer_files.NoPair as problem:
+    except BadRow as problem:
         return Talks(row, [], f"not understood: {problem}")
     answers = [{"role": "assistant", "content": answer_files.text_of(one)} for one in found]
     ended = [one.get("finish_reason") == "stop" for one in found]

@@ -20,7 +20,6 @@ from pathlib import Path
 from groundup.errors import UserError
 from groundup.files import answer_files, readers
 from groundup.files.answer_files import (
-    BadLine,
     NoPair,
     conversation_of,
     is_answers,
@@ -28,9 +27,11 @@ from groundup.files.answer_files import (
     row_of,
     text_of,
 )
+from groundup.files.records import Record
 from groundup.files.text_keys import as_score
+from groundup.files.turns import BadRow
 from groundup.text.inputs import Input
-from groundup.text.recipe import parse_pair_by, parse_score
+from groundup.text.recipe import PairBy, parse_pair_by, parse_score
 from groundup.text.unit import ANSWER_PLACE, PAIR_NUMBERS, Counts, Problems
 from groundup.tokens.token_files import file_sha256
 
@@ -74,61 +75,74 @@ def write_pairs(
 
     score: also keep the numbers of these keys. Raise UserError if pair_by is reward and no answer
     has one, if `strict` and a line is no answer, or if FILE.config.json is missing or damaged."""
-    by = parse_pair_by(pair_by)
-    settings = answer_files.need_settings(path)
-    keys = [key for key in PAIR_NUMBERS if key != "margin"]
-    keys += [one.key for one in parse_score(score)]
-    lines, answers = Counter(), Counter()  # left out, by reason
-    n_lines, n_answers, n_pairs, n_scored = 0, 0, 0, 0
+    keys = [one.key for one in parse_score(score)]
+    maker, counts = PairMaker(path, parse_pair_by(pair_by), keys), Counts()
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as p:
-        problems = Problems(path, p, strict)
+        problems = Problems(path, p, counts.shown, strict)
         for record in readers.read_records(path, report=problems):
-            n_lines += 1
             problems.lost_bytes += record.lost
-            finished = []
             try:
-                row = row_of(record)
-                prompt, own = conversation_of(row, settings)
-                n_answers += len(row["completions"])
-                n_scored += sum(reward_of(answer) is not None for answer in row["completions"])
-                finished = usable(row["completions"], by.how, answers)
-                if by.how == "dataset":
-                    pairs = pairs_by_dataset(finished, own, by.length_within, answers)
-                else:
-                    pairs = pairs_by_reward(finished, by.margin, by.length_within, answers)
-            except BadLine as problem:
-                lines[str(problem)] += 1
+                for pair in maker.pairs(record):
+                    f.write(json.dumps(pair) + "\n")
+            except NoPair as problem:
+                maker.lines_left_out[str(problem)] += 1
+            except BadRow as problem:
+                maker.lines_left_out[str(problem)] += 1
                 reason, detail = record.problem or "bad_field", record.detail or str(problem)
                 problems.add(path, record.line, record.offset, reason, detail)
-                continue
-            except NoPair as problem:
-                lines[str(problem)] += 1
-                answers["in a line that gives no pair"] += len(finished)
-                continue
-            if not pairs:
-                lines["no answer to set against the data set's"] += 1
-            numbers = {key: as_score(row, key) for key in keys}
-            row_fields = {key: number for key, number in numbers.items() if math.isfinite(number)}
-            row_fields |= {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
-            for pair in pairs:
-                pair = row_fields | pair | {"made_by": settings["model"]}
-                f.write(json.dumps(pair) + "\n")
-            n_pairs += len(pairs)
-    if by.how == "reward" and n_answers and not n_scored:
+    if maker.by.how == "reward" and maker.n["answers"] and not maker.n["scored"]:
         hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them"
         what = f"no answer in {path} has a reward, which pair_by=reward needs"
         raise UserError(f"prepare: {what}; {hint}: reward.py --score=FILE")
     n_bad = problems.problems.total()
     info = {
-        "path": path, "settings": settings, "lines": n_lines, "answers": n_answers,
-        "pairs": n_pairs, "lines_bad": n_bad, "lines_left_out": dict(lines),
-        "answers_left_out": dict(+answers),
+        "path": path, "settings": maker.settings, "lines": maker.n["lines"],
+        "answers": maker.n["answers"], "pairs": maker.n["pairs"], "lines_bad": n_bad,
+        "lines_left_out": dict(maker.lines_left_out),
+        "answers_left_out": dict(+maker.answers_left_out),
     }  # fmt: skip
-    counts = Counts(shown=problems.shown)
     # The pairs are read next, as an input. Together they count as the bytes of the answers.
     problems.n_bytes -= out.stat().st_size
-    counts.add_report(problems, path, n_lines - n_bad)
+    counts.add_report(problems, path, maker.n["lines"] - n_bad)
     return info, counts
+
+
+class PairMaker:
+    """Makes the pairs of a file of answers, and counts what gives none. keys: of numbers of a line
+    to keep, besides PAIR_NUMBERS."""
+
+    def __init__(self, path: str, by: PairBy, keys: list[str]) -> None:
+        self.by, self.settings = by, answer_files.need_settings(path)
+        self.keys = [key for key in PAIR_NUMBERS if key != "margin"] + keys
+        self.n = Counter()  # lines, answers, answers with a reward ("scored"), pairs
+        self.lines_left_out, self.answers_left_out = Counter(), Counter()  # by reason
+
+    def pairs(self, record: Record) -> list[dict]:
+        """Return the pairs of a line, as rows. Raise BadRow, NoPair."""
+        self.n["lines"] += 1
+        row = row_of(record)
+        prompt, own = conversation_of(row, self.settings)
+        self.n["answers"] += len(row["completions"])
+        self.n["scored"] += sum(reward_of(answer) is not None for answer in row["completions"])
+        pairs = self.pair_up(usable(row["completions"], self.by.how, self.answers_left_out), own)
+        self.n["pairs"] += len(pairs)
+        if not pairs:
+            self.lines_left_out["no answer to set against the data set's"] += 1
+        numbers = {key: as_score(row, key) for key in self.keys}
+        of_line = {key: number for key, number in numbers.items() if math.isfinite(number)}
+        of_line |= {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
+        return [of_line | pair | {"made_by": self.settings["model"]} for pair in pairs]
+
+    def pair_up(self, answers: list[dict], own: str) -> list[dict]:
+        """Return pairs of finished answers; own: the data set's answer. Raise NoPair."""
+        by, left_out = self.by, self.answers_left_out
+        try:
+            if by.how == "dataset":
+                return pairs_by_dataset(answers, own, by.length_within, left_out)
+            return pairs_by_reward(answers, by.margin, by.length_within, left_out)
+        except NoPair:
+            left_out["in a line that gives no pair"] += len(answers)
+            raise
 
 
 def describe(infos: list[dict]) -> list[str]:

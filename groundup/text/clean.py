@@ -6,22 +6,10 @@ Also tell English ("en") and Chinese ("zh") from other languages ("other") by th
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Cleaning:
-    """What `clean` does beyond line ends, control and zero-width characters, and NFC."""
-
-    white_space: bool = True  # no blanks at line ends, one blank line, 256 white space characters
-    punctuation: bool = False  # Chinese: full-width marks between characters, no mark repeated
-
-
-CURATED = Cleaning(white_space=False)
-WEB = Cleaning()
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f]")
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x1f"  # control characters that become a line end
 ZERO_WIDTH = re.compile("[\ufeff\u200b\u2060]")
@@ -40,8 +28,13 @@ SPACE, OTHER, LETTERS, KANA, ACCENTED, LATIN, HAN_CLASS = range(7)
 N_CLASSES = 7
 
 
-def clean(text: str, steps: Cleaning) -> str:
-    """Return the cleaned text. Cleaning it again changes nothing."""
+def clean(text: str, white_space: bool = True, punctuation: bool = False) -> str:
+    """Return the text with line ends as \\n, without control and zero-width characters, in NFC.
+    Cleaning it again changes nothing.
+
+    white_space: also remove blanks at line ends, all but one blank line, and all but 256 white
+    space characters in a row. punctuation: also write Chinese marks between Chinese characters in
+    full width, and none twice."""
     # The quick checks before the steps are faster than the steps.
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -52,7 +45,7 @@ def clean(text: str, steps: Cleaning) -> str:
             lambda found: found[0] if joins(found.string, found.start()) else "", text
         )
         text = unicodedata.normalize("NFC", text)  # full-width forms stay
-    if steps.white_space:
+    if white_space:
         if text[-1:] in BLANKS or any(blank + "\n" in text for blank in BLANKS):
             text = TRAILING_BLANKS.sub("", text)
         if "\n\n\n" in text:
@@ -61,7 +54,7 @@ def clean(text: str, steps: Cleaning) -> str:
         if len(text) > 256 and re.search(r"\s{8}", text[::32]):
             text = LONG_RUN.sub(r"\1", text)  # tiktoken fails at about a million
         text = text.strip()
-    if steps.punctuation and language(text) == "zh":
+    if punctuation and language(text) == "zh":
         text = HALF_WIDTH.sub(lambda mark: FULL_WIDTH[mark[0]], text)
         text = REPEATED_MARKS.sub(r"\1", text)
     return text

@@ -6,6 +6,7 @@ MMLU in their own CSV files, and JSON lines, JSON and parquet with a question, p
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,12 +30,12 @@ class Evals:
     """Evaluation items. A text contains one if it has `run_of` consecutive units of question and
     choices.
 
-    A shorter item is found by all its units; one of fewer than WHOLE is only listed, in
-    `unprotected`. A Chinese question shorter than a run is also found without its choices, from RUN
-    units on."""
+    A shorter item is found by all its units; one of fewer than WHOLE is not looked for, only
+    counted. A Chinese question shorter than a run is also found without its choices, from RUN units
+    on."""
 
-    def __init__(self, n_items: int, unprotected: list[str], hashes: dict[int, np.ndarray]) -> None:
-        self.n_items, self.unprotected = n_items, unprotected
+    def __init__(self, n_items: int, n_unprotected: int, hashes: dict[int, np.ndarray]) -> None:
+        self.n_items, self.n_unprotected = n_items, n_unprotected
         self.hashes = hashes  # by length in units: sorted uint64
         self.tables = {length: Table(known) for length, known in hashes.items()}
 
@@ -44,41 +45,40 @@ class Evals:
         (MMLU); JSON or parquet with question and choices, or with prompt, text or instruction.
         Raise UserError for anything else."""
         found: dict[int, list[np.ndarray]] = {}
-        n_items, unprotected = 0, []
+        n_items, n_unprotected = 0, 0
         for path in paths:
             items = list(read_items(path))
             if not items:
                 raise UserError(f"decontaminate: {path}: no items; not an evaluation file?")
             n_items += len(items)
-            these = units([text for *_, text in items])
-            bounds = zip(these.starts[:-1], these.starts[1:], strict=True)
-            for (place, question, text), (begin, end) in zip(items, bounds, strict=True):
-                n_question = int((these.ends[begin:end] <= len(question)).sum())
-                n_units = int(end - begin)
-                length = min(run_of(text, n_units), n_units)
+            these = units([text for _, text in items])
+            for (question, text), (begin, end) in zip(items, pairwise(these.starts), strict=True):
+                hashes = these.hashes[begin:end]
+                length = min(run_of(text, len(hashes)), len(hashes))
                 if length < WHOLE:
-                    unprotected.append(f"{place}: {' '.join(text.split())[:80]}")
+                    n_unprotected += 1
                     continue
-                *_, runs = windows(these.hashes[begin:end], length)
+                n_question = int((these.ends[begin:end] <= len(question)).sum())
+                *_, runs = windows(hashes, length)
                 found.setdefault(length, []).append(runs)
                 if RUN <= n_question < length:
-                    *_, runs = windows(these.hashes[begin : begin + n_question], n_question)
+                    *_, runs = windows(hashes[:n_question], n_question)
                     found.setdefault(n_question, []).append(runs)
         hashes = {length: np.unique(np.concatenate(runs)) for length, runs in found.items()}
-        return cls(n_items, unprotected, hashes)
+        return cls(n_items, n_unprotected, hashes)
 
     def save(self, path: str) -> None:
         """Write an .npz for the other processes."""
         arrays = {str(length): hashes for length, hashes in self.hashes.items()}
         with open(f"{path}.tmp", "wb") as f:
-            np.savez(f, n_items=self.n_items, unprotected=np.array(self.unprotected, str), **arrays)
+            np.savez(f, n_items=self.n_items, n_unprotected=self.n_unprotected, **arrays)
         os.replace(f"{path}.tmp", path)
 
     @classmethod
     def load(cls, path: str) -> "Evals":
         with np.load(path) as file:
             hashes = {int(name): file[name] for name in file.files if name.isdecimal()}
-            return cls(int(file["n_items"]), file["unprotected"].tolist(), hashes)
+            return cls(int(file["n_items"]), int(file["n_unprotected"]), hashes)
 
     def find(self, units: Units) -> tuple[np.ndarray, np.ndarray]:
         """Return all runs of evaluation items in some texts: indices of their first units,
@@ -86,10 +86,12 @@ class Evals:
         places, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         longest = max(self.tables, default=1)
         for begin in range(0, len(units.hashes), SLICE):
+            # A run that begins in this slice may end in the next.
             part = units.hashes[begin : begin + SLICE + longest - 1]
             for length, runs in enumerate(windows(part, min(longest, len(part))), 1):
                 if length in self.tables:
                     at = begin + self.tables[length].find(runs[:SLICE])
+                    # A run over the end of a text is none.
                     text_end = units.starts[np.searchsorted(units.starts, at, "right")]
                     places.append(at[at + length <= text_end])
                     lengths.append(np.full(len(places[-1]), length))
@@ -111,6 +113,7 @@ class Evals:
         places, lengths = self.find(found)
         begins = found.begins[places] - CUT_CHARS
         ends = found.ends[places + lengths - 1] + CUT_CHARS
+        # The parts between what is removed; `end` is where the last removed part ends.
         kept, end = [], 0
         for first, last in zip(begins.tolist(), ends.tolist(), strict=True):
             kept.append(text[end : max(end, first)])
@@ -151,9 +154,8 @@ class Table:
 # ---- evaluation files ----------------------------------------------------------------------------
 
 
-def read_items(path: str) -> Iterator[tuple[str, str, str]]:
-    """Yield ("path:line", question, question and choices) of each item of an evaluation file.
-    Raise UserError."""
+def read_items(path: str) -> Iterator[tuple[str, str]]:
+    """Yield (question, question and choices) of each item of a file. Raise UserError."""
     with streams.open_stream(path) as stream:
         kind = readers.container(path, stream.peek(), "file")
     if kind == "file":
@@ -165,7 +167,7 @@ def read_items(path: str) -> Iterator[tuple[str, str, str]]:
         if record.problem:
             detail = " ".join(record.detail.split())
             raise UserError(f"decontaminate: {place}: {record.problem}: {detail}; mend the file")
-        yield place, *item_text(record.value, place)
+        yield item_text(record.value, place)
 
 
 def has_no_head(path: str) -> bool:

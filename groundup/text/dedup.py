@@ -117,9 +117,8 @@ def scan(characters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     to the first place by a negative power of the factor."""
     codes = unit_codes()[characters]
     single = codes >= SINGLE
-    spaced = np.zeros(
-        len(codes) + 2, bool
-    )  # part of a unit of several characters; one more each side
+    # Whether each is a part of a unit of several characters; one more on each side.
+    spaced = np.zeros(len(codes) + 2, bool)
     spaced[1:-1] = (codes > 0) > single
     begins = np.flatnonzero(single | (spaced[1:-1] > spaced[:-2]))
     ends = np.flatnonzero(single | (spaced[1:-1] > spaced[2:])) + 1
@@ -212,21 +211,26 @@ def shingle_block(units: Units, first: int) -> tuple[np.ndarray, np.ndarray, np.
     have some, index of each one's first shingle, shingles uint32)."""
     hashes, starts = units.hashes, units.starts
     last = min(first + SLICE, len(hashes))
+    # The texts with units in this slice; the first may begin before it, the last may go on.
     first_text = np.searchsorted(starts, first, "right") - 1
     texts = np.arange(first_text, np.searchsorted(starts, last, "left"))
     begins, counts = starts[texts], starts[texts + 1] - starts[texts]
+    # The run from each unit on. Those that go on into the next text are left out below.
     elements = np.zeros(last - first, np.uint64)
     *_, runs = windows(hashes[first : last + SHINGLE - 1], SHINGLE)
     elements[: len(runs)] = runs[: len(elements)]
+    # A text of n units, fewer than a shingle, has one: the run of them all.
     for n in range(1, SHINGLE):
         short = begins[(counts == n) & (begins >= first)]
         if len(short):
             *_, whole = windows(hashes[short[:, None] + np.arange(n)], n)
             elements[short - first] = whole[:, 0]
+    # Where the shingles of each text begin and end, in this slice.
     ends = begins + np.maximum(counts - SHINGLE + 1, np.minimum(counts, 1))
     begins, ends = np.maximum(begins, first) - first, np.minimum(ends, last) - first
     some = begins < ends
     texts, begins, lengths = texts[some], begins[some], (ends - begins)[some]
+    # The shingles of all these texts, end to end.
     places = np.cumsum(lengths) - lengths
     kept = np.arange(lengths.sum()) + np.repeat(begins - places, lengths)
     return texts, places, (elements[kept] >> np.uint64(32)).astype(np.uint32)
@@ -284,10 +288,8 @@ def bands_for(threshold: float) -> tuple[int, int]:
 def check_number(n_documents: int) -> None:
     """Raise UserError if so many documents cannot be compared in one run."""
     if n_documents > MOST_DOCUMENTS:
-        hint = "prepare them in parts, or with near=0"
-        raise UserError(
-            f"dedup: {n_documents:,} documents are more than {MOST_DOCUMENTS:,}; {hint}"
-        )
+        what = f"{n_documents:,} documents are more than {MOST_DOCUMENTS:,}"
+        raise UserError(f"dedup: {what}; prepare them in parts, or with near=0")
 
 
 def near_duplicates(
@@ -299,17 +301,12 @@ def near_duplicates(
     Documents are taken in order. One is dropped if an earlier kept one has the same `rows` values
     in some band and at least `threshold` of the whole signature. So the first copy survives, a
     chain A~B~C does not drop C because of B, and documents added at the end never change earlier
-    results. Documents without units are kept. Takes 90 to 230 bytes of memory per document. Raise
-    UserError if the bands do not fit."""
-    n_perm = signatures.shape[1]
-    if bands < 1 or rows < 1 or bands * rows > n_perm:
-        what = f"{bands} bands of {rows} rows do not fit in {n_perm} values"
-        raise UserError(f"dedup: {what}; use fewer")
+    results. Documents without units are kept. Takes 90 to 230 bytes of memory per document."""
     check_number(len(signatures))
     signatures = np.asarray(signatures)  # rows of a memmap are slow
     buckets = Buckets(signatures, bands, rows)
     dropped, partner, similarity = array("q"), array("q"), array("f")  # small, unlike lists
-    for i in memoryview(buckets.documents):
+    for i in memoryview(buckets.documents):  # ints, without a list of them all
         others = buckets.kept_beside(i)
         if len(others):
             same = (signatures[others] == signatures[i]).mean(axis=1)
@@ -346,6 +343,7 @@ class Buckets:
             room.append(np.minimum(sizes, COMPARED).astype(np.uint8))
             firsts.append(firsts[-1] + len(sizes))
         self.first = np.array(firsts[:-1], np.int64)  # bucket of each band, among those of all
+        # Bucket b has room for room[b] kept documents, from member[begin[b]] on.
         room = np.concatenate(room)
         self.member = np.empty(room.sum(dtype=np.int64), np.int32)
         self.begin = np.cumsum(room, dtype=np.int32 if len(self.member) < 2**31 else np.int64)
@@ -395,6 +393,7 @@ def common_values(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Group the equal ones among the `wanted` of values (n,) uint32. Return the places of those in
     groups of at least two, the number of each one's group, and the sizes of the groups."""
+    # Value and place as one number: sorted, equal values are neighbours, in the order of places.
     keys = np.flatnonzero(wanted).view(np.uint64)
     keys |= values[wanted].astype(np.uint64) << np.uint64(32)
     keys.sort()

@@ -20,12 +20,14 @@ from tqdm import tqdm
 from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
+from groundup.errors import UserError
 from groundup.files import paths, readers, streams
 from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 
 UNIT_BYTES = 2**26  # a large file is cut into parts of this size
 COLUMNS = ("path", "source", "size", "stamp", "sha256")  # of inputs.tsv
+BEGINS_LIKE_ROW = re.compile(rb'\s*\{\s*"[^"\n]*"\s*:')
 BUILT_IN = {  # sources that need no files
     "python-docs": docs_rows,
     "demo-en": partial(demo_rows, "en"),
@@ -43,10 +45,7 @@ class Input(NamedTuple):
     source: int = 0  # index of its source
     problem: str = ""  # why it cannot be opened
     parts: tuple[tuple[int, int | None], ...] = ((0, None),)  # see readers.work_units
-
-    def is_unchanged(self) -> bool:
-        stat = os.stat(self.path)
-        return (stat.st_size, str(stat.st_mtime_ns)) == (self.size, self.stamp)
+    is_odd: bool = False  # plain text by its name, but it begins like JSON lines
 
 
 def find_inputs(
@@ -57,7 +56,11 @@ def find_inputs(
     found: dict[str, Input] = {}
     inside = f"{out_dir.resolve()}{os.sep}" if out_dir.name else None
     for number, source in enumerate(sources):
-        for file in files_of(source, number, work, kind):
+        files = list(files_of(source, number, work, kind))
+        for file in [file for file in files if file.is_odd][:1]:
+            hint = "if its rows are meant, let its name end in .jsonl"
+            print(f"prepare: {file.name} looks like JSON lines but is read as plain text; {hint}")
+        for file in files:
             if inside and os.path.realpath(file.path).startswith(inside):
                 continue
             if found.setdefault(file.path, file).source != number:
@@ -67,48 +70,48 @@ def find_inputs(
 
 
 def files_of(source: Source, number: int, work: Path, kind: str) -> Iterator[Input]:
-    said = False
     for name in filter(None, paths.split_names(source.input)):
-        if name in ("-", *BUILT_IN):
-            made = spool_stdin(work) if name == "-" else work / f"{name}.jsonl"
-            if name != "-":
-                write_rows(BUILT_IN[name](kind), made)
-            # Each run writes it again, so its time says nothing.
-            yield look(made, name, number, source)[0]._replace(stamp=file_sha256(made))
+        if name not in ("-", *BUILT_IN):
+            for path in readers.find_files(name):
+                yield look(path, streams.shown_name(path), number, source)
             continue
-        for path in readers.find_files(name):
-            file, is_rows = look(path, streams.shown_name(path), number, source)
-            if is_rows and not said:
-                hint = "if its rows are meant, let its name end in .jsonl"
-                print(
-                    f"prepare: {file.name} looks like JSON lines but is read as plain text; {hint}"
-                )
-                said = True
-            yield file
+        made = spool_stdin(work) if name == "-" else work / f"{name}.jsonl"
+        if name != "-":
+            write_rows(BUILT_IN[name](kind), made)
+        # Each run writes it again, so its time says nothing.
+        yield look(str(made), name, number, source)._replace(stamp=file_sha256(made))
 
 
-def look(path: str | Path, name: str, number: int, source: Source) -> tuple[Input, bool]:
-    """Return the input at a path, and whether it is plain text by its name, but begins like JSON
-    lines. Opens the file once, and again only if it is large."""
-    path = str(path)
+def look(path: str, name: str, number: int, source: Source) -> Input:
+    """Return the input at a path. Opens the file once, and again only if it is large."""
     failed = Input(path, name, source=number)
     try:
         stat = os.stat(path)
         if not S_ISREG(stat.st_mode):
-            return failed._replace(problem="not a regular file"), False
+            return failed._replace(problem="not a regular file")
         with open(path, "rb") as f:
             first = f.read(2**16)
     except OSError as error:
-        return failed._replace(problem=error.strerror), False
+        return failed._replace(problem=error.strerror)
     if first.startswith(streams.LFS_POINTER):
-        return failed._replace(problem=streams.POINTER_HINT), False
+        return failed._replace(problem=streams.POINTER_HINT)
     parts = [(0, None)]
     if stat.st_size > UNIT_BYTES or first.startswith(b"PAR1"):
         parts = readers.work_units(path, source.txt_split, UNIT_BYTES, source.encoding)
-    file = Input(path, name, stat.st_size, str(stat.st_mtime_ns), number, "", tuple(parts))
     head = streams.unpacked_head(first, path)
-    begins_like_row = re.match(rb'\s*\{\s*"[^"\n]*"\s*:', head)
-    return file, bool(begins_like_row) and readers.container(path, head, "file") == "file"
+    is_odd = bool(BEGINS_LIKE_ROW.match(head)) and readers.container(path, head, "file") == "file"
+    stamp = str(stat.st_mtime_ns)
+    return Input(path, name, stat.st_size, stamp, number, "", tuple(parts), is_odd)
+
+
+def check_unchanged(inputs: list[Input], work: Path) -> None:
+    """Raise UserError if a file of the user changed since `look` saw it."""
+    for file in inputs:
+        if file.problem or Path(file.path).is_relative_to(work):
+            continue
+        stat = os.stat(file.path)
+        if (stat.st_size, str(stat.st_mtime_ns)) != (file.size, file.stamp):
+            raise UserError(f"prepare: {file.name} changed while it was read; run again")
 
 
 def spool_stdin(work: Path) -> Path:
@@ -134,18 +137,13 @@ def describe(inputs: list[Input], before: list[dict]) -> list[dict]:
     entries, touched = [], []
     for file in inputs:
         sha256 = file.problem or known.get((file.name, file.size, file.stamp), "")
-        entry = dict(
-            zip(COLUMNS, (file.name, file.source, file.size, file.stamp, sha256), strict=True)
-        )
+        values = (file.name, file.source, file.size, file.stamp, sha256)
+        entry = dict(zip(COLUMNS, values, strict=True))
         entries.append(entry)
         if not sha256 and (file.name, file.size) in sizes:
             touched.append((file, entry))
-    total = sum(file.size for file, _ in touched)
-    bar = {"total": total, "unit": "B", "unit_scale": True, "desc": "compare"}
-    with tqdm(**bar, disable=None if touched else True) as progress:
-        for file, entry in touched:
-            entry["sha256"] = sha256_of(file)
-            progress.update(file.size)
+    for file, entry in tqdm(touched, "compare", disable=None if touched else True):
+        entry["sha256"] = sha256_of(file)
     return entries
 
 

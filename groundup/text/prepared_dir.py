@@ -10,6 +10,7 @@ from pathlib import Path
 
 from groundup.errors import UserError, naming
 from groundup.files.disk import free_name, lock_directory
+from groundup.text import inputs
 from groundup.text.inputs import UNIT_BYTES
 from groundup.text.recipe import Source
 from groundup.text.unit import read_json
@@ -111,13 +112,23 @@ def read_prepared(directory: Path, every_byte: bool = False) -> dict:
     return manifest
 
 
+def read_earlier(out_dir: Path, version: int) -> tuple[dict, list[dict]]:
+    """Return the manifest of a complete directory and, if this version made it, the lines of its
+    inputs.tsv; ({}, []) if there is none."""
+    try:
+        manifest = read_prepared(out_dir)
+        is_ours = manifest.get("info", {}).get("prepare") == version
+        return manifest, inputs.read(out_dir) if is_ours else []
+    except DAMAGED:
+        return {}, []
+
+
 def check_rows(directory: Path, manifest: dict, every_byte: bool) -> None:
     for entry in manifest["splits"].values():
         tokens, path = entry.get("tokens", {}), directory / entry["file"]
         if path.stat().st_size != entry["bytes"]:
-            raise UserError(
-                f"prepare: {path} does not have {entry['bytes']} bytes; rerun prepare.py"
-            )
+            what = f"{path} does not have {entry['bytes']} bytes"
+            raise UserError(f"prepare: {what}; rerun prepare.py")
         if tokens:
             map_tokens(directory, tokens, token_dtype(manifest.get("vocab_size", 0)).name)
         if every_byte:

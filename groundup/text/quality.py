@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configurator import load_function
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.text.clean import (
     HAN_CLASS,
     LETTERS,
@@ -151,7 +151,7 @@ RULE_NAMES = (*(rule.name for rule in RULES), "keep")
 # Lengths of n-grams, in words or in characters.
 GRAMS = {"en": tuple(range(2, 11)), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}
 GRAMS["other"] = GRAMS["en"]
-CURATED_LENGTH = (15, float("inf"))  # characters (own); a book is one text
+CURATED_LENGTH = {"min_length": 15, "max_length": math.inf}  # characters (own); a book is one text
 
 
 # ---- the setting `rules` -------------------------------------------------------------------------
@@ -181,11 +181,8 @@ def parse_bounds(text: str) -> Bounds | None:
     """Return the range of a text such as 5..300, 5.. or ..300, per cent signs left out; None if it
     is none."""
     found = re.fullmatch(rf"\s*{BOUND}\.\.{BOUND}\s*", text)
-    if not found:
-        return None
-    ends = (found[1] or "-inf", found[2] or "inf")
-    bounds = Bounds(*map(float, ends))
-    return bounds if bounds.least <= bounds.most else None
+    bounds = Bounds(float(found[1] or "-inf"), float(found[2] or "inf")) if found else None
+    return bounds if bounds and bounds.least <= bounds.most else None
 
 
 def parse_rules(setting: str) -> Changes:
@@ -202,10 +199,8 @@ def parse_rules(setting: str) -> Changes:
         switch = {"on": True, "off": False}.get(value)
         if name in ("length", "question_length"):
             others[name] = parse_bounds(value)
-            if others[name] is None:
-                raise UserError(
-                    f"config: rules: {part!r} is not {name}=least..most, such as 5..300"
-                )
+            wrong = others[name] is None
+            refuse(wrong, f"rules: {part!r} is not {name}=least..most, such as 5..300")
         elif name == "keep" and value and switch is None:
             others[name] = value
         elif switch is None:
@@ -232,29 +227,25 @@ class Rules:
     characters. changes: the setting `rules`, see `parse_rules`."""
 
     def __init__(self, quality: str = "curated", changes: str = "") -> None:
-        if quality not in ("curated", "web", "rows"):
-            raise UserError(f"config: quality must be curated or web, got {quality!r}")
+        known = quality in ("curated", "web", "rows")
+        refuse(not known, f"quality must be curated or web, got {quality!r}")
         wanted = parse_rules(changes)
+        bounds = zip(CURATED_LENGTH, wanted.length, strict=True)
+        given = {name: bound for name, bound in bounds if math.isfinite(bound)}
+        lengths = given if quality == "web" else CURATED_LENGTH | given
         of = ("all", quality) if quality == "rows" else ("all", "text", quality)
-        names = {rule.name for rule in RULES if rule.quality in of} | {"keep"}
-        lengths = dict(zip(("min_length", "max_length"), CURATED_LENGTH, strict=True))
-        if quality == "web":
-            lengths = {}
-        given = zip(("min_length", "max_length"), wanted.length, strict=True)
-        given = {name: bound for name, bound in given if math.isfinite(bound)}
-        lengths |= given
-        names |= given.keys()
-        names |= {name for name, on in wanted.switched.items() if on}
-        names -= {name for name, on in wanted.switched.items() if not on}
-        rules = [with_limit(rule, lengths) for rule in RULES if rule.name in names]
-        self.limits = {  # by language: (rule, limit) in order
-            language: [
-                (rule, getattr(rule, language))
-                for rule in rules
-                if getattr(rule, language) is not None
-            ]
-            for language in ("en", "zh", "other")
-        }
+        names = {rule.name for rule in RULES if rule.quality in of} | {"keep", *given}
+        names = {name for name in RULE_NAMES if wanted.switched.get(name, name in names)}
+        self.limits: dict[str, list] = {"en": [], "zh": [], "other": []}  # (rule, limit), in order
+        for rule in RULES:
+            if rule.name not in names:
+                continue
+            if (limit := lengths.get(rule.name)) is not None:  # in characters of any language
+                characters = Features.n_characters
+                rule = rule._replace(measure=characters, en=limit, zh=limit, other=limit)
+            for language, limits in self.limits.items():
+                if (limit := getattr(rule, language)) is not None:
+                    limits.append((rule, limit))
         self.keep_name = wanted.keep if "keep" in names else ""
         self.keep = load_function(self.keep_name, "keep") if self.keep_name else None
 
@@ -272,15 +263,6 @@ class Rules:
             what = f"on a text of {len(text)} characters: {type(error).__name__}: {error}"
             raise UserError(f"filters: keep={self.keep_name!r} failed {what}") from error
         return ("", "") if kept else ("keep", f"{self.keep_name} returns False")
-
-
-def with_limit(rule: Rule, lengths: dict[str, float]) -> Rule:
-    """Return a rule on length with the limit of its name in `lengths`, in characters; any other
-    rule as it is."""
-    if rule.name not in lengths:
-        return rule
-    limit = lengths[rule.name]
-    return rule._replace(measure=lambda f: len(f.text.strip()), en=limit, zh=limit, other=limit)
 
 
 class Grams(NamedTuple):
@@ -356,7 +338,10 @@ class Features:
 
     def length(self) -> int:
         """Return the length in words of English, in characters of any other text."""
-        return len(self.words) if self.language == "en" else len(self.text.strip())
+        return len(self.words) if self.language == "en" else self.n_characters()
+
+    def n_characters(self) -> int:
+        return len(self.text.strip())
 
     def per_word(self, *marks: str) -> float:
         return ratio(sum(map(self.text.count, marks)), self.n_words)
@@ -395,6 +380,7 @@ def repeated(
     before = np.concatenate(([0], np.cumsum(lengths)))  # characters before each unit
     starts, hashes, done = np.arange(len(ids)), np.zeros(len(ids), np.uint64), 0
     for n in wanted:
+        # Only positions where n units are left; extend their hashes to n units.
         fits = np.searchsorted(starts, len(ids) - n, side="right")
         starts, hashes = starts[:fits], hashes[:fits]
         for i in range(done, n):
@@ -402,6 +388,7 @@ def repeated(
             hashes = (hashes + following) * np.uint64(0x9E3779B97F4A7C15)  # the golden ratio's
             hashes ^= hashes >> np.uint64(29)
         done = n
+        # Sort hash and index as one number.
         bits = np.uint64(len(hashes).bit_length())
         packed = np.sort((hashes >> bits << bits) | np.arange(len(hashes), dtype=np.uint64))
         in_order = packed >> bits
@@ -414,6 +401,7 @@ def repeated(
         found[n] = measure_grams(starts, order, edges, before, n)
         if n >= wanted[2] and found[n].covered < enough:
             break
+        # Go on with those that occur at least twice.
         twice = np.sort(order[~(edges[:-1] & edges[1:])])
         starts, hashes = starts[twice], hashes[twice]
     return found
@@ -424,6 +412,7 @@ def measure_grams(
 ) -> Grams:
     """Return the measures of the n-grams that begin at starts (m,); order, edges: see `repeated`.
     before[i] is the number of characters before word or character i."""
+    # Of the most frequent n-grams take the one that occurs first.
     bounds = np.flatnonzero(edges)
     sizes = np.diff(bounds)
     most_frequent = order[bounds[:-1][sizes == sizes.max()]]

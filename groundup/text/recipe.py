@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.files import paths, readers
 from groundup.files.encodings import check_codec
 from groundup.files.text_keys import parse_names, parse_text_key
@@ -18,11 +18,6 @@ from groundup.tokens.training import SMALLEST
 
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
 CUT = "cut:"  # decontaminate='cut: files'
-# Settings that each source may have of its own.
-SOURCE_KEYS = {
-    "weight": float, "text_key": str, "txt_split": str, "encoding": str, "quality": str,
-    "rules": str,
-}  # fmt: skip
 CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
 LEAST = {"vocab_size": SMALLEST, "near": -1}  # of other numbers 0
 # Settings of some kinds only, with the value that means "not used".
@@ -47,6 +42,10 @@ class Source:
     encoding: str = ""  # of lines that are not UTF-8; "" = found
     quality: str = "curated"
     rules: str = ""
+
+
+# Settings that each source may have of its own.
+SOURCE_KEYS = [item.name for item in fields(Source) if item.name not in ("name", "input")]
 
 
 @dataclass(frozen=True)
@@ -114,16 +113,13 @@ def parse_score(setting: str) -> list[Score]:
     for part in filter(None, map(str.strip, setting.split(","))):
         key, _, value = map(str.strip, part.partition("="))
         bounds, in_percent = parse_bounds(value), "%" in part
-        if bounds and in_percent:
-            least = max(bounds.least, 0.0) if math.isinf(bounds.least) else bounds.least
-            most = min(bounds.most, 100.0) if math.isinf(bounds.most) else bounds.most
-            bounds = Bounds(least, most) if 0 <= least <= most <= 100 else None
-        if not key or not bounds:
+        ends = [end for end in bounds or () if in_percent and math.isfinite(end)]
+        if not key or not bounds or any(not 0 <= end <= 100 for end in ends):
             hint = "give bpb=0.3..1.5 or ifd=5%..95%, the least first, per cent from 0 to 100"
             raise UserError(f"prepare: score={part!r} is not key=least..most; {hint}")
         scores.append(Score(key, bounds, in_percent))
-    if any(score.in_percent for score in scores[1:]):
-        raise UserError("config: score: only the first key may have bounds in per cent")
+    later = any(score.in_percent for score in scores[1:])
+    refuse(later, "score: only the first key may have bounds in per cent")
     return scores
 
 
@@ -143,22 +139,22 @@ def outside_range(values: tuple[float, ...], scores: list[Score]) -> str:
 def parse_sources(config: dict) -> tuple[Source, ...]:
     """Return the sources named in `input` with their settings, or one without a name. Raise
     UserError."""
-    general = {key: config[key] for key in SOURCE_KEYS if key != "weight"}
+    general = {key: config[key] for key in SOURCE_KEYS if key in config}
     parts = [part for part in config["input"].split(";") if part.strip()]
     matches = [NAMED.fullmatch(part) for part in parts]
     if not any(matches):
         return (Source(input=config["input"], **general),)
-    if not all(matches):
-        part = parts[matches.index(None)].strip()
-        raise UserError(f"config: input: {part!r} is not of the form 'name: files, key=value, ...'")
+    for part, match in zip(parts, matches, strict=True):
+        form = "'name: files, key=value, ...'"
+        refuse(not match, f"input: {part.strip()!r} is not of the form {form}")
     sources = tuple(make_source(*match.groups(), general) for match in matches)
     names = [source.name for source in sources]
-    if len(set(names)) < len(names):
-        raise UserError(f"config: input: two sources have the same name: {', '.join(names)}")
-    if len({source.weight > 0 for source in sources}) > 1:
-        raise UserError("config: input: give a weight to every source, or to none")
-    if sum("-" in source.input.split(",") for source in sources) > 1:
-        raise UserError("config: input: standard input (-) can be read once only")
+    same = len(set(names)) < len(names)
+    refuse(same, f"input: two sources have the same name: {', '.join(names)}")
+    weighed = {source.weight > 0 for source in sources}
+    refuse(len(weighed) > 1, "input: give a weight to every source, or to none")
+    n_stdin = sum("-" in source.input.split(",") for source in sources)
+    refuse(n_stdin > 1, "input: standard input (-) can be read once only")
     return sources
 
 
@@ -168,17 +164,15 @@ def make_source(name: str, text: str, general: dict) -> Source:
     files, settings = [], dict(general)
     for item in filter(None, paths.split_names(text)):
         key, _, value = map(str.strip, item.partition("="))
-        if key not in SOURCE_KEYS:
-            files.append(item)
-        elif SOURCE_KEYS[key] is str:
+        if key == "weight":
+            settings[key] = non_negative(value)
+            what = f"{key}={value} of source {name} is not a number, 0 or more"
+            refuse(settings[key] is None, f"input: {what}")
+        elif key in SOURCE_KEYS:
             settings[key] = value.replace("+", ",")
         else:
-            settings[key] = non_negative(value)
-            if settings[key] is None:
-                what = f"{key}={value} of source {name} is not a number, 0 or more"
-                raise UserError(f"config: input: {what}")
-    if not files:
-        raise UserError(f"config: input: source {name} names no files")
+            files.append(item)
+    refuse(not files, f"input: source {name} names no files")
     return Source(name, ",".join(files), **settings)
 
 
@@ -210,9 +204,9 @@ def parse_pair_by(setting: str) -> PairBy:
         name, _, value = map(str.strip, option.partition("="))
         values[name] = non_negative(value)
     known = {"dataset": {"length_within"}, "reward": {"margin", "length_within"}}
-    if how not in known or not values.keys() <= known[how] or None in values.values():
-        hint = "give dataset or reward, or 'reward, margin=0.5, length_within=0.2'"
-        raise UserError(f"config: pair_by={setting!r} is not understood; {hint}")
+    wrong = how not in known or not values.keys() <= known[how] or None in values.values()
+    hint = "give dataset or reward, or 'reward, margin=0.5, length_within=0.2'"
+    refuse(wrong, f"pair_by={setting!r} is not understood; {hint}")
     return PairBy(how, **values)
 
 
@@ -222,39 +216,22 @@ def parse_pair_by(setting: str) -> PairBy:
 def check_config(config: dict) -> Recipe:
     """Return the recipe of a configuration. Raise UserError if a setting is invalid or has no
     effect."""
-    kind, near = config["kind"], config["near"]
+    kind, near, cut = config["kind"], config["near"], config["decontaminate"].startswith(CUT)
     for key in ("input", "out_dir"):
-        if not config[key] and not (key == "out_dir" and config["show"]):
-            raise UserError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
+        missing = not config[key] and not (key == "out_dir" and config["show"])
+        refuse(missing, f"{key} is empty; give --{key}=... (--help lists the keys)")
     sources = parse_sources(config)
-    for key, value in config.items():
-        if isinstance(value, int | float) and value < LEAST.get(key, 0):
-            raise UserError(f"config: {key} must be at least {LEAST.get(key, 0)}, got {value}")
-    if config["val_fraction"] + config["test_fraction"] >= 1:
-        what = f"val_fraction={config['val_fraction']} and test_fraction={config['test_fraction']}"
-        raise UserError(f"config: {what} must leave something for train")
-    if config["hold_out"] >= 1:
-        hold_out = config["hold_out"]
-        raise UserError(f"config: hold_out must be from 0 to below 1, got {hold_out}")
-    if near > 1 or -1 < near < 0:
-        raise UserError(f"config: near must be from 0 (off) to 1, or -1, got {near}")
-    fold = re.fullmatch(r"(\d+)/(\d+)", config["fold"])
-    if config["fold"] and not (fold and 1 <= int(fold[1]) <= int(fold[2]) and int(fold[2]) > 1):
-        what = f"fold={config['fold']!r} is not i/k with 1 <= i <= k, such as 2/5"
-        raise UserError(f"config: {what}")
+    check_numbers(config)
     for key, (kinds, unused) in KINDS_OF.items():
         for settings in (config, *map(vars, sources)):
-            if kind not in kinds and settings.get(key, unused) != unused:
-                what = f"{key}={settings[key]} has no effect with kind={kind}"
-                raise UserError(f"config: {what}; leave it out")
+            wrong = kind not in kinds and settings.get(key, unused) != unused
+            refuse(wrong, f"{key}={settings.get(key)} has no effect with kind={kind}; leave it out")
     for source in sources:
         check_source(source, kind)
-    if config["decontaminate"].startswith(CUT):
-        if kind != "text":
-            what = f"decontaminate='{CUT} ...' has no effect with kind={kind}"
-            raise UserError(f"config: {what}; without {CUT!r} it drops what matches")
-        if not config["decontaminate"].removeprefix(CUT).strip():
-            raise UserError(f"config: decontaminate={config['decontaminate']!r} names no files")
+    what = f"decontaminate='{CUT} ...' has no effect with kind={kind}"
+    refuse(cut and kind != "text", f"{what}; without {CUT!r} it drops what matches")
+    files = config["decontaminate"].removeprefix(CUT).strip()
+    refuse(cut and not files, f"decontaminate={config['decontaminate']!r} names no files")
     if config["pair_by"]:
         parse_pair_by(config["pair_by"])
     parse_score(config["score"])
@@ -267,19 +244,32 @@ def check_config(config: dict) -> Recipe:
     return Recipe(**own | derived)
 
 
+def check_numbers(config: dict) -> None:
+    """Raise UserError if a number is out of its range."""
+    for key, value in config.items():
+        least = LEAST.get(key, 0)
+        wrong = isinstance(value, int | float) and value < least
+        refuse(wrong, f"{key} must be at least {least}, got {value}")
+    val, test, hold_out = (config[k] for k in ("val_fraction", "test_fraction", "hold_out"))
+    what = f"val_fraction={val} and test_fraction={test} must leave something for train"
+    refuse(val + test >= 1, what)
+    refuse(hold_out >= 1, f"hold_out must be from 0 to below 1, got {hold_out}")
+    near, fold = config["near"], re.fullmatch(r"(\d+)/(\d+)", config["fold"])
+    refuse(near > 1 or -1 < near < 0, f"near must be from 0 (off) to 1, or -1, got {near}")
+    possible = fold and 1 <= int(fold[1]) <= int(fold[2]) and int(fold[2]) > 1
+    what = f"fold={config['fold']!r} is not i/k with 1 <= i <= k, such as 2/5"
+    refuse(config["fold"] and not possible, what)
+
+
 def check_source(source: Source, kind: str) -> None:
     """Raise UserError if a setting of a source is invalid."""
     for key, allowed in CHOICES.items():
         value = getattr(source, key)
-        if value not in allowed:
-            raise UserError(f"config: {key} must be one of {', '.join(allowed)}, got {value!r}")
-    changes = parse_rules(source.rules)
-    if kind == "text" and changes.question_length:
-        what = "question_length has no effect with kind=text"
-        raise UserError(f"config: rules: {what}; leave it out")
-    if kind != "text" and source.weight:
-        what = f"weight has no effect with kind={kind}"
-        raise UserError(f"config: input: {what}; weigh when you train")
+        refuse(value not in allowed, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
+    unused = kind == "text" and parse_rules(source.rules).question_length
+    refuse(unused, "rules: question_length has no effect with kind=text; leave it out")
+    unused = kind != "text" and source.weight
+    refuse(unused, f"input: weight has no effect with kind={kind}; weigh when you train")
     if source.text_key:
         (parse_text_key if kind == "text" else parse_names)(source.text_key)
     check_codec(source.encoding)

@@ -1,7 +1,7 @@
 """Say what happened to the input: printed counts, and report.md, dropped.tsv and errors.tsv of the
 output.
 
-`balance` checks that documents and bytes add up: read = kept + dropped + lost.
+`what_became` checks that documents and bytes add up: read = kept + dropped + lost.
 """
 
 import shutil
@@ -37,20 +37,24 @@ def by_reason(sums: np.ndarray) -> dict[str, int]:
     return {reason: n for reason, n in named if n and reason != "kept"}
 
 
-def check_kept(counts: Counts, chosen: Selection | None) -> None:
+def check_kept(counts: Counts, chosen: Selection) -> None:
     """Raise UserError if no document is kept."""
-    if chosen is None or not (chosen.fates == KEPT).any():
-        later = {} if chosen is None else by_reason(by_fate(chosen.fates))
-        dropped = counts.lost + counts.unusable + Counter(later)
+    if not (chosen.fates == KEPT).any():
+        dropped = counts.lost + counts.unusable + Counter(by_reason(by_fate(chosen.fates)))
         reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
-        first = f"; first: {counts.shown[0]}" if counts.shown else ""
+        first = "".join(f"; first: {problem}" for problem in problem_lines(counts)[:1])
         what = reasons or "the input holds none"
         raise UserError(f"prepare: no document to prepare: {what}{first}")
 
 
-def balance(counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray) -> dict:
-    """Return the entries documents, input and bytes of the manifest, after a check that each adds
-    up: documents; bytes of the files (unpacked); bytes of text. The arrays are of `by_fate`."""
+def problem_lines(counts: Counts) -> list[str]:
+    """Return the first problems with their places."""
+    return [f"{where}: {problem}" for problem, where in counts.shown.items()]
+
+
+def what_became(counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray) -> dict:
+    """Return what the manifest says about documents, bytes of the files (unpacked) and bytes of
+    text, after a check that each adds up. The arrays are of `by_fate`."""
     documents = {
         "read": counts.records + counts.mended["split_huge"],
         "kept": int(n_documents[KEPT]),
@@ -80,15 +84,18 @@ def balance(counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray) -> dic
     }
     left_out = sum(text["dropped"].values()) + text["cleaned"] + text["cut"]
     assert text["read"] == text["kept"] + left_out, f"{text=}"
-    return {"documents": documents, "input": files, "bytes": text}
+    return {
+        "documents": documents,
+        "input": files,
+        "bytes": text,
+        "marked": counts.marked,
+        "unread": dict(counts.unread),
+        "failed": sorted(name for name in counts.bad if not counts.passed[name]),
+    }
 
 
 def summarize(
-    inputs: list[Input],
-    counts: Counts,
-    chosen: Selection,
-    parts: list[SourceDocs],
-    recipe: Recipe,
+    inputs: list[Input], counts: Counts, chosen: Selection, parts: list[SourceDocs], recipe: Recipe
 ) -> dict:
     """Return what the manifest says about documents and bytes. Raise UserError if train is empty;
     print a warning for each source that gives it nothing."""
@@ -99,24 +106,13 @@ def summarize(
     for name in without:
         print(f"prepare: warning: nothing is left for train of source {name}")
     n_bytes = by_fate(chosen.fates, chosen.rows["n_bytes"])
-    info = balance(counts, by_fate(chosen.fates), n_bytes)
+    info = what_became(counts, by_fate(chosen.fates), n_bytes)
     if recipe.near > 0:
-        similarity = chosen.similarity[chosen.fates == NEAR]
-        histogram, _ = np.histogram(similarity, bins=np.linspace(0, 1, 21))
-        info["near"] = {
-            "bands": recipe.near_bands,
-            "rows": recipe.near_rows,
-            "similarity": {f"{k * 0.05:.2f}": n for k, n in enumerate(histogram.tolist()) if n},
-            "not_compared": chosen.capped,
-        }
+        info["near"] = {"not_compared": chosen.capped}
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
     unreadable = {file.name for file in inputs if file.problem}
-    nothing_read = {name for name in counts.bad if not counts.passed[name]}
-    info["marked"] = counts.marked
-    info["unread"] = dict(counts.unread)
-    info["failed"] = sorted(unreadable | nothing_read)
-    return info
+    return info | {"failed": sorted(unreadable.union(info["failed"]))}
 
 
 # ---- files of the output -------------------------------------------------------------------------
@@ -129,10 +125,7 @@ def write_problems(
     `others`, then those of the units. Print the first ones."""
     unreadable = [file for file in inputs if file.problem]
     problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable]
-    first: dict[str, str] = {}  # the same problem of two files is printed once
-    for shown in counts.shown:
-        first.setdefault(shown.partition(": ")[2], shown)
-    for problem in [*problems, *first.values()][:SHOWN]:
+    for problem in [*problems, *problem_lines(counts)][:SHOWN]:
         print(f"prepare: {problem}")
     with open(work / "out" / "errors.tsv", "w", encoding="utf-8") as out:
         out.write("path\tline\tbyte\treason\tdetail\n")
@@ -143,106 +136,87 @@ def write_problems(
                 shutil.copyfileobj(f, out)
 
 
-def write_dropped(chosen: Selection, units: list[Unit], out: Path) -> None:
-    """Write dropped.tsv: a line for each dropped document, with the reason and, for a copy, the
+def write_dropped(chosen: Selection) -> None:
+    """Write out/dropped.tsv: a line for each dropped document, with the reason and, for a copy, the
     earlier document and the similarity to it."""
-    with open(out / "dropped.tsv", "w", encoding="utf-8") as f:
+    with open(chosen.work / "out" / "dropped.tsv", "w", encoding="utf-8") as f:
         f.write("path\tbyte\treason\tlike path\tlike byte\tsimilarity\n")
         for row in np.flatnonzero(chosen.fates != KEPT).tolist():
-            columns = [*chosen.place(row, units), REASONS[chosen.fates[row]]]
+            columns = [*chosen.place(row), REASONS[chosen.fates[row]]]
             partner = int(chosen.partner[row])
             if partner >= 0:
-                columns += [*chosen.place(partner, units), f"{chosen.similarity[row]:.4f}"]
+                columns += [*chosen.place(partner), f"{chosen.similarity[row]:.4f}"]
             f.write("\t".join(map(str, columns)) + "\n")
 
 
-def write_report(info: dict, chosen: Selection, units: list[Unit], work: Path) -> None:
-    """Write out/report.md: counts by reason, and samples of kept documents and of those that each
+def write_report(info: dict, chosen: Selection) -> None:
+    """Write out/report.md: what is printed, and samples of kept documents and of those that each
     rule dropped, so that people can judge the rules."""
-    documents, n_bytes = info["documents"], info["bytes"]
-    changed, how = cleaned_bytes(n_bytes)
-    lines = [
-        "# What became of the input",
-        "",
-        "| | documents | bytes of text |",
-        "|---|---:|---:|",
-        f"| read | {documents['read']:,} | {n_bytes['read']:,} |",
-    ]
-    for reason, n in documents["dropped"].items():
-        lines.append(f"| {reason} | {n:,} | {n_bytes['dropped'].get(reason, 0):,} |")
-    for reason, n in documents["lost"].items():
-        lines.append(f"| lost: {reason} | {n:,} | |")
-    lines.append(f"| {how} | | {changed} |")
-    lines.append(f"| **kept** | {documents['kept']:,} | {n_bytes['kept']:,} |")
-    lines.append(f"\nBytes of the files: {input_line(info)}.")
-    lines += [f"\n{name}: {n:,} bytes lost." for name, n in info["input"]["files"].items()]
-    lines += [f"\n{n:,} documents were mended: {what}." for what, n in documents["mended"].items()]
-    if info["unread"]:
-        lines.append(f"\nKeys not read: {describe_unread(Counter(info['unread']))}.")
-    lines += [f"\n{note}." for note in answer_pairs.describe(info.get("answers", []))]
+    lines = ["# What became of the input", "", *(f"- {line}" for line in summary(info))]
+    lines += [f"- {name}: {n:,} bytes lost" for name, n in info["input"]["files"].items()]
     lengths = chosen.rows["n_bytes"][chosen.fates == KEPT]
     marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
     names = "least, 10 %, median, 90 %, 99 %, most"
-    lines.append(f"\nBytes per kept document ({names}): {marks}.")
-    for reason, samples in sorted(report_samples(chosen, units, work).items()):
+    lines.append(f"- bytes per kept document ({names}): {marks}")
+    for reason, samples in sorted(report_samples(chosen).items()):
         lines.append(f"\n## {reason}\n")
         for _, place, detail, excerpt in sorted(samples)[:SHOWN]:
             lines.append(f"- {place}: {detail}\n  > {' '.join(excerpt.split())[:200]}")
-    (work / "out" / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    report = chosen.work / "out" / "report.md"
+    report.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def report_samples(
-    chosen: Selection, units: list[Unit], work: Path
-) -> dict[str, list[tuple[int, str, str, str]]]:
+def report_samples(chosen: Selection) -> dict[str, list[tuple[int, str, str, str]]]:
     """Return {reason: [(position, place, detail, excerpt)]}. Those of the lowest positions are a
     random sample."""
     found: dict[str, list[tuple[int, str, str, str]]] = {}
-    for unit in units:
-        for reason, samples in read_json(unit.file(work, "json"))["samples"].items():
-            own = [(position, *shown) for position, _, *shown in samples]
+    for unit in chosen.units:
+        for reason, samples in read_json(unit.file(chosen.work, "json"))["samples"].items():
+            first = chosen.starts[unit.number]
+            own = [(at, chosen.named_place(first + row), *shown) for at, row, *shown in samples]
             found[reason] = sorted(found.get(reason, []) + own)[:SHOWN]
     for fate in (KEPT, EXACT, NEAR, SCORE):
         rows = np.flatnonzero((chosen.fates == fate) & (chosen.rows["reason"] == KEPT))
         positions = chosen.rows["position"][rows]
         for row in rows[np.argsort(positions, kind="stable")[:SHOWN]].tolist():
-            place = chosen.named_place(row, units)
-            text = read_document(row, chosen, units, work, 900)
-            sample = (int(chosen.rows["position"][row]), place, detail_of(row, chosen, units), text)
+            position, place = int(chosen.rows["position"][row]), chosen.named_place(row)
+            sample = (position, place, chosen.detail(row), chosen.text(row, 900))
             found.setdefault(REASONS[fate], []).append(sample)
     return found
-
-
-def detail_of(row: int, chosen: Selection, units: list[Unit]) -> str:
-    """Return why a document that passed the rules was dropped later, "" if it was kept."""
-    if chosen.fates[row] == SCORE:
-        return f"score {chosen.rows['score'][row]:.4g}"
-    partner = int(chosen.partner[row])
-    if partner < 0:
-        return ""
-    return f"{chosen.similarity[row]:.2f} like {chosen.named_place(partner, units)}"
-
-
-def read_document(row: int, chosen: Selection, units: list[Unit], work: Path, most: int) -> str:
-    """Return at most so many bytes of a document that passed the rules."""
-    with open(units[chosen.unit_of(row)].file(work, "docs"), "rb") as f:
-        f.seek(int(chosen.rows["begin"][row]))
-        return f.read(min(int(chosen.rows["size"][row]), most)).decode("utf-8", "ignore")
 
 
 # ---- printed -------------------------------------------------------------------------------------
 
 
-def cleaned_bytes(n_bytes: dict) -> tuple[str, str]:
-    """Return how many bytes cleaning changed, and what it did: with punctuation=on it may make a
-    text longer."""
+def summary(info: dict) -> list[str]:
+    """Return lines that say what became of the input."""
+    documents, n_bytes, files = info["documents"], info["bytes"], info["input"]
+    n_dropped, dropped_bytes = (sum(of["dropped"].values()) for of in (documents, n_bytes))
     less = n_bytes["cleaned"] + n_bytes["cut"]
-    return (f"+ {less:,}", "cleaned away") if less >= 0 else (f"- {-less:,}", "added by cleaning")
-
-
-def input_line(info: dict) -> str:
-    files = info["input"]
-    kept, lost = files["documents"], files["lost"]
-    return f"{files['bytes']:,} read = {kept:,} in documents + {lost:,} lost"
+    # With punctuation=on cleaning may make a text longer.
+    changed = f"+ {less:,} cleaned away" if less >= 0 else f"- {-less:,} added by cleaning"
+    lines = [
+        f"documents: {documents['read']:,} read = {documents['kept']:,} kept"
+        f" + {n_dropped:,} dropped + {sum(documents['lost'].values()):,} lost",
+        f"bytes of the files: {files['bytes']:,} read = {files['documents']:,} in documents"
+        f" + {files['lost']:,} lost",
+        f"bytes of text: {n_bytes['read']:,} read = {n_bytes['kept']:,} kept"
+        f" + {dropped_bytes:,} dropped {changed}",
+    ]
+    for what in ("dropped", "lost", "mended"):
+        for reason, n in documents[what].items():
+            size = n_bytes["dropped"].get(reason, 0) if what == "dropped" else 0
+            lines.append(f"{what}: {n:,} {reason}" + (f" ({size:,} bytes)" if size else ""))
+    if info["marked"]:
+        hint = "it stays text, so a model would learn to write it as words"
+        hint += "; if these are conversations, use kind=chat"
+        lines.append(f"warning: {info['marked']:,} documents hold <|im_start|>: {hint}")
+    if info["unread"]:
+        lines.append(f"keys not read: {describe_unread(Counter(info['unread']))}")
+    if evals := info.get("decontaminate"):
+        few = f"{evals['unprotected']:,} of {evals['items']:,} evaluation items"
+        lines.append(f"{few} are too short to be looked for")
+    return lines + answer_pairs.describe(info.get("answers", []))
 
 
 def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
@@ -275,40 +249,15 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
 
 def print_report(manifest: dict, seconds: float) -> None:
     """Print what was read, kept and dropped, the splits, and the speed."""
-    info, documents, n_bytes = (
-        manifest["info"],
-        manifest["info"]["documents"],
-        manifest["info"]["bytes"],
-    )
-    n_dropped, dropped_bytes = (sum(of["dropped"].values()) for of in (documents, n_bytes))
-    n_lost = sum(documents["lost"].values())
-    changed, how = cleaned_bytes(n_bytes)
-    lines = [
-        f"documents: {documents['read']:,} read = {documents['kept']:,} kept"
-        f" + {n_dropped:,} dropped + {n_lost:,} lost",
-        f"bytes of the files: {input_line(info)}",
-        f"bytes of text: {n_bytes['read']:,} read = {n_bytes['kept']:,} kept"
-        f" + {dropped_bytes:,} dropped {changed} {how}",
-    ]
-    for what in ("dropped", "lost", "mended"):
-        lines += [f"{what}: {n:,} {reason}" for reason, n in documents[what].items()]
-    if info["marked"]:
-        hint = "it stays text, so a model would learn to write it as words"
-        hint += "; if these are conversations, use kind=chat"
-        lines.append(f"warning: {info['marked']:,} documents hold <|im_start|>: {hint}")
-    if info["unread"]:
-        lines.append(f"keys not read: {describe_unread(Counter(info['unread']))}")
-    if evals := info.get("decontaminate"):
-        few = f"{evals['unprotected']:,} of {evals['items']:,} evaluation items"
-        lines.append(f"{few} are too short to be looked for")
-    for line in lines + answer_pairs.describe(info.get("answers", [])):
+    for line in summary(manifest["info"]):
         print(f"prepare: {line}")
     print_splits(manifest)
     n_val = manifest["splits"].get("val", {}).get("tokens", 0)
     if manifest["format"] != ROWS_FORMAT and 0 < n_val <= 1024:
         hint = f"a run whose block_size is {n_val} or more needs a larger val_fraction"
         print(f"prepare: warning: val has {n_val} tokens; {hint}")
-    print(f"prepare: {seconds:.1f} s, {n_bytes['read'] / 1e6 / seconds:.1f} MB/s")
+    megabytes = manifest["info"]["bytes"]["read"] / 1e6
+    print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
 
 
 def print_splits(manifest: dict) -> None:

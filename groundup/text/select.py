@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,14 @@ from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
 from groundup.text.recipe import Recipe, Source, parse_score
 from groundup.text.unit import EXACT, KEPT, NEAR, ROW, SCORE, Unit
-from groundup.tokens.token_files import file_sha256, token_dtype
-from groundup.tokens.token_writer import SHARD_TOKENS, ConversationWriter, ShardWriter
+from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype
+from groundup.tokens.token_writer import (
+    SHARD_TOKENS,
+    ConversationWriter,
+    ShardWriter,
+    write_manifest,
+    write_record,
+)
 from tokenizer import Tokenizer
 
 # Most times that a small source is read to train a tokenizer; with more, its rarest words would
@@ -38,6 +44,8 @@ ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that tuning ne
 class Selection:
     """All documents of all units, in order, and why each is kept or dropped."""
 
+    units: list[Unit]
+    work: Path  # where the files of the units are
     rows: np.ndarray  # (n,) unit.ROW
     fates: np.ndarray  # (n,) uint8, indices of REASONS
     starts: np.ndarray  # (units + 1,) int64: unit k has the documents starts[k] .. starts[k + 1]
@@ -49,31 +57,54 @@ class Selection:
         """Return the values of the documents of a unit, from those of all."""
         return values[self.starts[unit.number] : self.starts[unit.number + 1]]
 
-    def unit_of(self, row: int) -> int:
-        return int(np.searchsorted(self.starts, row, side="right")) - 1
+    def unit_of(self, row: int) -> Unit:
+        return self.units[int(np.searchsorted(self.starts, row, side="right")) - 1]
 
-    def place(self, row: int, units: list[Unit]) -> tuple[str, int]:
+    def place(self, row: int) -> tuple[str, int]:
         """Return (file, byte offset) of the record that a document is from."""
-        part = units[self.unit_of(row)].parts[int(self.rows["part"][row])]
+        part = self.unit_of(row).parts[int(self.rows["part"][row])]
         return part.name, int(self.rows["offset"][row])
 
-    def named_place(self, row: int, units: list[Unit]) -> str:
-        return "{} at byte {}".format(*self.place(row, units))
+    def named_place(self, row: int) -> str:
+        return "{} at byte {}".format(*self.place(row))
+
+    def detail(self, row: int) -> str:
+        """Return why a document that passed the rules was dropped later, "" if it was kept."""
+        if self.fates[row] == SCORE:
+            return f"score {self.rows['score'][row]:.4g}"
+        partner = int(self.partner[row])
+        return (
+            f"{self.similarity[row]:.2f} like {self.named_place(partner)}" if partner >= 0 else ""
+        )
+
+    def text(self, row: int, most: int) -> str:
+        """Return at most so many bytes of a document that passed the rules."""
+        with open(self.unit_of(row).file(self.work, "docs"), "rb") as f:
+            f.seek(int(self.rows["begin"][row]))
+            return f.read(min(int(self.rows["size"][row]), most)).decode("utf-8", "ignore")
+
+    def texts(self, rows: np.ndarray) -> Iterator[str]:
+        """Yield documents that passed the rules, given their indices in self.rows, ascending."""
+        bounds = np.searchsorted(rows, self.starts)
+        for unit, (begin, end) in zip(self.units, pairwise(bounds.tolist()), strict=True):
+            if begin < end:
+                yield from unit.documents(self.work, rows[begin:end] - self.starts[unit.number])
 
 
 def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
     """Drop exact copies, then near copies, of the documents that passed. Write work/fates.npy and
     starts.npy."""
     per_unit = [np.fromfile(unit.file(work, "rows"), ROW) for unit in units]
-    rows, starts = np.concatenate(per_unit), np.cumsum([0, *map(len, per_unit)])
+    starts = np.cumsum([0, *map(len, per_unit)])
+    rows = np.concatenate([np.empty(0, ROW), *per_unit])
     del per_unit
     partner, similarity = np.full(len(rows), -1, np.int64), np.ones(len(rows), np.float32)
-    chosen = Selection(rows, rows["reason"].copy(), starts, partner, similarity)
+    chosen = Selection(units, work, rows, rows["reason"].copy(), starts, partner, similarity)
     drop_by_score(chosen, recipe)
     if recipe.near >= 0:
         drop_exact(chosen)
     if recipe.near > 0:
-        drop_near(chosen, units, recipe, work)
+        drop_near(chosen, recipe)
     np.save(work / "starts.npy", chosen.starts)
     np.save(work / "fates.npy", chosen.fates)
     return chosen
@@ -85,26 +116,25 @@ def drop_by_score(chosen: Selection, recipe: Recipe) -> None:
     for _, bounds, in_percent in parse_score(recipe.score)[:1]:
         if in_percent and len(left):
             scores = chosen.rows["score"][left]
-            low, high = np.percentile(scores, bounds)
+            low, high = np.percentile(scores, np.clip(bounds, 0, 100))
             chosen.fates[left[(scores < low) | (scores > high)]] = SCORE
 
 
 def drop_exact(chosen: Selection) -> None:
     left = np.flatnonzero(chosen.fates == KEPT)
-    if len(left):
-        first = dedup.first_copies(chosen.rows["key"][left])
-        copies = np.flatnonzero(first != np.arange(len(left)))
-        chosen.fates[left[copies]] = EXACT
-        chosen.partner[left[copies]] = left[first[copies]]
+    first = dedup.first_copies(chosen.rows["key"][left])
+    copies = np.flatnonzero(first != np.arange(len(left)))
+    chosen.fates[left[copies]] = EXACT
+    chosen.partner[left[copies]] = left[first[copies]]
 
 
-def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) -> None:
-    n_values = recipe.near_bands * recipe.near_rows
+def drop_near(chosen: Selection, recipe: Recipe) -> None:
+    n_values, work = recipe.near_bands * recipe.near_rows, chosen.work
     candidates = np.flatnonzero(chosen.fates == KEPT)
     if not len(candidates):
         return
     with open(work / "signatures.tmp", "wb") as out:  # one file of all candidates, to be mapped
-        for unit in units:
+        for unit in chosen.units:
             passed = chosen.of_unit(unit, chosen.rows["reason"]) == KEPT
             wanted = chosen.of_unit(unit, chosen.fates)[passed] == KEPT
             signatures = np.fromfile(unit.file(work, "sigs"), "<u4").reshape(-1, dedup.N_PERM)
@@ -132,33 +162,27 @@ class SourceDocs(NamedTuple):
     starts: np.ndarray  # of the documents to cut: index in rows; a huge one has several. Or empty
 
 
-def split_sources(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[SourceDocs]:
+def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits.
 
     Pairs of all sources are split together: a prompt may be in several sources, and must not be in
     two splits. Texts of a source with few documents are cut, each into all splits. Print that, and
     a warning if val or held_out is empty."""
-    source_of = np.repeat([unit.source for unit in units], np.diff(chosen.starts))
+    source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
     rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
     splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
-    starts_of: dict[str, np.ndarray] = {}
+    starts_of = [np.zeros(0, np.int64)] * len(rows_of)
     if recipe.kind == "preference":
         split_rows("", kept, splits, chosen, recipe)
     else:
-        for source, rows in zip(recipe.sources, rows_of, strict=True):
-            starts_of[source.name] = split_rows(source.name, rows, splits, chosen, recipe)
-    none = np.zeros(0, np.int64)
-    return [
-        SourceDocs(
-            source,
-            [unit for unit in units if unit.source == number],
-            rows_of[number],
-            splits[rows_of[number]],
-            starts_of.get(source.name, none),
-        )
-        for number, source in enumerate(recipe.sources)
-    ]
+        for number, source in enumerate(recipe.sources):
+            starts_of[number] = split_rows(source.name, rows_of[number], splits, chosen, recipe)
+    parts = []
+    for number, (source, rows) in enumerate(zip(recipe.sources, rows_of, strict=True)):
+        units = [unit for unit in chosen.units if unit.source == number]
+        parts.append(SourceDocs(source, units, rows, splits[rows], starts_of[number]))
+    return parts
 
 
 def split_rows(
@@ -203,6 +227,7 @@ def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.nda
     """Return the indices in `rows` at which documents begin, if they are so few that each must be
     cut. All pieces of a huge document are from one record. Raise UserError where one document
     should give several folds."""
+    # A document begins where the unit, the part or the offset differs from the one before.
     record = np.vstack([
         np.searchsorted(chosen.starts, rows, side="right"),
         chosen.rows["part"][rows],
@@ -210,10 +235,8 @@ def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.nda
     ])
     starts = np.flatnonzero(np.diff(record, axis=1, prepend=-1).any(0))
     if recipe.fold and len(starts) == 1:
-        hint = "use txt_split=blank"
-        raise UserError(
-            f"prepare: fold={recipe.fold} needs several documents, and there is one; {hint}"
-        )
+        what = f"fold={recipe.fold} needs several documents, and there is one"
+        raise UserError(f"prepare: {what}; use txt_split=blank")
     wanted = recipe.val_fraction + recipe.test_fraction > 0 and not recipe.fold
     return starts if wanted and len(starts) <= FEW else starts[:0]
 
@@ -227,21 +250,16 @@ class Piece(NamedTuple):
 
 
 def cut_document(
-    k: int, part: SourceDocs, chosen: Selection, recipe: Recipe, work: Path
+    k: int, part: SourceDocs, chosen: Selection, recipe: Recipe
 ) -> Iterator[tuple[int, Piece]]:
     """Yield the pieces of document k of a source that has few, each with the index of its split in
     SPLITS. Holds one piece: the document may be a file of gigabytes."""
     begin, end = [*part.starts.tolist(), len(part.rows)][k : k + 2]
-    wanted = np.zeros(len(chosen.rows), bool)
-    wanted[part.rows[begin:end]] = True
-
-    def texts() -> Iterator[str]:
-        for unit in part.units:
-            yield from unit.documents(work, chosen.of_unit(unit, wanted))
-
-    length, offset = sum(map(len, texts())), 0
+    rows = part.rows[begin:end]
+    # Read twice, first for the length.
+    length, offset = sum(map(len, chosen.texts(rows))), 0
     places = [0, *cut_places(length, recipe.val_fraction, recipe.test_fraction), length]
-    for i, text in enumerate(texts(), begin):
+    for i, text in enumerate(chosen.texts(rows), begin):
         for number in range(len(SPLITS)):
             first, last = (max(place - offset, 0) for place in places[number : number + 2])
             inside = text[first:last]
@@ -254,14 +272,13 @@ def cut_document(
 
 
 def training_texts(
-    parts: list[SourceDocs], chosen: Selection, most: int, recipe: Recipe, work: Path
+    parts: list[SourceDocs], chosen: Selection, most: int, recipe: Recipe
 ) -> Iterator[str]:
     """Return documents of train: of one source all, or a sample (by hash) of about `most` bytes; of
     several sources by turns, by their weights, `most` bytes in all. A source too small for its
     weight is read up to MAX_REPEATS times: in training it is repeated, too."""
     if len(parts) == 1:
-        return training_texts_of(parts[0], chosen, most, recipe, work)
-    most_chars = MAX_DOC_CHARS  # mix_texts takes no more of each text, so longer ones are cut
+        return training_texts_of(parts[0], chosen, most, recipe)
     sizes = [float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
     weights = [part.source.weight or size for part, size in zip(parts, sizes, strict=True)]
     ratios = [size / weight for size, weight in zip(sizes, weights, strict=True) if weight]
@@ -271,87 +288,87 @@ def training_texts(
             continue
         wanted = min(max(ratios) * weight, most)
         n_times = max(1, min(MAX_REPEATS, round(wanted / size))) if size else 1
-        texts = [
-            training_texts_of(part, chosen, most, recipe, work, most_chars) for _ in range(n_times)
-        ]
-        label = f"weight {weight:g}" if part.source.weight else "by its size"
-        label = f"source {part.source.name}, {label}"
-        label += f", read {n_times} times" if n_times > 1 else ""
-        sources.append((label, chain.from_iterable(texts), weight))
+        # mix_texts takes MAX_DOC_CHARS of each text, so longer ones are cut.
+        own = (part, chosen, most, recipe, MAX_DOC_CHARS)
+        texts = chain.from_iterable([training_texts_of(*own) for _ in range(n_times)])
+        share = f"weight {weight:g}" if part.source.weight else "by its size"
+        times = f", read {n_times} times" if n_times > 1 else ""
+        label = f"source {part.source.name}, {share}{times}"
+        sources.append((label, texts, weight))
     return mix_texts(sources, most)
 
 
 def training_texts_of(
-    part: SourceDocs, chosen: Selection, most: int, recipe: Recipe, work: Path, most_chars: int = 0
+    part: SourceDocs, chosen: Selection, most: int, recipe: Recipe, most_chars: int = 0
 ) -> Iterator[str]:
     """Yield documents of train of a source, all or a sample of about `most` bytes. most_chars: of a
     text that is cut into the splits; 0 = any."""
     own = part.rows[part.splits == 0]
     n_bytes = int(chosen.rows["n_bytes"][own].sum())
-    if n_bytes > most:
+    if n_bytes > most:  # a sample: the texts of the lowest hashes
         own = own[chosen.rows["key"][own, 1] / 2.0**64 < most / n_bytes]
-    wanted = np.zeros(len(chosen.rows), bool)
-    wanted[own] = True
-    for k in range(len(part.starts)):
-        for split, (i, text, _) in cut_document(k, part, chosen, recipe, work):
-            if split == 0 and wanted[part.rows[i]]:
-                step = most_chars or len(text)
-                yield from (text[begin : begin + step] for begin in range(0, len(text), step))
     if not len(part.starts):
-        for unit in part.units:
-            yield from unit.documents(work, chosen.of_unit(unit, wanted))
+        yield from chosen.texts(own)
+        return
+    wanted = np.isin(part.rows, own)
+    for k in range(len(part.starts)):
+        for split, piece in cut_document(k, part, chosen, recipe):
+            if split == 0 and wanted[piece.index]:
+                step = most_chars or len(piece.text)
+                for begin in range(0, len(piece.text), step):
+                    yield piece.text[begin : begin + step]
 
 
 # ---- the files of each split ---------------------------------------------------------------------
 
 
 class Tokens:
-    """The ids of a source's documents, on disk."""
+    """The ids, or the masks, of a source's kept documents, on disk."""
 
     OPEN = 64  # files at once: a system allows a process some 1,000
 
-    def __init__(self, docs: SourceDocs, dtype: np.dtype, work: Path) -> None:
+    def __init__(self, docs: SourceDocs, dtype: np.dtype, work: Path, what: str = "tokens") -> None:
         lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in docs.units]
         empty = np.zeros(0, np.int64)
         self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # of document i
         self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # in its unit
         self.length = np.concatenate([empty, *lengths])
+        assert len(self.length) == len(docs.rows), f"{len(self.length)=} {len(docs.rows)=}"
         self.empty = np.zeros(0, dtype)
         self.map = lru_cache(self.OPEN)(
-            lambda unit: np.memmap(docs.units[unit].file(work, "tokens"), dtype, "r")
+            lambda unit: np.memmap(docs.units[unit].file(work, what), dtype, "r")
         )
 
-    def ids(self, i: int) -> np.ndarray:
+    def of(self, i: int) -> np.ndarray:
         begin, length = int(self.begin[i]), int(self.length[i])
         return self.map(int(self.unit[i]))[begin : begin + length] if length else self.empty
 
 
 def write_splits(
-    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path
-) -> list[dict]:
-    """Write the tokens into the shards of their sources and splits; return the shards for the
-    manifest."""
-    dtype, shards = token_dtype(tokenizer.vocab_size), []
+    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, info: dict
+) -> dict:
+    """Write the tokens into the shards of their sources and splits, and the manifest with the
+    entries `info`; return it."""
+    dtype, shards, work = token_dtype(tokenizer.vocab_size), [], chosen.work
+    ids = tokenizer.vocab_size, tokenizer.eot_id
     for part in parts:
         tokens, n_bytes = Tokens(part, dtype, work), chosen.rows["n_bytes"][part.rows]
-        assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
-        ids = tokenizer.vocab_size, tokenizer.eot_id
         writers = [
-            ShardWriter(work / "out", split, *ids, SHARD_TOKENS, part.source.name)
-            for split in SPLITS
+            ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
         for k in range(len(part.starts)):
-            pieces = cut_document(k, part, chosen, recipe, work)
+            pieces = cut_document(k, part, chosen, recipe)
             for split, own in groupby(pieces, key=lambda pair: pair[0]):
                 path = work / f"document_{k}_{split}.tmp"
                 writers[split].add(*ids_of((piece for _, piece in own), tokens, tokenizer, path))
                 path.unlink()
         if not len(part.starts):
             for i, split in enumerate(part.splits.tolist()):
-                writers[split].add(tokens.ids(i), int(n_bytes[i]))
+                writers[split].add(tokens.of(i), int(n_bytes[i]))
         for writer in writers:
             shards += writer.close()
-    return shards
+    weights = {part.source.name: part.source.weight for part in parts if part.source.weight}
+    return write_manifest(work / "out", *ids, tokenizer.fingerprint(), shards, info, weights)
 
 
 def ids_of(
@@ -366,51 +383,50 @@ def ids_of(
     with open(path, "wb") as f:
         for piece in pieces:
             whole = piece.is_whole
-            ids = tokens.ids(piece.index) if whole else tokenizer.encode_array(piece.text)
+            ids = tokens.of(piece.index) if whole else tokenizer.encode_array(piece.text)
             f.write(np.asarray(ids).astype(dtype).data)
             n_bytes += len(piece.text.encode())
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype), n_bytes
 
 
 def write_rows(
-    parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer | None, work: Path
+    parts: list[SourceDocs],
+    chosen: Selection,
+    recipe: Recipe,
+    tokenizer: Tokenizer | None,
+    info: dict,
 ) -> dict:
     """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and
-    masks of conversations beside them, but for those held out. Return {split: its entry in the
-    manifest}."""
-    entries = {}
+    masks of conversations beside them, but for those held out. Write the manifest with the entries
+    `info`; return it."""
+    work, out, entries = chosen.work, chosen.work / "out", {}
+    dtype = token_dtype(tokenizer.vocab_size) if tokenizer else np.dtype("u1")
     for number, split in enumerate(ROW_SPLITS):
-        wanted = np.zeros(len(chosen.rows), bool)
-        for part in parts:
-            wanted[part.rows] = part.splits == number
-        if not wanted.any():
+        path, n_rows = out / f"{split}.jsonl", sum((p.splits == number).sum() for p in parts)
+        if not n_rows:
             continue
-        path, writer = work / "out" / f"{split}.jsonl", None
-        if tokenizer and split in SPLITS:
-            writer = ConversationWriter(work / "out", split, token_dtype(tokenizer.vocab_size))
+        writer = ConversationWriter(out, split, dtype) if tokenizer and split in SPLITS else None
         with open(path, "w", encoding="utf-8") as f:
             for part in parts:
-                name = part.source.name
-                for unit in part.units:
-                    own = chosen.of_unit(unit, wanted)
-                    for row in unit.documents(work, own):
-                        row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
-                        f.write(f"{row}\n")
-                    if writer:
-                        copy_conversations(unit, own, writer, work)
-        entry = {"file": path.name, "rows": int(wanted.sum()), "bytes": path.stat().st_size}
+                own, name = np.flatnonzero(part.splits == number), part.source.name
+                for row in chosen.texts(part.rows[own]):
+                    row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
+                    f.write(f"{row}\n")
+                if writer:
+                    ids, masks = (
+                        Tokens(part, dtype, work),
+                        Tokens(part, np.dtype("u1"), work, "mask"),
+                    )
+                    for i in own.tolist():
+                        writer.add(ids.of(i), masks.of(i))
+        entry = {"file": path.name, "rows": int(n_rows), "bytes": path.stat().st_size}
         entry["sha256"] = file_sha256(path)
         if writer:
             entry["tokens"] = writer.close()
         entries[split] = entry
-    return entries
-
-
-def copy_conversations(unit: Unit, own: np.ndarray, writer: ConversationWriter, work: Path) -> None:
-    """Copy the ids and masks of some documents of a unit. own: (n,) bool, which."""
-    ends = np.cumsum(np.fromfile(unit.file(work, "lengths"), "<i8"))
-    tokens = np.fromfile(unit.file(work, "tokens"), writer.tokens.dtype)
-    mask = np.fromfile(unit.file(work, "mask"), "u1")
-    for i in np.flatnonzero(own[unit.fates(work) == KEPT]).tolist():
-        place = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
-        writer.add(tokens[place], mask[place])
+    manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": entries, "info": info}
+    if tokenizer:
+        manifest["tokenizer_fingerprint"] = tokenizer.chat_fingerprint()
+        manifest["vocab_size"] = tokenizer.vocab_size
+    write_record(out / "manifest.json", manifest)
+    return manifest

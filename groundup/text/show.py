@@ -12,7 +12,6 @@ from groundup.errors import printable
 from groundup.files.row_formats import describe_unread
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
-from groundup.text.report import detail_of, read_document
 from groundup.text.select import Selection, select
 from groundup.text.unit import KEPT, REASONS, Counts, Unit, inspect_unit, plan_units, read_json
 from tokenizer import Tokenizer, split_answer
@@ -26,7 +25,7 @@ def show_rows(
 ) -> int:
     """Print n rows of each source, n / files of each of its files; return the exit status, 1 if one
     cannot be read."""
-    units, limits, counts = [], [], Counts()
+    units, limits, counts = [], [], Counts()  # limits: rows of each unit
     readable = (file for file in inputs if not file.problem)
     for _, own in groupby(readable, key=lambda file: file.source):
         files = list(own)
@@ -40,7 +39,7 @@ def show_rows(
     for unit, limit in zip(units, limits, strict=True):
         print(f"\n==== {unit.parts[0].name}")
         found = problems_of(unit, work)[:limit]
-        found = sorted(found + rows_of(unit, chosen, units, recipe.kind, tokenizer, work))
+        found = sorted(found + rows_of(unit, chosen, recipe.kind, tokenizer))
         n_rows += len(found)
         for offset, lines in found:
             lines = [f"\n-- {unit.parts[0].name} at byte {offset}", *lines]
@@ -64,27 +63,21 @@ def problems_of(unit: Unit, work: Path) -> list[tuple[int, list[str]]]:
 
 
 def rows_of(
-    unit: Unit,
-    chosen: Selection,
-    units: list[Unit],
-    kind: str,
-    tokenizer: Tokenizer | None,
-    work: Path,
+    unit: Unit, chosen: Selection, kind: str, tokenizer: Tokenizer | None
 ) -> list[tuple[int, list[str]]]:
     """Return [(offset, lines to print)] of the rows that could be read."""
     samples = {}
-    for dropped in read_json(unit.file(work, "json"))["samples"].values():
-        samples |= {row: (detail, excerpt) for _, row, _, detail, excerpt in dropped}
+    for dropped in read_json(unit.file(chosen.work, "json"))["samples"].values():
+        samples |= {row: (detail, excerpt) for _, row, detail, excerpt in dropped}
     found = []
     for number, row in enumerate(range(chosen.starts[unit.number], chosen.starts[unit.number + 1])):
-        detail, excerpt = samples.get(number, (detail_of(row, chosen, units), ""))
+        detail, excerpt = samples.get(number, (chosen.detail(row), ""))
         verdict = "kept"
         if chosen.fates[row] != KEPT:
             verdict = f"DROPPED: {REASONS[chosen.fates[row]]}: {detail}"
         lines = [plain(excerpt)]
         if chosen.rows["reason"][row] == KEPT:
-            document = read_document(row, chosen, units, work, 2**32)
-            lines = lines_of(document, kind, tokenizer)
+            lines = lines_of(chosen.text(row, 2**32), kind, tokenizer)
         found.append((int(chosen.rows["offset"][row]), [verdict, *lines]))
     return found
 

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats, streams, text_keys, untrusted, usable
+from groundup.files import readers, row_formats, streams, text_keys, turns, untrusted
 from groundup.files.records import PIECE_CHARS, piece_end
 from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
 from groundup.files.text_keys import as_score
@@ -54,7 +54,7 @@ REASONS = (
     "kept", "question_length", "answer_missing", "not_rendered", "unfinished_answer",
     "other_prompt", *quality.RULE_NAMES, "score", "contaminated", "exact_duplicate",
     "near_duplicate",
-    *(problem.replace(" ", "_") for problem in usable.CHAT_PROBLEMS if problem != "answer missing"),
+    *(problem.replace(" ", "_") for problem in turns.CHAT_PROBLEMS if problem != "answer missing"),
 )  # fmt: skip
 KEPT, EXACT, SCORE, NEAR = map(
     REASONS.index, ("kept", "exact_duplicate", "score", "near_duplicate")
@@ -108,13 +108,13 @@ class Unit(NamedTuple):
         fates = np.load(work / "fates.npy", mmap_mode="r")
         return fates[starts[self.number] : starts[self.number + 1]]
 
-    def documents(self, work: Path, wanted: np.ndarray) -> Iterator[str]:
-        """Yield the documents that passed and are `wanted`, (n,) bool."""
-        rows = np.fromfile(self.file(work, "rows"), ROW)
+    def documents(self, work: Path, numbers: np.ndarray) -> Iterator[str]:
+        """Yield documents of the unit that passed."""
+        rows = np.fromfile(self.file(work, "rows"), ROW)[numbers]
         with open(self.file(work, "docs"), "rb") as f:
-            for i in np.flatnonzero(wanted).tolist():
-                f.seek(int(rows["begin"][i]))
-                yield f.read(int(rows["size"][i])).decode()
+            for begin, size in zip(rows["begin"].tolist(), rows["size"].tolist(), strict=True):
+                f.seek(begin)
+                yield f.read(size).decode()
 
 
 def plan_units(inputs: list[Input]) -> list[Unit]:
@@ -156,18 +156,19 @@ class Counts:
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     unread: Counter[str] = field(default_factory=Counter)  # rows by keys that are not read
-    shown: list[str] = field(default_factory=list)  # the first problems, in words
+    shown: dict[str, str] = field(default_factory=dict)  # the first problems, with their places
     digests: list[list] = field(default_factory=list)  # (file, begin, sha256) of each part read
 
     def add(self, other: "Counts") -> None:
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
-            if isinstance(mine, list):
-                mine.extend(theirs)
-            elif isinstance(mine, Counter):
+            if isinstance(mine, Counter):
                 mine.update(theirs)
+            elif isinstance(mine, dict):
+                setattr(self, item.name, mine | theirs | mine)
             else:
-                setattr(self, item.name, mine + theirs)
+                mine += theirs
+                setattr(self, item.name, mine)
 
     def add_report(self, report: readers.Report, name: str, n_passed: int) -> None:
         """Add what reading a part of a file reported. n_passed: documents that it gave."""
@@ -185,25 +186,24 @@ class Counts:
 
 
 class Problems(readers.Report):
-    """Writes every problem to a file as it comes."""
+    """Writes every problem to a file as it comes. shown: gets the first place of each."""
 
-    def __init__(self, name: str, file: TextIO, strict: bool, digest: bool = False) -> None:
+    def __init__(
+        self, name: str, file: TextIO, shown: dict[str, str], strict: bool, digest: bool = False
+    ) -> None:
         super().__init__(strict, digest=digest)
-        self.name, self.file = name, file
-        self.shown: list[str] = []  # the first of them, each detail once
-        self.details: set[str] = set()
+        self.name, self.file, self.shown = name, file, shown
 
     def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
         detail = " ".join(detail.split())  # one line without tabs
-        what = f"{self.name}:{line}: {reason}: {detail}"
+        what, where = f"{reason}: {detail}", f"{self.name}:{line}"
         if self.strict:
             hint = "mend it, or leave such records out with strict=False"
-            raise UserError(f"prepare: {what}; {hint}")
+            raise UserError(f"prepare: {where}: {what}; {hint}")
         self.problems[reason] += 1
         self.file.write(f"{self.name}\t{line}\t{offset}\t{reason}\t{detail}\n")
-        if len(self.shown) < SHOWN and f"{reason}: {detail}" not in self.details:
-            self.shown.append(what)
-            self.details.add(f"{reason}: {detail}")
+        if len(self.shown) < SHOWN:
+            self.shown.setdefault(what, where)
 
 
 # ---- one document --------------------------------------------------------------------------------
@@ -223,7 +223,8 @@ class Item(NamedTuple):
     problem: str = ""  # a conversation or pair: why it cannot be trained on
     trimmed: bool = False  # a conversation: it continued after the last answer
     scores: tuple[float, ...] = ()
-    offset: int | None = None  # a pair made of answers: the byte of their line
+    offset: int | None = None  # of its record; of a pair made of answers, of their line
+    part: int = 0  # which part of the unit it is from
     unread: tuple[str, ...] = ()  # keys of the row that hold content and are not read
 
     @property
@@ -248,9 +249,8 @@ class Judge:
         self.rules = quality.Rules(
             source.quality if recipe.kind == "text" else "rows", source.rules
         )
-        steps = clean.WEB if source.quality == "web" else clean.CURATED
-        steps = replace(steps, punctuation=self.changes.punctuation)
-        self.clean = partial(clean.clean, steps=steps)
+        web, marks = source.quality == "web", self.changes.punctuation
+        self.clean = partial(clean.clean, white_space=web, punctuation=marks)
         self.evals = Evals.load(work / "evals.npz") if recipe.decontaminate else None
         self.tokenizer = Tokenizer.load(work / "out") if recipe.template else None
         self.questions = self.read_questions() if recipe.prompts_from else None
@@ -302,8 +302,9 @@ class Judge:
         if problem:
             return None, problem
         cleaned = self.clean_messages(messages)
-        unusable = usable.chat_problem(cleaned, row)
-        answered = cleaned if unusable else usable.trim_chat(cleaned)
+        unusable = turns.chat_problem(cleaned, row)
+        # What follows the last answer is never learnt.
+        answered = cleaned if unusable else turns.trim_chat(cleaned)
         questions = dialogue_text([m for m in answered if m["role"] != "assistant"])
         answers = dialogue_text([m for m in answered if m["role"] == "assistant"])
         return Item(
@@ -321,10 +322,10 @@ class Judge:
         if problem:
             return None, problem
         prompt = self.clean_messages(pair.prompt)
-        cleaned = usable.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
+        cleaned = turns.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
         text = f"{dialogue_text(prompt)}\n{cleaned.chosen}"
-        unusable = usable.pair_problem(row, pair)
-        if not unusable and usable.are_equal(cleaned.chosen, cleaned.rejected):
+        unusable = turns.pair_problem(row, pair)
+        if not unusable and turns.are_equal(cleaned.chosen, cleaned.rejected):
             unusable = "answer missing"
         place = row.get(ANSWER_PLACE)
         return Item(
@@ -448,11 +449,10 @@ class Inspector:
         self.counts = Counts()
         name = recipe.sources[unit.source].name
         self.source_name = f"{name}: " if name else ""
-        # By reason: position, row, place, detail, excerpt; see `sample`.
+        # By reason: position, row, detail, excerpt; see `sample`.
         self.samples: dict[str, list[tuple]] = {}
-        self.n_rows, self.n_bytes = 0, 0
-        # Items with their part of the unit and the offset of their record.
-        self.batch: list[tuple[Item, int, int]] = []
+        self.n_rows = 0
+        self.batch: list[Item] = []
         self.room = BATCH_CHARS
         self.rows, self.docs, self.sigs = (
             stack.enter_context(open(unit.file(work, what), "wb"))
@@ -465,14 +465,15 @@ class Inspector:
     def read(self, number: int, limit: int | None) -> None:
         """Add the cleaned documents of a part to the batch, and count what could not be read."""
         part, source = self.unit.parts[number], self.judge.source
-        report = Problems(part.name, self.problems, self.recipe.strict, digest=limit is None)
+        report = Problems(
+            part.name, self.problems, self.counts.shown, self.recipe.strict, digest=limit is None
+        )
         rows = readers.read_rows(
             part.path, self.judge.understand, source.txt_split, part.begin, part.end, report,
             self.judge.columns, source.encoding,
         )  # fmt: skip
         n_passed = sum(self.take(row, number) for row in islice(rows, limit))
         self.counts.add_report(report, part.name, n_passed)
-        self.counts.shown = (self.counts.shown + report.shown)[:SHOWN]
         if report.sha256:
             self.counts.digests.append([part.name, part.begin, report.sha256.hexdigest()])
 
@@ -484,6 +485,7 @@ class Inspector:
         else:
             counts.records += 1
         offset = row.offset if item.offset is None else item.offset
+        item = item._replace(part=number, offset=offset)
         n_left = 0 if item.text.isspace() else len(item.text.encode())
         counts.bytes_read += item.n_read
         counts.bytes_cleaned += item.n_read - n_left
@@ -498,7 +500,7 @@ class Inspector:
         pieces = pieces_of(item.text) if self.recipe.kind == "text" else [item.text]
         counts.mended["split_huge"] += len(pieces) - 1
         for piece in pieces:
-            self.batch.append((item._replace(text=piece), number, offset))
+            self.batch.append(item._replace(text=piece))
             self.room -= len(piece)
             if self.room <= 0:
                 self.flush()
@@ -506,30 +508,26 @@ class Inspector:
 
     def flush(self) -> None:
         """Judge and write the documents of the batch."""
-        batch, self.batch, self.room = self.batch, [], BATCH_CHARS
-        items = [item for item, _, _ in batch]
+        items, self.batch, self.room = self.batch, [], BATCH_CHARS
+        # Rules look at one document at a time.
         keys = [dedup.exact_key(item.row or item.text) for item in items]
         verdicts = [self.judge.judge(item) for item in items]
         passed = [i for i, (reason, _) in enumerate(verdicts) if reason == "kept"]
         self.count_left_out([items[i] for i in passed])
+        # Evaluation text and near copies are found in the units of all texts at once.
         signed = self.recipe.near > 0
         texts = [items[i].compared for i in passed]
         units = dedup.units(texts) if signed or self.judge.evals else None
         found = self.judge.evals.found_in(texts, units) if self.judge.evals else {}
         for k, text in found.items():
             self.cut_or_drop(passed[k], text, items, verdicts)
-        if found and signed:
+        if found and signed:  # some are dropped, some are shorter now
             passed = [i for i in passed if verdicts[i][0] == "kept"]
             units = dedup.units([items[i].compared for i in passed])
         if signed:
             signatures = signatures_of([items[i] for i in passed], units)
             self.sigs.write(np.ascontiguousarray(signatures, "<u4").data)
-        rows = [
-            self.write(item, number, offset, key, *verdict)
-            for item, key, verdict, (_, number, offset) in zip(
-                items, keys, verdicts, batch, strict=True
-            )
-        ]
+        rows = list(map(self.write, items, keys, verdicts))
         self.rows.write(np.array(rows, ROW).data)
 
     def count_left_out(self, items: list[Item]) -> None:
@@ -552,32 +550,29 @@ class Inspector:
                 return
         verdicts[i] = "contaminated", repr(text)
 
-    def write(
-        self, item: Item, part: int, offset: int, key: bytes, reason: str, detail: str
-    ) -> tuple:
+    def write(self, item: Item, key: bytes, verdict: tuple[str, str]) -> tuple:
         """Write the document if it passed, else keep a sample; return its ROW."""
         raw, kept, kind = item.text.encode(), b"", self.recipe.kind
+        reason, detail = verdict
+        begin = self.docs.tell()
         position = split_position(item.prompt.encode() if kind == "preference" else raw)
         question = held_out_position(item.question) if kind == "chat" else 0
         if reason == "kept":
             kept = item.document.encode()
             self.docs.write(kept)
         else:
-            self.sample(reason, position, f"{self.unit.parts[part].name} at byte {offset}", detail,
-                        item.text[:300])  # fmt: skip
-        begin = self.n_bytes
-        self.n_bytes += len(kept)
+            self.sample(item, position, reason, detail)
         self.n_rows += 1
         score = item.scores[0] if item.scores else math.nan
         return (
-            unpack("<QQ", key), position, question, begin, len(kept), len(raw), part, offset, score,
-            REASONS.index(reason),
+            unpack("<QQ", key), position, question, begin, len(kept), len(raw), item.part,
+            item.offset, score, REASONS.index(reason),
         )  # fmt: skip
 
-    def sample(self, reason: str, position: int, place: str, detail: str, excerpt: str) -> None:
+    def sample(self, item: Item, position: int, reason: str, detail: str) -> None:
         """Keep the documents of the lowest positions, a random sample, of each reason."""
         found = self.samples.setdefault(reason, [])
-        found.append((position, self.n_rows, place, detail, excerpt))
+        found.append((position, self.n_rows, detail, item.text[:300]))
         if len(found) >= 4 * SHOWN:
             self.samples[reason] = sorted(found)[:SHOWN]
 
@@ -615,12 +610,12 @@ def tokenize_unit(
             return tokenizer.render(json.loads(text)["messages"])
         return tokenizer.encode_array(text), ()
 
-    lengths = []
+    documents, lengths = unit.documents(work, np.flatnonzero(fates == KEPT)), []
     with (
         open(unit.file(work, "tokens"), "wb") as tokens,
         open(unit.file(work, "mask"), "wb") as masks,
     ):
-        for ids, mask in in_threads(encode, unit.documents(work, fates == KEPT), threads):
+        for ids, mask in in_threads(encode, documents, threads):
             lengths.append(len(ids))
             tokens.write(np.asarray(ids).astype(dtype).data)
             masks.write(np.array(mask, np.uint8).data)

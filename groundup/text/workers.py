@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,33 +24,30 @@ class WorkerLost(UserError):
 
 def run(
     function: Callable[[Unit], Any], units: list[Unit], n_workers: int, what: str, work: Path
-) -> Iterator[tuple[int, Any]]:
-    """Yield (number, function(unit)) of every unit as it is done. Raise what a worker raised,
-    WorkerLost if one was killed. function: picklable. what: for the progress bar."""
+) -> Iterator[Any]:
+    """Yield function(unit) of every unit, in order. Raise what a worker raised, WorkerLost if one
+    was killed. function: picklable. what: for the progress bar."""
     sizes = [sum(part.size for part in unit.parts) for unit in units]
-    n_workers = min(n_workers, len(units))
-    done = enumerate(map(function, units))
+    n_workers, results = min(n_workers, len(units)), map(function, units)
     if n_workers > 1:
-        done = in_processes(function, units, n_workers, work)
+        results = in_processes(function, units, n_workers, work)
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None) as progress:
-        for number, result in done:
-            yield number, result
-            progress.update(sizes[number])
+        for size, result in zip(sizes, results, strict=True):
+            yield result
+            progress.update(size)
 
 
 def in_processes(
     function: Callable[[Unit], Any], units: list[Unit], n_workers: int, work: Path
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[Any]:
     spawn = multiprocessing.get_context("spawn")
     watched, lifeline = spawn.Pipe(duplex=False)
     pool = ProcessPoolExecutor(n_workers, spawn, start_worker, (watched, work))
     # After an error the lifeline is closed first: the workers end at once, and the pool does not
     # wait for their units.
     with pool, lifeline:
-        tasks = {pool.submit(function, unit): number for number, unit in enumerate(units)}
         try:
-            for task in as_completed(tasks):
-                yield tasks.pop(task), task.result()
+            yield from pool.map(function, units)
         except BrokenProcessPool:
             hint = "run again, with fewer workers if memory was short; what is done is kept"
             raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None

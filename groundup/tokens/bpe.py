@@ -3,7 +3,8 @@
 Ours (Sennrich et al., 2016, arXiv:1508.07909, on bytes as in GPT-2): a regular expression cuts text
 into chunks; equal chunks are counted, so a corpus of any size becomes a table of distinct chunks;
 then the most frequent pair of neighbours inside chunks is merged into one token, again and again.
-training.py makes a tokenizer of the result.
+`learn_in_python` is the algorithm to read; where there is a C compiler, bpe.c finds the same merges
+some fifty times as fast. training.py makes a tokenizer of the result.
 """
 
 import ctypes

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from groundup.files import row_formats, usable
+from groundup.files import row_formats, turns
 from groundup.files.splits import dialogue_text
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
@@ -175,9 +175,9 @@ class ChatReader(RowReader):
         messages, detail = row_formats.messages_of(row)
         if detail:
             raise Unusable(STRANGE, detail)
-        if problem := usable.chat_problem(messages, row):
+        if problem := turns.chat_problem(messages, row):
             raise Unusable(problem)
-        answered = usable.trim_chat(messages)
+        answered = turns.trim_chat(messages)
         self.trimmed += len(answered) < len(messages)
         if not self.tokenizer:
             return dialogue_text(answered), answered

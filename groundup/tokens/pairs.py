@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.files import row_formats, text_keys, usable
+from groundup.files import row_formats, text_keys, turns
 from groundup.files.splits import dialogue_text
 from groundup.tokens.batches import map_tensors
 from groundup.tokens.conversations import columns_for, fingerprint_of, sha256_of
@@ -59,7 +59,7 @@ class Tokenized(NamedTuple):
     given: tuple[int, int] = (0, 0)
 
 
-def tokenize_pair(pair: usable.Pair, tokenizer: Tokenizer) -> Tokenized:
+def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> Tokenized:
     """Return the ids of a pair: its text cannot open or close a turn, see `Tokenizer.render`."""
     prompt, chosen = tokenize_answer(pair.prompt, pair.chosen, tokenizer)
     other_prompt, rejected = tokenize_answer(pair.prompt, pair.rejected, tokenizer)
@@ -85,13 +85,13 @@ def tokenize_answer(
     return np.array(before, dtype), np.array(learned, dtype)
 
 
-def read_pair(row: object) -> usable.Pair:
+def read_pair(row: object) -> turns.Pair:
     """Return the pair in a row of any format. Raise Unusable."""
     pair, detail = row_formats.pair_of(row)
     if not pair:
         reason = PROBLEMS.get(detail, STRANGE)
         raise Unusable(reason, detail if reason == STRANGE else "")
-    if problem := usable.pair_problem(row, pair):
+    if problem := turns.pair_problem(row, pair):
         raise Unusable(problem)
     return pair
 
@@ -355,7 +355,7 @@ class LabelReader(PairReader):
     kinds = ("preference", "chat")
 
     def item(self, row: object, place: str) -> tuple[str, list[Tokenized]]:
-        label = usable.label_of(row)
+        label = turns.label_of(row)
         if label is None:
             text, pair = super().item(row, place)
             answers = []
@@ -368,10 +368,10 @@ class LabelReader(PairReader):
         if detail:
             raise Unusable(STRANGE, detail)
         every = [message | {"learn": True} for message in messages]  # the label is of the last one
-        if problem := usable.chat_problem(every):
+        if problem := turns.chat_problem(every):
             raise Unusable(problem)
-        *prompt, answer = usable.trim_chat(messages)
-        if not usable.is_learned(answer) or not usable.is_learned(row, usable.ROW_WEIGHTS):
+        *prompt, answer = turns.trim_chat(messages)
+        if not turns.is_learned(answer) or not turns.is_learned(row, turns.ROW_WEIGHTS):
             raise Unusable("bad answer", "its weight is 0")
         if not prompt:
             raise Unusable("answer without a prompt")

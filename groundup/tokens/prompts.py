@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from groundup.files.answer_files import NoPair, conversation_of
+from groundup.files.answer_files import conversation_of
 from groundup.files.splits import dialogue_text
-from groundup.files.turns import with_system
+from groundup.files.turns import BadRow, with_system
 from groundup.tokens.mixture import Mixture
 from groundup.tokens.rows import RowCorpus, RowReader, Unusable
 from groundup.tokens.templates import take_tools
@@ -40,7 +40,7 @@ def prompt_of(row: object) -> list[dict]:
     Raise Unusable."""
     try:
         return conversation_of(row if isinstance(row, dict) else {"row": row}, {})[0]
-    except NoPair as problem:
+    except BadRow as problem:
         raise Unusable("no prompt", problem.detail) from None
 
 

@@ -116,7 +116,10 @@ def check_saves(cfg: ModelConfig, tokenizer: TextTokenizer) -> None:
         write_settings(Path(directory), cfg, tokenizer, torch.float32, base="")
         read = from_hf_config(Path(directory, "config.json"))
         if read != replace(cfg, dropout=0.0):  # dropout is of a training run, not of the model
-            raise UserError(f"checkpoint: {cfg} would be saved as {read}")
+            found = vars(replace(cfg, dropout=0.0)).items()
+            lost = [f"{key}={value!r}" for key, value in found if value != getattr(read, key)]
+            fix = "write and read it in groundup/train/config_json.py"
+            raise UserError(f"checkpoint: config.json does not keep {listed(lost)}; {fix}")
         if TextTokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
             raise UserError("checkpoint: the tokenizer's files do not give back its ids")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from configurator import defaults_of
-from groundup.errors import UserError, naming
+from groundup.errors import UserError, discard_stdout, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches
 from groundup.train import ranks
@@ -177,9 +177,15 @@ class RunLog:
 
     def print(self, text: str) -> None:
         """Print a line without disturbing the progress bar."""
-        if self.enabled:
+        if not self.enabled:
+            return
+        try:
             tqdm.write(text)
             sys.stdout.flush()
+        except BrokenPipeError:
+            # Ctrl-C also ends a `| tee` behind the run. The run must save all the same.
+            discard_stdout()
+            tqdm.write(text, file=sys.stderr)
 
     def print_line(self, step: int, parts: Iterable[str]) -> None:
         """Print the step, then `parts`."""

@@ -334,8 +334,6 @@ def own_span(bucket: Bucket, items: list[int]) -> tuple[int, int]:
 
 # ---- schedules -----------------------------------------------------------------------------------
 
-SCHEDULES = ("constant", "cosine", "linear", "wsd")
-
 
 def check_schedule(config: Mapping, max_steps: int) -> None:
     """Raise UserError for settings of the learning rate that contradict each other."""

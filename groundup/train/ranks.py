@@ -465,5 +465,8 @@ class StopSignal:
         if not self.received:
             self.received, self.exit_code = True, 128 + number
             self._received_at = time.monotonic()
+            if number == signal.SIGINT and rank() == 0:
+                # Not print, which must not run within another print.
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
         elif number == signal.SIGINT and time.monotonic() - self._received_at > 2:
             raise KeyboardInterrupt

@@ -332,6 +332,11 @@ def test_the_task_with_a_calculator():
         assert result["content"] == str(functions["add"](a=123, b=978)) == row["sum"] and not shown
         for text, right in ((last["content"], 1), ("1101", 1), ("1101 or 7", 0), ("110", 0), ("", 0)):
             assert task["correct"]([], text, row) == right, text
+        before = [asked, call, result]
+        assert task["copied"](before, last["content"], row) == 1
+        assert task["copied"](before, "1102", row) == 0.9  # of six digits in the call and four here
+        assert task["copied"](before, "110", row) == 0.9 and task["copied"](before, "", row) == 0.6
+        assert task["copied"]([asked], last["content"], row) == 0
     assert task["conversation"](1, 2, "en", answered=False)["messages"] == [
         {"role": "user", "content": "What is 1 plus 2?"}
     ]

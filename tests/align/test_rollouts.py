@@ -166,7 +166,7 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
     """
     monkeypatch.setattr(decode, "compiled_step", lambda: decode.decode_step)
     kernels = decoding.kernels
-    monkeypatch.setattr(decoding, "kernels", lambda dtype: None)
+    monkeypatch.setattr(decoding, "kernels", lambda *_: None)
     policy, found = copy.deepcopy(model), []
     set_trainable(policy, trainable, LoRAConfig())
 

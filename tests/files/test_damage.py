@@ -14,7 +14,7 @@ from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.readers import Report
 from groundup.files.row_formats import messages_of
-from groundup.text.clean import CURATED, clean
+from groundup.text.clean import clean
 
 N = 60  # records of a planted file
 WORDS = "the quick brown fox jumps over a lazy dog while nobody in the garden looks 春 江 潮 水 连 海 平".split()
@@ -401,7 +401,7 @@ def test_names_that_are_not_utf8_or_break_lines(tmp_path: Path) -> None:
 
 
 def test_cleaning_keeps_words_apart_and_counts_what_it_adds(tmp_path: Path, capsys) -> None:
-    assert clean("one\ftwo\x0bthree\x1efour\0five", CURATED) == "one\ntwo\nthree\nfourfive"
+    assert clean("one\ftwo\x0bthree\x1efour\0five", white_space=False) == "one\ntwo\nthree\nfourfive"
     raw = "\n".join(f'{{"text": "第{i}句很长很长的话,又是一句话."}}' for i in range(50)).encode()
     assert status(tmp_path, "a.jsonl", raw, ("rules", "punctuation=on"), ("near", 0.0)) == 0
     assert "- 100 added by cleaning" in capsys.readouterr().out

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from groundup.files import readers, row_formats, usable
+from groundup.files import readers, row_formats
 from groundup.files.row_formats import Pair, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import renamed
-from groundup.files.turns import call_text
+from groundup.files.turns import call_text, chat_problem, pair_problem
 
 
 def s(text: str) -> dict:
@@ -824,7 +824,7 @@ def test_a_conversation(name: str) -> None:
         assert messages == [] and expected in problem and "\n" not in problem
     else:
         assert (messages, problem) == (expected, "")
-        assert usable.chat_problem(messages, row) == ""
+        assert chat_problem(messages, row) == ""
         assert sorted(unread_keys(row, "chat")) == sorted(unread)
 
 
@@ -836,7 +836,7 @@ def test_a_pair(name: str) -> None:
         assert pair is None and expected in problem and "\n" not in problem
     else:
         assert (pair, problem) == (expected, "")
-        assert usable.pair_problem(row, pair) == ""
+        assert pair_problem(row, pair) == ""
         assert sorted(unread_keys(row, "preference")) == sorted(unread)
 
 
@@ -850,7 +850,7 @@ def test_what_is_not_to_be_learned(name: str) -> None:
     row, expected = FLAGS[name]
     messages, problem = messages_of(row)
     assert not problem and learned(messages) == expected
-    assert usable.chat_problem(messages, row) == ("" if expected else "bad answer")
+    assert chat_problem(messages, row) == ("" if expected else "bad answer")
 
 
 def test_a_turn_that_is_to_be_learned_in_part() -> None:
@@ -866,10 +866,10 @@ def test_a_bad_answer_is_one_in_every_layout() -> None:
         if isinstance(row, dict) and not isinstance(expected, str):
             for mark in BAD_MARKS:
                 assert (
-                    usable.chat_problem(messages_of(row | mark)[0], row | mark) == "bad answer"
+                    chat_problem(messages_of(row | mark)[0], row | mark) == "bad answer"
                 ), name
             for mark in GOOD_MARKS:
-                assert usable.chat_problem(messages_of(row | mark)[0], row | mark) == "", name
+                assert chat_problem(messages_of(row | mark)[0], row | mark) == "", name
 
 
 def test_text_key_names_threads_roles_and_their_keys() -> None:
@@ -995,9 +995,9 @@ def main() -> None:
             found, problem = messages_of(row) if kind == "chat" else pair_of(row)
             if not problem:
                 check = (
-                    usable.chat_problem(found, row)
+                    chat_problem(found, row)
                     if kind == "chat"
-                    else usable.pair_problem(row, found)
+                    else pair_problem(row, found)
                 )
                 problem = check
             answers = [] if problem else learned(found) if kind == "chat" else [found.chosen]
@@ -1010,7 +1010,7 @@ def main() -> None:
             )
     for name, (row, _) in FLAGS.items():
         messages, _ = messages_of(row)
-        problem = usable.chat_problem(messages, row).replace(" ", "_")
+        problem = chat_problem(messages, row).replace(" ", "_")
         words = " / ".join(learned(messages))
         print(f"| {name} | chat | {int(not problem)} | {words} | {problem} | |")
 

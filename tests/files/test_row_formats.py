@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from groundup.demo.debug_data import make_debug_data
 from groundup.errors import UserError
-from groundup.files import row_formats, usable
+from groundup.files import row_formats, turns
 from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, question_of, unread_keys
 from groundup.files.text_keys import columns_of
 from groundup.generate.answers import asked_of
@@ -571,7 +571,7 @@ def test_pairs_that_cannot_be_read(row: object, problem: str) -> None:
 )
 def test_answers_that_were_cut_off(marks: dict, unfinished: bool) -> None:
     row = {"prompt": "问", "chosen": "好", "rejected": "坏"} | marks
-    assert usable.is_unfinished(row, pair_of(row)[0]) is unfinished
+    assert turns.is_unfinished(row, pair_of(row)[0]) is unfinished
 
 
 def test_answers_of_sample_are_no_pairs_yet() -> None:
@@ -610,10 +610,10 @@ S, U, A, E, T = (
     ],
 )  # fmt: skip
 def test_conversations_that_cannot_be_trained_on(messages: list[dict], problem: str) -> None:
-    assert usable.chat_problem(messages) == problem
-    assert not problem or problem in usable.CHAT_PROBLEMS
+    assert turns.chat_problem(messages) == problem
+    assert not problem or problem in turns.CHAT_PROBLEMS
     if not problem:
-        trimmed = usable.trim_chat(messages)
+        trimmed = turns.trim_chat(messages)
         assert trimmed[-1]["role"] == "assistant" and messages[: len(trimmed)] == trimmed
         assert all(message["role"] != "assistant" for message in messages[len(trimmed) :])
 

@@ -17,7 +17,7 @@ from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.completion import Text, begin_prompt, check, never_sampled
 from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, generate, generate_each
-from groundup.generate.kv_cache import KVCache
+from groundup.generate.kv_cache import CacheStep, KVCache
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels import decoding
 from groundup.tokens.training import train
@@ -83,9 +83,9 @@ def test_rows_of_any_length_in_the_cache_equal_recomputation(changes):
         close(torch.cat([first[2], second[0, :2]]), want[2][:9])
         for step in range(16):
             rests = step % 3 == 1
-            at = torch.tensor([40 if rests else read[0], read[1], read[2]])
+            part = cache.part([-1 if rests else read[0], read[1], read[2]])
             token = torch.stack([text[min(n, len(text) - 1)] for text, n in zip(texts, read, strict=True)])
-            logits = net(token.unsqueeze(1), cache=cache.step(at, 32))[:, 0]
+            logits = net(token.unsqueeze(1), cache=CacheStep([part]))[:, 0]
             for row in range(rests, 3):
                 close(logits[row], want[row][read[row]])
                 read[row] += 1
@@ -342,7 +342,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
         text = prompt(9) + results[0].completions[0].ids
         want = net(torch.tensor([text[:-1]]))[0, 8:].float().log_softmax(dim=-1)
     assert e.prefixes[0].cache.keys[0].dtype == torch.bfloat16
-    assert e.model.lm_head.blocks.dtype == e.model.layers[1].mlp.down_proj.blocks.dtype == torch.bfloat16
+    assert e.model.lm_head.dtype == e.model.layers[1].mlp.down_proj.dtype == torch.bfloat16
     assert e.model.embed_tokens.weight is net.embed_tokens.weight and net.lm_head.weight.dtype == torch.float32
     assert e.model.norm.weight is net.norm.weight
     got = torch.tensor([[found[i] for i in range(97)] for found in results[0].completions[0].logprobs])
@@ -356,7 +356,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
 @pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (2,))])
 def test_compiled_equals_eager(dtype, batch_sizes, monkeypatch):
     """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
-    monkeypatch.setattr(decoding, "kernels", lambda dtype: None)
+    monkeypatch.setattr(decoding, "kernels", lambda *_: None)
     net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1, qkv_bias=True))
     texts = [prompt(n, seed=n) for n in (3, 50, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
@@ -657,7 +657,7 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     """For texts that come and go in caches of several lengths, which is a GPU's way."""
     import torch.nn.attention.varlen
 
-    monkeypatch.setattr(decoding, "kernels", lambda dtype: None)
+    monkeypatch.setattr(decoding, "kernels", lambda *_: None)
     monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)
     net = random_model(tiny_config(n_kv_head=n_kv_head, block_size=400))
     prompts = [ids for ids, _ in traffic(net, 12)]
@@ -882,7 +882,7 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     with pytest.raises(UserError, match="batch_size=-1"):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
     monkeypatch.setattr(decode.shutil, "which", lambda name: None)
-    monkeypatch.setattr(decoding, "kernels", lambda dtype: None)
+    monkeypatch.setattr(decoding, "kernels", lambda *_: None)
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
         generate(net, None, [[1]], SamplingParams(), compile=True)
 

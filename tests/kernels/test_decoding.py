@@ -99,9 +99,9 @@ def test_a_row_is_to_the_bit_what_it_is_alone(int8, dtype):
 @BOTH
 @INT8
 def test_layers_multiply_as_torchs_do(int8, dtype):
-    """Also with more inputs than integers of 32 bits can add up."""
+    """Also with inputs that fill no group, and several."""
     generator = torch.Generator().manual_seed(0)
-    for N, K, bias in ((70, 34, True), (32, 64, False), (5, 2, True), (3, 1100, False)):
+    for N, K, bias in ((70, 34, True), (32, 64, False), (5, 2, True), (3, 150, False)):
         linear = torch.nn.Linear(K, N, bias=bias).to(dtype).requires_grad_(False)
         linear.weight[0] = 1
         plain = Int8Linear(linear) if int8 else linear
@@ -119,12 +119,16 @@ def test_layers_multiply_as_torchs_do(int8, dtype):
 
 
 def test_what_8_bits_round():
-    """By at most half a step of each output's own scale; rows of zeros stay zeros."""
-    weight = torch.randn(40, 64) * torch.logspace(-6, 6, 40)[:, None]
+    """By at most half a step of the group's own scale; rows of zeros stay zeros."""
+    weight = torch.randn(40, 100) * torch.logspace(-6, 6, 40)[:, None]
     weight[3] = 0
     rounded, scales = quantize(weight)
+    scales = torch.cat([scales[:, :1].expand(40, 64), scales[:, 1:].expand(40, 36)], dim=1)
     assert rounded.dtype == torch.int8 and (rounded.abs().amax(1) == 127).sum() == 39
     assert ((rounded * scales - weight).abs() <= 0.501 * scales).all() and not rounded[3].any()
+    linear = torch.nn.Linear(100, 40)
+    linear.weight.data = weight
+    assert torch.equal(Int8Linear(linear).weight, rounded * scales)
 
 
 @INT8

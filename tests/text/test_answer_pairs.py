@@ -337,7 +337,7 @@ def test_lines_that_are_no_answers_are_told_as_those_of_other_files(tmp_path, ca
     assert manifest["info"]["input"]["bytes"] == len(raw)
     assert len(found["train"]) == 12
     report = (tmp_path / "out" / "report.md").read_text("utf-8")
-    assert f"{path}: 5 lines with 12 answers give 12 pairs" in report and "| lost: bad_json | 1 |" in report
+    assert f"{path}: 5 lines with 12 answers give 12 pairs" in report and "- lost: 1 bad_json\n" in report
     assert f"{path}:2: bad_json" in capsys.readouterr().out
     few = {"kind": "preference", "out_dir": str(tmp_path / "out"), "near": 0.0, "val_fraction": 0.0}
     assert prepare.main(KEYS | few | settings | {"workers": 1, "max_bad_fraction": 0.39}) == 1

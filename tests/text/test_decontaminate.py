@@ -90,10 +90,9 @@ def test_layout_case_and_width_do_not_hide_a_match(cmmlu: str) -> None:
     assert first_match(evals, "\n".join(CHINESE_QUESTION)) == 0
 
 
-def test_short_items_are_matched_whole_or_listed(cmmlu: str) -> None:
+def test_short_items_are_matched_whole_or_counted(cmmlu: str) -> None:
     evals = Evals.from_files([cmmlu])
-    assert evals.n_items == 4 and len(evals.unprotected) == 1
-    assert evals.unprotected[0].startswith(f"{cmmlu}:") and "谁" in evals.unprotected[0]
+    assert evals.n_items == 4 and evals.n_unprotected == 1
     assert first_match(evals, "常识：水的沸点，一百度，零度。") == 2
     assert first_match(evals, "常识：水的沸点，一百度，零。") == -1
 
@@ -128,7 +127,7 @@ def test_matches_equal_sets_of_tuples(cmmlu: str, tmp_path: Path) -> None:
     evals.save(str(tmp_path / "evals.npz"))
     loaded = Evals.load(str(tmp_path / "evals.npz"))
     assert first_matches(loaded, texts) == expected
-    assert (loaded.n_items, loaded.unprotected) == (200, evals.unprotected) and evals.unprotected
+    assert (loaded.n_items, loaded.n_unprotected) == (200, evals.n_unprotected) and evals.n_unprotected
 
 
 def test_cut_removes_the_run_and_200_characters_on_each_side(cmmlu: str) -> None:

@@ -491,7 +491,7 @@ def test_keys_that_are_not_read_are_named_once(tmp_path, tok, capsys):
     of_sources = named.replace("read: ", "read: own: ").replace("rows, ", "rows, other: summary in 1 row, own: ")
     printed = capsys.readouterr().out
     assert printed.count("not read") == 1 and f"keys {of_sources}" in printed
-    assert f"Keys {of_sources}." in (tmp_path / "out" / "report.md").read_text()
+    assert f"- keys {of_sources}\n" in (tmp_path / "out" / "report.md").read_text()
     run(tmp_path / "out2", input=path, kind="chat", show=3)
     assert "keys not read: summary in 3 rows, messages.name in 1 row" in capsys.readouterr().out
     reader = conversations.read_chat(str(path), Tokenizer.load(tok), 0.0).reader

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from groundup.errors import UserError
 from groundup.text import clean as cleaning
 from groundup.text import quality
-from groundup.text.clean import CURATED, WEB, Cleaning, clean
+from groundup.text.clean import clean
 from groundup.text.quality import RULE_NAMES, RULES, Features, Rules
 
-PUNCTUATION = Cleaning(punctuation=True)
+CURATED, WEB, PUNCTUATION = {"white_space": False}, {}, {"punctuation": True}
 ENGLISH = (
     "It was the best of times, it was the worst of times; we had everything before us (so they said), and nothing.\n\n"
     '    "Indented," he wrote -- 3.14, a/b, x:y, http://example.org/?a=b,c...\n\tTabbed line, and so on!!\n'
@@ -60,25 +60,25 @@ CLEANED = {
 
 @pytest.mark.parametrize("text", CLEANED)
 def test_clean(text: str) -> None:
-    assert clean(text, WEB) == CLEANED[text]
+    assert clean(text, **WEB) == CLEANED[text]
 
 
 def test_steps_are_switches() -> None:
     text = "\x07a \u200b\n\n\n\ne\u0301" + " " * 300 + ". "
-    assert clean(text, CURATED) == "a \n\n\n\n\u00e9" + " " * 300 + ". "
-    assert clean(text, WEB) == "a\n\n\u00e9" + " " * 256 + "."
-    assert clean("好,好 ", Cleaning(white_space=False, punctuation=True)) == "好，好 "
+    assert clean(text, **CURATED) == "a \n\n\n\n\u00e9" + " " * 300 + ". "
+    assert clean(text, **WEB) == "a\n\n\u00e9" + " " * 256 + "."
+    assert clean("好,好 ", white_space=False, punctuation=True) == "好，好 "
 
 
 def test_chinese_punctuation() -> None:
     text = "他说:好,真好!真的?(是的);在3.14页.见a,b(图)里(外)中。。。完！！！……没有——了，，a,,b"
     full = "他说：好，真好！真的?(是的);在3.14页。见a,b(图）里（外）中。完！……没有——了，a,,b"
-    assert clean(text, PUNCTUATION) == full
+    assert clean(text, **PUNCTUATION) == full
     english = "He said: a,b! 好,好 " + "word " * 20
-    assert clean(english, PUNCTUATION) == english.strip()  # less than 0.3 Chinese
-    assert clean("好,好 abcdefgh", PUNCTUATION) == "好,好 abcdefgh"  # 2 of 10 letters
-    assert clean("好,好好 abcdefg", PUNCTUATION) == "好，好好 abcdefg"  # 3 of 10
-    assert clean("好,好", WEB) == "好,好"
+    assert clean(english, **PUNCTUATION) == english.strip()  # less than 0.3 Chinese
+    assert clean("好,好 abcdefgh", **PUNCTUATION) == "好,好 abcdefgh"  # 2 of 10 letters
+    assert clean("好,好好 abcdefg", **PUNCTUATION) == "好，好好 abcdefg"  # 3 of 10
+    assert clean("好,好", **WEB) == "好,好"
 
 
 PIECES = st.sampled_from(
@@ -91,8 +91,8 @@ PIECES = st.sampled_from(
 def test_to_clean_again_changes_nothing(text: str, times: int, punctuation: bool) -> None:
     text = text + text[-3:] * times + text
     for steps in (CURATED, WEB, PUNCTUATION):
-        once = clean(text, steps)
-        assert clean(once, steps) == once
+        once = clean(text, **steps)
+        assert clean(once, **steps) == once
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,17 +102,17 @@ def test_white_space_against_a_plain_way(text: str, run: int) -> None:
     lines = [line.rstrip(" \t\xa0\u3000") for line in text.split("\n")]
     plain = re.sub("\n\n+", "\n\n", "\n".join(lines))
     plain = re.sub(r"\s+", lambda white: white[0][:256], plain).strip()
-    assert clean(text, WEB) == plain
+    assert clean(text, **WEB) == plain
 
 
 def test_code_and_english_stay_as_they_are() -> None:
-    assert clean(ENGLISH, CURATED) == ENGLISH
+    assert clean(ENGLISH, **CURATED) == ENGLISH
     n = 0
     for path in sorted(glob.glob(os.path.join(sysconfig.get_path("stdlib"), "*.py")))[:150]:
         source = Path(path).read_bytes().decode("utf-8", "replace").replace("\x0c", "")  # some have form feeds
-        assert clean(source, CURATED) == unicodedata.normalize("NFC", source), path
+        assert clean(source, **CURATED) == unicodedata.normalize("NFC", source), path
         lines = [line.rstrip() for line in source.split("\n")]
-        assert clean(source, WEB) == re.sub("\n{3,}", "\n\n", "\n".join(lines)).strip(), path
+        assert clean(source, **WEB) == re.sub("\n{3,}", "\n\n", "\n".join(lines)).strip(), path
         n += 1
     assert n > 50
 

@@ -22,7 +22,7 @@ from groundup.align.losses import pair_logps, reference_logps
 from groundup.align.reward_model import answered_ids, drawn_ids
 from groundup.align.rollouts import AnswerSampler
 from groundup.errors import UserError
-from groundup.files.usable import Pair
+from groundup.files.turns import Pair
 from groundup.kernels.cross_entropy import cross_entropy, token_scores
 from groundup.tokens import pairs
 from groundup.tokens.conversations import ChatCorpus

@@ -163,8 +163,9 @@ class GPT(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nanogpt_has_a_dtype_of_its_own(dtype, tmp_path):
+def test_nanogpt_has_a_dtype_of_its_own(dtype, tmp_path, monkeypatch):
     """On a CPU float32, whatever ours has: the limit of another dtype is not its limit."""
+    monkeypatch.setattr(timing, "matmul", lambda device, dtype: lambda: 1e9)  # bfloat16 takes a CPU seconds
     (tmp_path / "model.py").write_text(NANOGPT, encoding="utf-8")
     found = bench_model.train_row(options(nanogpt=str(tmp_path), dtype=dtype))
     lines = {line.side: line for line in found}
@@ -209,6 +210,8 @@ def test_ranks_measure_the_cases_in_turns(tmp_path, monkeypatch):
     code += f"bench_ddp.STEPS, bench_ddp.MODEL = 1, {bench_ddp.MODEL}\nbench_ddp.run_rank(*json.loads(sys.argv[1]))\n"
     (tmp_path / "small.py").write_text(code, encoding="utf-8")
     monkeypatch.setattr(bench_ddp, "__file__", str(tmp_path / "small.py"))
+    # Forks have no -W of their own, and torch is imported.
+    monkeypatch.setattr(subprocess, "Popen", lambda line, **how: forks.Popen([line[0], *line[3:]], **how))
     lines = {line.side: line for line in bench_ddp.ddp_row(options(tmp_path, cases="torch,powersgd"))}
     assert list(lines) == ["compute", "torch", "powersgd"]
     sent = {side: float(line.note.split()[0]) for side, line in lines.items()}

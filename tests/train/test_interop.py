@@ -75,7 +75,7 @@ def train(script: str, out: Path, steps: int, *flags: str) -> None:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory) -> Path:
-    """A directory of runs, each of 20 to 100 steps: pretrain, qwen (QK-norm, untied head), sp (sentencepiece); from
+    """A directory of runs, each of 20 to 60 steps: pretrain, qwen (QK-norm, untied head), sp (sentencepiece); from
     pretrain also sft, lora (sft of adapters) and reward."""
     out = tmp_path_factory.mktemp("runs")
     words = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
@@ -96,7 +96,7 @@ def runs(tmp_path_factory) -> Path:
         ("sp", "sentencepiece"),
     ):
         tokens = f"--total_batch_tokens={4 * BLOCK}"
-        train("pretrain", out / name, 100, f"--data_dir={out}/{of}", tokens, *SIZES, *flags)
+        train("pretrain", out / name, 60, f"--data_dir={out}/{of}", tokens, *SIZES, *flags)
     base = [f"--init_from={out}/pretrain", *TUNING]
     chat = [*base, f"--data={out}/talks.jsonl", f"--total_batch_tokens={4 * BLOCK}", "--eval_answers=0"]
     train("sft", out / "sft", 60, *chat)

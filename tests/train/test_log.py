@@ -1,7 +1,9 @@
 """The log of a run and its card: what is printed, written, dropped and read again."""
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -375,3 +377,19 @@ def test_a_line_that_a_full_disk_cut_short_costs_that_line_alone(tmp_path, capsy
     log.write_card(str(ROOT / "sft.py"), {"max_steps": 2}, [])
     log.close()
     assert f"log: cannot write {path}" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path):
+    """At Ctrl-C a terminal ends the `| tee` behind a run, too; the run must still save."""
+    code = (
+        "import sys; from groundup.train.log import RunLog; log = RunLog(sys.argv[1], 9, 0)\n"
+        "for step in range(3): log.print(f'line {step}')\n"
+        "print('kept')"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = forks.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, encoding="utf-8")
+    os.close(write)
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("line")] == ["line 0"]

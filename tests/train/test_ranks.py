@@ -28,11 +28,12 @@ def test_before_training_a_signal_ends_the_process(stop_signal):
     assert stopped.value.args == (signal.SIGTERM,)
 
 
-def test_during_training_the_first_signal_is_a_flag(stop_signal):
+def test_during_training_the_first_signal_is_a_flag(stop_signal, capfd):
     stop_signal.begin()
     assert not stop_signal() and stop_signal.exit_code == 143  # another rank received it
     os.kill(os.getpid(), signal.SIGINT)
     assert stop_signal() and stop_signal.exit_code == 130
+    assert "stopping after this step; Ctrl-C again" in capfd.readouterr().err
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop_signal.exit_code == 130
 
@@ -83,7 +84,9 @@ def test_the_first_key_that_differs_from_rank_0_is_named(theirs, monkeypatch):
     mine = {"lr": 1, "seed": 1}
     key = next(key for key in mine | theirs if mine.get(key) != theirs.get(key))
     monkeypatch.setattr(ranks, "gather_objects", lambda value: [mine, mine, theirs])
-    with pytest.raises(UserError, match=f"rank 2 has {key}={theirs.get(key)}, rank 0 has {mine.get(key)}; "):
+    with pytest.raises(
+        UserError, match=f"rank 2 has {key}={theirs.get(key)}, rank 0 has {mine.get(key)}; "
+    ):
         ranks.check_equal(mine)
 
 
@@ -91,7 +94,10 @@ def test_absent_variables_of_torchrun_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for key in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
-    with pytest.raises(UserError, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not; start with torchrun"):
+    with pytest.raises(
+        UserError,
+        match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not; start with torchrun",
+    ):
         ranks.init()
 
 
@@ -108,7 +114,13 @@ def test_a_world_size_that_was_left_over_is_no_world(monkeypatch):
     ("RANK", "2", "RANK=2 must be below WORLD_SIZE=2"),
 ])  # fmt: skip
 def test_what_torchrun_would_not_set_is_one_line(key, value, says, monkeypatch):
-    usual = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    usual = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     for name, text in (usual | {key: value}).items():
         monkeypatch.setenv(name, text)
     with pytest.raises(UserError, match=says):
@@ -160,5 +172,7 @@ def test_replicas_may_differ_by_rounding_only(monkeypatch):
     monkeypatch.setattr(ranks, "world_size", lambda: 3)
     ranks.check_replicas(weights)
     ranks.check_replicas(other[0])
-    with pytest.raises(UserError, match="weights of rank 2 differ from those of rank 0 by 1.0e-02; .* same code"):
+    with pytest.raises(
+        UserError, match="weights of rank 2 differ from those of rank 0 by 1.0e-02; .* same code"
+    ):
         ranks.check_replicas(other[1])
