@@ -173,7 +173,7 @@ class Check:
     def beside(self) -> None:
         """nanoGPT's train.py and pretrain.py as they are started, on the same tokens, shape and batch: 124M AdamW."""
         cfg = bench_model.SHAPES["124M" if self.gpu else "tiny"]
-        batch, steps = (16, 200) if self.gpu else (2, 4)
+        batch, steps = (16, 100) if self.gpu else (2, 4)
         shape = ["n_layer", "n_head", "n_embd", "block_size"]
         flags = [f"--{key}={getattr(cfg, key)}" for key in shape] + [f"--batch_size={batch}", f"--device={self.device}"]
         flags += [f"--compile={self.compiles}", f"--dtype={self.dtype}"]
@@ -182,10 +182,10 @@ class Check:
         ours += ["--eval_every=1000000", "--eval_steps=1", f"--max_steps={steps}"]
         begin = time.monotonic()
         events, _ = self.train("beside", *ours, *flags, log_every=max(1, steps // 20))
-        rows = [{
+        self.table([{
             "script": "pretrain.py", "steps": steps, "process, s": f"{time.monotonic() - begin:.1f}",
             "ms a step": f"{median(event['step_ms'] for event in events):.1f}", "loss": f"{events[-1]['loss']:.3f}",
-        }]  # fmt: skip
+        }])  # fmt: skip
         if self.nanogpt:
             theirs = ["--gradient_accumulation_steps=1"]
             theirs += ["--eval_interval=1000000", "--eval_iters=1", f"--max_iters={steps}", "--log_interval=1"]
@@ -193,11 +193,10 @@ class Check:
             begin = time.monotonic()
             said = self.run("train.py", *theirs, *flags, directory=self.nanogpt)
             found = re.findall(r"iter \d+: loss ([\d.]+), time ([\d.]+)ms", said)
-            rows.append({
+            self.table([{
                 "script": "nanoGPT's train.py", "steps": steps, "process, s": f"{time.monotonic() - begin:.1f}",
                 "ms a step": f"{median(float(ms) for _, ms in found):.1f}", "loss": found[-1][0],
-            })  # fmt: skip
-        self.table(rows)
+            }])  # fmt: skip
 
     def tokens_for_nanogpt(self) -> Path:
         """Write the token file of config/debug.py as nanoGPT reads it; return its directory."""
