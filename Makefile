@@ -138,6 +138,5 @@ clean:
 	rm -rf data/real_chat data/real_pairs data/real_answers.jsonl data/real_answers.jsonl.config.json data/real_scores_*.json
 	rm -rf out/smollm2 out/real_sft out/real_merged out/real_dpo
 	rm -rf out/race data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
-	rm -rf data/demo_tools out/demo_tools_sft out/demo_tools
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

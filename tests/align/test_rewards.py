@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,8 @@ from groundup.align import rewards
 from groundup.align.best_of import drawn_part
 from groundup.align.rewards import Rewards, Rollout
 from groundup.errors import UserError
-from groundup.files.row_formats import messages_of
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
-from groundup.generate.tool_process import functions_of
 from groundup.tokens.prompts import Prompt
 from groundup.tokens.training import train
 from groundup.train import checkpoint, huggingface
@@ -316,27 +313,3 @@ def test_a_task_with_too_few_numbers_is_refused(tmp_path):
     assert (
         done.stderr == "config: 3600 questions in all, but most=4 gives three numbers in 10 ways\n"
     )
-
-
-def test_the_task_with_a_calculator():
-    """What the warm start teaches is what the tool's process gets and answers."""
-    task = runpy.run_path(str(ts.ROOT / "tools/sums.py"))
-    functions, shown = functions_of(str(ts.ROOT / "groundup/demo/calculator.py"))
-    for language, question in (("en", "What is 123 plus 978?"), ("zh", "123加978等于多少?")):
-        row = task["conversation"](123, 978, language, answered=True)
-        asked, call, result, last = messages_of(row)[0]
-        assert asked["content"] == question and result["role"] == "tool"
-        assert call["content"] == (
-            '<tool_call>\n{"name": "add", "arguments": {"a": 123, "b": 978}}\n</tool_call>'
-        )
-        assert result["content"] == str(functions["add"](a=123, b=978)) == row["sum"] and not shown
-        for text, right in ((last["content"], 1), ("1101", 1), ("1101 or 7", 0), ("110", 0), ("", 0)):
-            assert task["correct"]([], text, row) == right, text
-        before = [asked, call, result]
-        assert task["copied"](before, last["content"], row) == 1
-        assert task["copied"](before, "1102", row) == 0.9  # of six digits in the call and four here
-        assert task["copied"](before, "110", row) == 0.9 and task["copied"](before, "", row) == 0.6
-        assert task["copied"]([asked], last["content"], row) == 0
-    assert task["conversation"](1, 2, "en", answered=False)["messages"] == [
-        {"role": "user", "content": "What is 1 plus 2?"}
-    ]
