@@ -74,7 +74,7 @@ class Bucket:
     param: Tensor  # (padded,) every p.data is a view of it; the padding stays zero
     grad: Tensor  # (padded,) after backward every p.grad is a view of it
     # Changed by cut_into_shards() for ZeRO-1
-    shard_sizes: list[int]  # elements that each rank updates; else [padded]
+    shard_sizes: list[int]  # elements that each rank updates; without ZeRO-1 [padded]
     shard: tuple[int, int]  # first and one past the last element that this rank updates
     sharded: bool = False
     # What changes from step to step
@@ -194,8 +194,8 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 # the mean. It is a generator, so that backward waits as little as possible:
 #
 #     it launches a collective and yields Sent.MORE if a second one follows, else Sent.LAST
-#     DDP resumes it, waiting then: after MORE when the next bucket has left, after LAST in step()
-#     (with ZeRO-1 and overlap_step='backward' earlier, in backward, if it has arrived)
+#     DDP waits for the collective, then resumes the hook: after MORE once the next bucket has left,
+#     after LAST in step() (with ZeRO-1 or overlap_step='backward' in backward, if it has arrived)
 #     it yields Reduced; DDP sends it found_inf; it ends with the mean in bucket.grad
 #
 # If found_inf is 1 the step is skipped, and the hook must not change its own state.
@@ -478,8 +478,8 @@ class DDP:
         stop: a signal tells this rank to stop. `stopping` is then True on all ranks.
 
         Return the global norm before clipping and without the loss scale, 0-d float32 on the
-        device. All ranks share it: if it is not finite, all skip the update. Only with overlap_step
-        "backward" this waits for the GPU. Raise UserError on all ranks if one lacks a gradient.
+        device. All ranks share it: if it is not finite, all skip the update. This waits for the GPU
+        only if overlap_step is "backward". Raise UserError on all ranks if one lacks a gradient.
         """
         scaled = scaler is not None and scaler.is_enabled()  # float16
         if reason := conflict("", self.overlap_step, False, clip, scaled):

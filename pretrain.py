@@ -47,14 +47,14 @@ from groundup.train.saver import Saver
 from model import ModelConfig, Transformer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
-# A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
+# Comments are read, too: a value must be one of `a | b`, `at least n`, or `from a to b`.
 out_dir = "out/pretrain"  # run directory: config.py, log.jsonl, step_*/
 data_dir = "data/demo"  # of prepare.py; 'data/a=0.7,data/b=0.3'; stages '0: data/a; 8000: data/b'
 val_data = ""  # directories to validate on, 'data/zh,data/code'; "" = those of data_dir
 init_from = ""  # "" = new weights; else a run, a checkpoint or a Hugging Face directory
 resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
 resume_from = 0  # step of out_dir to continue from; 0 = its newest checkpoint (at least 0)
-overwrite = False  # delete what is there: with resume='never' a run, with resume_from later steps
+overwrite = False  # delete: with resume='never' the old run, with resume_from the steps after it
 seed = 1337  # of new weights, data order, dropout and samples
 # model
 n_layer = 6  # at least 1

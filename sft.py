@@ -53,7 +53,7 @@ from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
-# A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
+# Comments are read, too: a value must be one of `a | b`, `at least n`, or `from a to b`.
 out_dir = "out/sft"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/pretrain"  # a run, a checkpoint or a Hugging Face directory
 data = "data/chat"  # conversations: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -62,7 +62,7 @@ chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'en
 val_fraction = 0.02  # of rows without validation data of their own (from 0 to 1)
 resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
 resume_from = 0  # step of out_dir to continue from; 0 = its newest checkpoint (at least 0)
-overwrite = False  # delete what is there: with resume='never' a run, with resume_from later steps
+overwrite = False  # delete: with resume='never' the old run, with resume_from the steps after it
 seed = 1337  # of new weights, data order, dropout and samples
 # which parameters are trained
 trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names

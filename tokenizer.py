@@ -395,7 +395,9 @@ def with_specials(files: dict[str, bytes], names: list[str], first: int) -> dict
 
 
 def check_no_owner(directory: str | Path) -> None:
-    """Raise UserError if a directory belongs to a model, prepared data or a run."""
+    """Raise UserError if a directory belongs to a model, prepared data or a run, or is a file."""
+    if Path(directory).is_file():
+        raise UserError(f"tokenizer: out_dir={str(directory)!r} is a file; choose another")
     if found := [name for name in OWNERS if Path(directory, name).exists()]:
         of = f"holds {found[0]}, so it is a {OWNERS[found[0]]}, which another tokenizer would break"
         raise UserError(f"tokenizer: out_dir={str(directory)!r} {of}; use another out_dir")

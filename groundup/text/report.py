@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from groundup.errors import UserError
+from groundup.errors import UserError, listed
 from groundup.files.row_formats import describe_unread
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
@@ -240,8 +240,11 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         print(f"prepare: {what}, {places}; {hint}")
     failed = info["failed"]
     if failed:
-        names = ", ".join(failed[:3])
-        print(f"prepare: {len(failed)} of {n_inputs} files could not be read: {names}")
+        print(f"prepare: {len(failed)} of {n_inputs} files could not be read: {listed(failed, 3)}")
+    n_textless = documents["dropped"].get("bad_field", 0)
+    if n_textless > n_read / 10:
+        hint = "where is their text? --text_key names the key; errors.tsv lists some of them"
+        print(f"prepare: warning: {n_textless:,} of {n_read:,} rows have no text; {hint}")
     if too_many:
         print(f"prepare: {n_bad} of {n_read} records could not be read; {max_bad_fraction=}")
     return int(not accepted or bool(failed and max_bad_fraction < 1))

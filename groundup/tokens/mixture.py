@@ -145,7 +145,7 @@ class Sampler:
 class WindowSampler(Sampler):
     """The same for windows of block_size + 1 tokens of a long text; neighbours share one token.
 
-    The borders of the windows move each epoch, so that one window less than fits is used."""
+    The borders of the windows move each epoch, so one window fewer than would fit is used."""
 
     def __init__(
         self, n_tokens: int, block_size: int, seed: int, source: int = 0, name: str = ""

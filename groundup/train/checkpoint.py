@@ -462,8 +462,8 @@ def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int
         if not source or Path(source).exists():
             recorded["init_from"] = source
 
-    # config.py repeats the run, but must not delete it. A run that is complete keeps its own,
-    # because no step would have the new settings.
+    # config.py repeats the run, but must not delete it, so overwrite is False there. A run that is
+    # complete keeps its own, because no step would have the new settings.
     is_done = resumed and step_of(resumed) >= (max_steps or config["max_steps"])
     if not (is_done and (out / "config.py").exists()):
         again = recorded | {"resume": "auto", "resume_from": 0, "overwrite": False}
@@ -510,7 +510,7 @@ def is_ours(out: Path) -> bool:
 
 def warmup_of(config: Mapping, max_steps: int, resumed: Path | None) -> int:
     """Return the steps of warm-up, which a run that goes on keeps from its beginning."""
-    # A share of a raised max_steps would warm up again. A changed setting counts.
+    # Keep the old length even if max_steps grew; a changed warmup_steps takes effect.
     if resumed:
         state = read_state(resumed / "train_state.pt")
         if "warmup_steps" in state and state["config"]["warmup_steps"] == config["warmup_steps"]:

@@ -119,7 +119,7 @@ class RunLog:
 
         n_tokens: since the last line, over all ranks.
         """
-        # The clock is true because an .item() of the caller has waited for the device.
+        # The caller's .item() has waited for the device, so the time is right.
         # mfu: model FLOPs utilisation, the share of the peak that training uses.
         seconds = self.seconds()
         tokens_per_s = n_tokens / seconds

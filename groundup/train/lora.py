@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from groundup.errors import UserError
+from groundup.errors import UserError, say
 from model import Transformer
 
 MAX_RANK = 2**16  # no matrix is larger
@@ -186,6 +186,10 @@ def set_trainable(model: Transformer, trainable: str, cfg: LoRAConfig) -> None:
     Call before the weights are loaded: what becomes float32 here is then not rounded."""
     refuse_adapters(model)
     chosen = names_to_train(model, trainable)
+    if "lora" not in split_parts(trainable) and cfg.rank != LoRAConfig.rank:
+        say(
+            f"warning     lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
+        )
     if "lora" in split_parts(trainable):
         cfg = find_modules(model, cfg)
         check_beside_adapters(chosen, trainable, cfg)

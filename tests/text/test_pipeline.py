@@ -242,6 +242,7 @@ def test_sources_have_settings_and_files_of_their_own(tmp_path, tok):
         ("a: x.txt, weight=1; b: y.txt", "give a weight to every source, or to none"),
         ("a: x.txt, weight=much", "weight=much of source a is not a number"),
         ("a: x.txt, quality=fine", "quality must be one of curated, web, got 'fine'"),
+        ("a: x.txt, weigth=0.4", "source a has a setting 'weigth'; a source has weight, text_key"),
         ("a: weight=1", "source a names no files"),
     ],
 )
