@@ -292,7 +292,7 @@ def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator
     """Return token ids (B,) int64. logits (B, V): of process(); generators: one for each row with
     temperature > 0.
 
-    On a GPU the argmax of p / Exponential(1), which is distributed as p (the exponential race):
+    The argmax of p / Exponential(1) is distributed as p (the exponential race).
     torch.multinomial would take one generator for all rows and make the CPU wait for the GPU."""
     if not any(rows.draws):
         return logits.argmax(dim=-1)
@@ -325,28 +325,20 @@ def draw_on_cpu(
     """Return an id drawn from those of x (1, V) that top_p and min_p keep, see `confine`. A row
     fits into the CPU's cache, a batch does not.
 
-    An id drawn among all that is kept has the distribution of those that are kept; if it is not,
-    another is drawn among these. So the ids are sorted only then, or if it is so close to the edge
-    that rounding decides."""
+    If the winner among all ids is kept, it also is the winner among those that are kept. So the
+    ids are sorted only if it is not, or so close to the edge of those that rounding decides."""
     probs = x.softmax(dim=-1)
-    token = invert(probs, generator)
+    # exponential_ on CPU takes the logarithms one by one: 15 ns each, this way 5.
+    noise = (
+        torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator).log_().neg_().float()
+    )
+    token = (probs / noise).argmax().item()
     p, kept = probs[0, token].item(), True
     if tail is not None:  # the others as likely or likelier have less than top_p
         kept = F.threshold(probs, p * (1 - 1e-6), 0).sum().item() - p < 1 - tail.item() - 1e-4
     if min_p is not None:
         kept = kept and p > min_p.item() * probs.amax().item() * 1.0001
-    if kept:
-        return token
-    probs = confine(x, tail, min_p).softmax(dim=-1)
-    return token if probs[0, token] > 0 else invert(probs, generator)
-
-
-def invert(probs: Tensor, generator: torch.Generator) -> int:
-    """Return an id drawn from probs (1, V) by one random number, where a race takes V of them."""
-    below = probs.cumsum(dim=-1, dtype=torch.float64)
-    at = torch.rand(1, 1, dtype=torch.float64, generator=generator) * below[:, -1:]
-    token = torch.searchsorted(below, at, right=True).item()
-    return min(token, probs.shape[1] - 1)  # V for NaN, which check_logits finds
+    return token if kept else (confine(x, tail, min_p).softmax(dim=-1) / noise).argmax().item()
 
 
 def check_logits(logits: Tensor) -> None:

@@ -53,6 +53,7 @@ class RunLog:
     ) -> None:
         # Every rank has a clock; only rank 0 prints and writes.
         self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
+        self.nobody_reads = False  # standard output is a pipe whose reader has ended
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops * world.world_size or math.inf  # unknown: mfu is 0
@@ -180,12 +181,13 @@ class RunLog:
         if not self.enabled:
             return
         try:
-            tqdm.write(text)
+            tqdm.write(text, file=sys.stderr if self.nobody_reads else sys.stdout)
             sys.stdout.flush()
         except BrokenPipeError:
             # Ctrl-C also ends a `| tee` behind the run. The run must save all the same.
             discard_stdout()
-            tqdm.write(text, file=sys.stderr)
+            self.nobody_reads = True
+            self.print(text)
 
     def print_line(self, step: int, parts: Iterable[str]) -> None:
         """Print the step, then `parts`."""

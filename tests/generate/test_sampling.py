@@ -175,14 +175,10 @@ def test_a_draw_on_a_cpu_sorts_few_rows_and_is_the_draw_from_the_kept_ids(monkey
     rows = rows_of(*[SamplingParams(temperature=t, **params) for t in (0.6, 1.3)] * (B // 2), V=V)
     for scale in (0.1, 2.0, 6.0):
         logits = (torch.randn(B, V, generator=g) * scale).bfloat16().float()  # with many ties
-        kept = keep_likeliest(logits, rows).softmax(dim=-1)
-        want = torch.empty(B, dtype=torch.int64)
-        for i, g in enumerate(seeded(*range(B))):
-            for probs in (sampling.scale(logits, rows).softmax(dim=-1)[i], kept[i]):
-                below = probs.cumsum(dim=0, dtype=torch.float64)
-                want[i] = (below > torch.rand(1, dtype=torch.float64, generator=g) * below[-1]).nonzero()[0]
-                if kept[i, want[i]] > 0:
-                    break
+        noise = [
+            torch.empty(V, dtype=torch.float64).uniform_(generator=g).log().neg().float() for g in seeded(*range(B))
+        ]
+        want = (keep_likeliest(logits, rows).softmax(dim=-1) / torch.stack(noise)).argmax(dim=-1)
         with monkeypatch.context() as patched:
             patched.setattr(sampling, "confine", lambda *args: n_sorted.append(1) or confine(*args))
             assert choose(logits, rows, seeded(*range(B))).equal(want)

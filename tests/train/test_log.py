@@ -392,4 +392,8 @@ def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path):
     done = forks.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, encoding="utf-8")
     os.close(write)
     assert done.returncode == 0
-    assert [line for line in done.stderr.splitlines() if line.startswith("line")] == ["line 0"]
+    assert [line for line in done.stderr.splitlines() if line.startswith("line")] == [
+        "line 0",
+        "line 1",
+        "line 2",
+    ]
