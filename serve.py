@@ -279,9 +279,11 @@ class Model(threading.Thread):
         nothing, or no further turn has room."""
         request, ids = sample.request, sample.ids[:-1]
         messages = [*shown_messages(asked, system), *choice.turns]
-        if asked.proceeds and not choice.turns:
-            *messages, last = messages
-            ids = self.tokenizer.encode(last["content"]) + ids
+        if asked.proceeds:  # the last message of the request is the beginning of the first turn
+            *before, begun = shown_messages(asked, system)
+            messages = [*before, *choice.turns]
+            if not choice.turns:
+                ids = self.tokenizer.encode(begun["content"]) + ids
         follow = None
         if self.renderer:
             settings = template_settings(self.tokenizer, asked.template_settings)

@@ -162,10 +162,10 @@ def naming(path: str | Path) -> Iterator[None]:
         raise
 
 
-def discard_stdout() -> None:
-    """Send what is still printed nowhere, once nobody reads it."""
+def discard(stream: TextIO) -> None:
+    """Send what is still printed there nowhere, because nobody reads it any more."""
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def flush_output() -> None:

@@ -640,7 +640,10 @@ def check_no_jobs(work: Path) -> None:
     if not jobs or not shutil.which("squeue"):
         return
     command = ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"]
-    listed = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and "invalid job id" not in done.stderr.lower():  # that one: all have ended
+        raise UserError(f"cluster: {' '.join(command)} fails: {done.stderr.strip()}")
+    listed = done.stdout.split()
     if unfinished := sorted(set(listed) & set(jobs)):
         text = f"jobs of an earlier command wait or run: {len(unfinished)}"
         raise UserError(f"cluster: {text}; wait, or end them: scancel {' '.join(unfinished)}")

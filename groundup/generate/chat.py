@@ -54,14 +54,15 @@ class Chat:
         prompt = self._fitted(asked[0])
         room, texts = self.params.max_new_tokens, []
         try:
-            for _ in range(MAX_TURNS):
+            for number in range(1, MAX_TURNS + 1):
                 params = dataclasses.replace(self.params, max_new_tokens=room)
                 ids, texts = [], []
                 for token in self.engine.stream(prompt, params):
                     ids.append(token.id)
                     texts.append(token.text)
                     yield token.text
-                if not self.tools or ids[-1] not in params.stop_ids:
+                has_ended = ids[-1] in params.stop_ids
+                if not self.tools or not has_ended or number == MAX_TURNS:
                     break
                 turn = self.tools.answer(self.tokenizer, self._shown(asked), ids[:-1])
                 room -= len(ids) + len(turn.ids) if turn else 0
@@ -72,8 +73,10 @@ class Chat:
                 texts = []
                 yield "\n" + "".join(f"-> {one['content']}\n" for one in turn.messages[1:])
         finally:
-            if texts or asked[1:]:
+            if texts:
                 self.turns += [*asked, {"role": "assistant", "content": "".join(texts)}]
+            elif asked[1:]:  # stopped before a word was said about the tools' results
+                self.turns += asked
 
     def _shown(self, asked: list[dict]) -> list[dict]:
         """Return the conversation with what is asked now, as the template gets it."""

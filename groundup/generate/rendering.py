@@ -67,6 +67,9 @@ class LineProcess:
             answer = self.process.stdout.readline()
         except (OSError, ValueError):  # it has ended, or left half a character
             pass
+        except BaseException:  # Ctrl-C: its answer must not be taken for that of the next line
+            self.close()
+            raise
         finally:
             timer.cancel()
         if answer.endswith("\n"):

@@ -126,6 +126,7 @@ def serve(path: str, most_s: int) -> None:
     sink = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):
         os.dup2(sink, fd)
+    functions: dict[str, Callable] = {}
     try:
         functions, shown = functions_of(path)
         first: list | str = [[schema_of(function) for function in functions.values()], shown]

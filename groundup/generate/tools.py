@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
+from groundup.files.untrusted import scrub
 from groundup.generate.completion import Result, asked_messages, call_ids, check
 from groundup.generate.engine import run_all
 from groundup.generate.rendering import LineProcess, tool_ids
@@ -71,7 +72,7 @@ class Tools:
             else:
                 answer, text = "", f"Error: at most {MAX_CALLS} calls at a time"
             found = json.loads(answer) if answer else {"text": text, "failed": True}
-            messages.append({"role": "tool", "content": found["text"]})
+            messages.append({"role": "tool", "content": scrub(found["text"])})
             n_failed += found["failed"]
         return messages, n_failed
 

@@ -196,6 +196,10 @@ static const input *inputs(const num *x, input *rows, long M, long K) {
             nothing += size * 0; /* or NaN, which must not get lost */
         }
         *(float *)row = most / 32767 + nothing;
+        if (nothing != 0) { /* NaN in all that this row gives, which integers do not have */
+            memset(row + SCALE(input), 0, K * sizeof *row);
+            continue;
+        }
         for (long k = 0; k < K; k++) row[SCALE(input) + k] = (int32_t)nearest(number(x[k]) * (32767 / most));
     }
     return rows;

@@ -170,13 +170,17 @@ def make_source(name: str, text: str, general: dict) -> Source:
             refuse(settings[key] is None, f"input: {what}")
         elif key in SOURCE_KEYS:
             settings[key] = value.replace("+", ",")
-        elif re.fullmatch(r"[a-z_]+", key) and value and not Path(item).exists():
+        elif re.fullmatch(r"[a-z_]+", key) and value and not is_path(item):
             known = ", ".join(SOURCE_KEYS)
             refuse(True, f"input: source {name} has a setting {key!r}; a source has {known}")
         else:
             files.append(item)
     refuse(not files, f"input: source {name} names no files")
     return Source(name, ",".join(files), **settings)
+
+
+def is_path(text: str) -> bool:
+    return bool(re.search(r"[/*?\[]", text)) or Path(text).exists()
 
 
 def non_negative(text: str) -> float | None:

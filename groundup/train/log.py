@@ -13,14 +13,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from configurator import defaults_of
-from groundup.errors import UserError, discard_stdout, naming
+from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches
 from groundup.train import ranks
@@ -53,7 +53,7 @@ class RunLog:
     ) -> None:
         # Every rank has a clock; only rank 0 prints and writes.
         self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
-        self.nobody_reads = False  # standard output is a pipe whose reader has ended
+        self.unread: list[TextIO] = []  # of standard output and error: pipes whose reader has ended
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops * world.world_size or math.inf  # unknown: mfu is 0
@@ -180,14 +180,17 @@ class RunLog:
         """Print a line without disturbing the progress bar."""
         if not self.enabled:
             return
-        try:
-            tqdm.write(text, file=sys.stderr if self.nobody_reads else sys.stdout)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # Ctrl-C also ends a `| tee` behind the run. The run must save all the same.
-            discard_stdout()
-            self.nobody_reads = True
-            self.print(text)
+        for stream in (sys.stdout, sys.stderr):
+            if stream in self.unread:
+                continue
+            try:
+                tqdm.write(text, file=stream)
+                stream.flush()
+                return
+            except BrokenPipeError:
+                # Ctrl-C also ends a `| tee` behind the run. The run must save all the same.
+                discard(stream)
+                self.unread.append(stream)
 
     def print_line(self, step: int, parts: Iterable[str]) -> None:
         """Print the step, then `parts`."""

@@ -4,6 +4,7 @@ A rank is one of the processes that torchrun starts. Without torchrun every func
 world of one rank. If a rank dies or hangs, the others end with one line that names the operation.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -466,7 +467,8 @@ class StopSignal:
             self.received, self.exit_code = True, 128 + number
             self._received_at = time.monotonic()
             if number == signal.SIGINT and rank() == 0:
-                # Not print, which must not run within another print.
-                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+                # Not print, which must not run within another print. Ctrl-C ends a `| tee`, too.
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
         elif number == signal.SIGINT and time.monotonic() - self._received_at > 2:
             raise KeyboardInterrupt

@@ -390,6 +390,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path):
     os.close(read)
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = forks.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, encoding="utf-8")
+    assert forks.run(command, cwd=ROOT, stdout=write, stderr=write).returncode == 0  # 2>&1 | tee
     os.close(write)
     assert done.returncode == 0
     assert [line for line in done.stderr.splitlines() if line.startswith("line")] == [

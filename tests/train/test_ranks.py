@@ -34,6 +34,16 @@ def test_during_training_the_first_signal_is_a_flag(stop_signal, capfd):
     os.kill(os.getpid(), signal.SIGINT)
     assert stop_signal() and stop_signal.exit_code == 130
     assert "stopping after this step; Ctrl-C again" in capfd.readouterr().err
+
+
+def test_a_signal_counts_when_nobody_reads_standard_error(stop_signal, monkeypatch):
+    def broken(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(ranks.os, "write", broken)
+    stop_signal.begin()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop_signal()
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop_signal.exit_code == 130
 
