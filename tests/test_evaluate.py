@@ -449,7 +449,7 @@ def test_the_other_tasks_are_reached(base, monkeypatch):
     monkeypatch.setattr(evaluate.judging, "evaluate_preference", spy("preference", *names))
     config = {"init_from": str(base / "model"), "block_size": 40, "stride": 0, "text_key": "", "txt_split": "file"}
     config |= {"batch_size": 3, "limit": 9, "shots": 2}
-    config |= {"max_new_tokens": 11, "chat_template_kwargs": ""}
+    config |= {"max_new_tokens": 11, "chat_template_kwargs": "", "weights": "full"}
     subject = evaluate.load("language model", config, torch.device("cpu"), torch.float32)
     evaluate.measure("ceval_text", "DIR", subject, config)
     assert {"task": "ceval_text", "directory": "DIR", "shots": 2, "batch_size": 3}.items() <= calls["choices"].items()
