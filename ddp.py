@@ -551,8 +551,9 @@ class DDP:
             name = f"step {self.n_steps + 1}: all_reduce of the squared norm"
             ranks.all_reduce_sum(squares, name)
         self.stopping = agree()
-        # InTree's terms in the order of their size: another size of buckets has another order
-        return squares.sort().values.sum().sqrt()
+        if self.in_tree:  # by size, because another size of buckets has another order
+            squares = squares.sort().values.sum()
+        return squares.sqrt()
 
     def _problem(self) -> str:
         """Return why this rank's gradients are not those of the whole model, or ""."""

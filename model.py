@@ -234,6 +234,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         """x (B, T, C) -> (B, T, C). layout: what each position may see."""
         B, T, _ = x.shape
+        # q_proj(x), k_proj(x), v_proj(x): see kernels/linear.py for why not written so
         q, k, v = each_linear(x, self.q_proj, self.k_proj, self.v_proj)
         q = q.view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
         k = k.view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)

@@ -47,6 +47,7 @@ def for_inference(
         merge_adapters(view)
     places = linear_places(view)
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    n_bytes += sum(buffer.nbytes for buffer in model.buffers())  # 8-bit matrices
     int8 = isinstance(model.lm_head, Int8Linear)
     if native and n_bytes < free_bytes(device) / 2 and is_native(model.cfg, device, dtype, int8):
         lay_out(places, dtype)
