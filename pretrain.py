@@ -212,10 +212,7 @@ if __name__ == "__main__":
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
     stop_signal = ranks.StopSignal()  # Ctrl-C, SIGTERM and the like: save, then stop
-    if plan_only and device != "auto":  # a plan may be for a machine that is not here
-        torch_device = torch.device(device)
-    else:
-        torch_device = choose_device(device, world.local_rank)
+    torch_device = choose_device(device, world.local_rank, plan_only)
     torch_dtype = choose_dtype(dtype, torch_device, scaled=True)
     # a plan may be for other ranks than the one that prints it
     world_size = ranks.planned_world_size() if plan_only else world.world_size

@@ -192,10 +192,7 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    if plan_only and device != "auto":  # a plan may be for a machine that is not here
-        torch_device = torch.device(device)
-    else:
-        torch_device = choose_device(device, world.local_rank)
+    torch_device = choose_device(device, world.local_rank, plan_only)
     torch_dtype = choose_dtype(dtype, torch_device, scaled=not score)
     if score:
         refuse(world.world_size > 1, f"{score=} is the work of one process: start it with python")
