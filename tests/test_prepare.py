@@ -694,6 +694,9 @@ def test_an_input_that_changes_meanwhile_is_an_error(tmp_path, tok, monkeypatch)
     monkeypatch.setattr(prepare, "inspect_units", slow)
     with pytest.raises(UserError, match="x.jsonl changed while it was read"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    monkeypatch.setattr(prepare, "inspect_units", lambda *args: (inspect_units(*args), path.unlink())[0])
+    with pytest.raises(UserError, match="x.jsonl changed while it was read"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok)
     assert not (tmp_path / "out").exists()
 
 

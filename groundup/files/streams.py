@@ -31,6 +31,12 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
 NOT_TEXT = {  # first bytes: what it is, and what to do
     b"PK\x03\x04": "a zip archive; unpack it: unzip {name}",
+    b"WARC/": "a web archive; write its texts as JSON lines, as with warcio and trafilatura",
+    b'<doc id="': "pages of WikiExtractor; run it with --json, and let the names end in .jsonl",
+    b"{\\rtf": "RTF; write it as text: pandoc -t plain {name}",
+    b"\x04\x22\x4d\x18": "packed with lz4; unpack it: lz4 -d {name}",
+    b"\x1f\x9d": "packed with compress; unpack it: uncompress {name}",
+    b"\xd0\xcf\x11\xe0": "an old file of Office; write it as text, as with LibreOffice",
     b"PK\x05\x06": "an empty zip archive",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it: 7z x {name}",
     b"Rar!\x1a\x07": "a rar archive; unpack it: unrar x {name}",
@@ -200,6 +206,10 @@ def no_text(head: bytes, path: str, compression: str) -> str:
     if head[257:262] == b"ustar":
         flags = {"gz": "-xzf", "bz2": "-xjf", "xz": "-xJf", "zst": "--zstd -xf"}
         return f"a tar archive; unpack it: tar {flags.get(compression, '-xf')} {name}"
+    if compression and any(map(head.startswith, MAGIC)):
+        return f"packed twice; unpack it once: {UNPACK[compression].replace('FILE', name)}"
+    if head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype":
+        return f"a zip archive of a document; write it as text: pandoc -t plain {name}"
     for magic, what in NOT_TEXT.items():
         if head.startswith(magic):
             return what.format(name=name)

@@ -232,7 +232,7 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     accepted = n_lost <= max_bad_fraction * size and not too_many
     if n_lost:
         shown = [f"{name} ({n:,} bytes)" for name, n in list(files["files"].items())[:3]]
-        what = f"{n_lost:,} of {size:,} bytes ({100 * n_lost / size:.2g} %) are lost"
+        what = f"{n_lost:,} of {size:,} bytes ({100 * n_lost / size:.3g} %) are lost"
         places = f"in {files['files_with_losses']:,} of {n_inputs:,} files: {', '.join(shown)}"
         needed = 1.05 * max(n_lost / size, n_bad / max(1, n_read)) + 1e-6
         ways = f"mend them, or accept the loss with --max_bad_fraction={min(1.0, needed):.2g}"
