@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import lzma
 import pickle
 import random
 import sqlite3
@@ -141,6 +142,15 @@ def test_nothing_of_a_gzip_member_with_a_wrong_checksum_is_kept(
     assert len(read(path, report)) > 200 * n_members - 60 and report.problems == {
         "truncated_file": 1
     }
+
+
+def test_xz_that_needs_much_memory_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(streams, "XZ_MEMORY", 2**20)  # the default preset needs 8 MiB
+    path, report = tmp_path / "a.txt.xz", Report()
+    path.write_bytes(lzma.compress(b"A text.\n" * 99))
+    assert read(path, report) == [] and report.problems == {"truncated_file": 1}
+    assert "takes more memory than there is or may be used" in report.places[0][3]
+    assert "unpack it yourself, and give the result: xz -d FILE" in report.places[0][3]
 
 
 def test_a_long_window_of_zstd_is_read(tmp_path: Path) -> None:
