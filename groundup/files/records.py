@@ -433,7 +433,7 @@ class JsonStream:
     def __init__(self, chunks: Iterator[str], decoder: Decoder | None = None) -> None:
         self.chunks, self.decoder = chunks, decoder or Decoder()
         self.text, self.pos = "", 0  # what is held; how much of it is used
-        self.line, self.offset = 1, 0  # of text[pos]: from 1; bytes in UTF-8
+        self.line, self.offset = 1, 0  # of text[pos]: from 1; in bytes
         self.space = ""  # white space before text[pos]
         self.openings: set[str] = set()  # patterns: how elements began so far
 
@@ -555,16 +555,15 @@ class JsonStream:
 
     def _use(self, end: int) -> int:
         """Go on to `end`; return how many bytes before it could not be decoded."""
-        used, n_undecoded = self.text[self.pos : end], 0
+        used = self.text[self.pos : end]
         self.pos = end
         self.line += used.count("\n")
         try:
-            self.offset += len(used.encode())
-        except UnicodeEncodeError:
-            n_undecoded = len(self.UNDECODED.findall(used))
-            # These are one byte
-            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded
-        return n_undecoded
+            self.offset += len(used.encode(self.decoder.name))
+        except UnicodeEncodeError:  # a byte that could not be decoded becomes one again
+            self.offset += len(used.encode(self.decoder.name, "replace"))
+            return len(self.UNDECODED.findall(used))
+        return 0
 
     def rest(self) -> bool:
         """Return whether any text is left."""

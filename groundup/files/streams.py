@@ -404,11 +404,10 @@ def sound_bytes(raw: bytes, codec: str, width: int, line_end: bytes) -> tuple[in
         bad, problem = place, f"a byte of {codec} is missing here or before"
     elif len(raw) % width:
         problem = f"the {codec} text ends within a character"
-    else:
-        try:
-            raw.decode(codec, "surrogatepass")
-        except UnicodeDecodeError as error:
-            bad, problem = error.start, f"{error.reason} in {codec}"
+    try:
+        raw[: bad // width * width].decode(codec, "surrogatepass")
+    except UnicodeDecodeError as error:
+        bad, problem = error.start, f"{error.reason} in {codec}"
     if not problem:
         return len(raw), ""
     return aligned_rfind(raw[:bad], line_end, width) + width, problem
