@@ -174,7 +174,8 @@ class RunLog:
             self.file.write(json.dumps(whole) + "\n")
             self.file.flush()
             numbers = {k: value for k, value in values.items() if isinstance(value, int | float)}
-            self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
+            if numbers:
+                self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
 
     def print(self, text: str) -> None:
         """Print a line without disturbing the progress bar."""
@@ -230,13 +231,15 @@ class RunLog:
                 how += ", without --resume=never --overwrite=True"
             elif saved and config["resume_from"]:
                 how += f", without --resume_from={config['resume_from']} --overwrite=True"
-            self.print(f"stopped by a signal after step {self.step}; {how}")
-        elif saved:
-            self.print(f"saved in {out}; next: {next_command}")
+            how = f"stopped by a signal after step {self.step}; {how}"
+        else:
+            how = f"saved in {out}, with a card, README.md; next: {next_command}"
         self.close()
         # A run that had nothing left to do keeps the card it has.
         if self.enabled and (self.step > self.steps_done or not (out / "README.md").exists()):
             self.write_card(script, config, data)
+        if stopped or saved:
+            self.print(how)  # the last line, after a tracker's own
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
         """Write README.md: how well, on what data, where, and how to repeat it."""
