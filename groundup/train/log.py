@@ -37,7 +37,7 @@ ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    peak_flops: FLOP/s of one device. track: a tracker that gets the values too, see track.py.
+    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too, see track.py.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunLog:
         self.unread: list[TextIO] = []  # of standard output and error: pipes whose reader has ended
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops * world.world_size or math.inf  # unknown: mfu is 0
+        self.peak_flops = peak_flops * world.world_size
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
@@ -127,14 +127,17 @@ class RunLog:
         step_s = seconds / self.n_steps()
         event = dict(values)
         event["tokens_per_s"] = tokens_per_s
-        event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+        mfu = ""
+        if self.peak_flops:
+            event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+            mfu = f" | mfu {100 * event['mfu']:.1f}%"
         event["memory_gib"] = peak_memory_gib(self.device)
         event["step_ms"] = 1000 * step_s
         self.write("train", step, event)
 
         line = (
             f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f} | "
-            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | mfu {100 * event['mfu']:.1f}% | "
+            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu} | "
             f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}"
         )
         # The stage's own values, unless they are 0: most often no step was skipped. Of keys with a
