@@ -31,9 +31,9 @@ from groundup.errors import UserError
 from groundup.generate.answers import Answers, Draw, Rank
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat, converse, show
-from groundup.generate.completion import never_sampled, prompt_ids
+from groundup.generate.completion import generate_each, never_sampled, prompt_ids
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, generate_each
+from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import ToolAnswers, Tools, check_template

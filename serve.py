@@ -42,9 +42,9 @@ from configurator import configure
 from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.generate import page
-from groundup.generate.completion import Request, Sample, Token, check, never_sampled
+from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine
+from groundup.generate.engine import Engine, Request, Sample, Token, check
 from groundup.generate.http import (
     KEEP_S,
     THIS_MACHINE,
@@ -57,15 +57,14 @@ from groundup.generate.http import (
     read_body,
     sse,
 )
+from groundup.generate.openai_answer import Choice, Event, Job
 from groundup.generate.openai_format import (
-    Choice,
     ParsedRequest,
     Refused,
     encode,
     parse,
     shown_messages,
     template_settings,
-    usage,
 )
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
@@ -103,75 +102,6 @@ compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
-
-# A token of a sample, or instead of its last token a turn that called the server's tools with the
-# request that goes on.
-Event = tuple[Sample, Token | tuple[ToolTurn, Request]] | Exception
-
-
-class Job:
-    """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and the
-    choices that they become (n for each prompt).
-
-    Its samples count in `metrics.samples` from here on, each until it has ended. All methods but
-    `send` are called in the server's thread."""
-
-    def __init__(self, asked: ParsedRequest, metrics: Metrics) -> None:
-        self.asked, self.metrics = asked, metrics
-        self.left = asked.n_samples
-        metrics.samples += self.left
-        self.loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.n_new = 0
-
-    def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
-        self.requests, n = requests, self.asked.n
-        self.n_prompt = sum(len(request.ids) for request in requests)
-        each = enumerate(request for request in requests for _ in range(n))
-        self.choices = [Choice(tokenizer, self.asked, i, request) for i, request in each]
-        self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
-
-    def send(self, event: Event) -> None:
-        """Called by the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
-            self.loop.call_soon_threadsafe(self.receive, event)
-
-    def receive(self, event: Event) -> None:
-        if not isinstance(event, Exception) and event[1].finish:
-            self.give_back(1)
-        self.events.put_nowait(event)
-
-    def go_on(self, request: Request) -> None:
-        """Take the request of a further turn, of one sample."""
-        self.requests.append(request)
-        self.left += 1
-        self.metrics.samples += 1
-
-    def give_back(self, n_samples: int) -> None:
-        n_samples = min(n_samples, self.left)
-        self.left -= n_samples
-        self.metrics.samples -= n_samples
-
-    def choices_of(self, sample: Sample) -> list[Choice]:
-        """Return the choices of a sample: greedy ones are copies."""
-        first = self.firsts[sample.request] + sample.index
-        return self.choices[first : first + self.asked.n // self.asked.params.n]
-
-    def push(self, sample: Sample, token: Token | tuple[ToolTurn, Request]) -> list[dict]:
-        """Take a token, or a turn with the request that follows; return what a stream says of it."""
-        chosen = self.choices_of(sample)
-        self.n_new += 0 if self.asked.scores_only else len(chosen)
-        if isinstance(token, Token):
-            said = [choice.push(token) for choice in chosen]
-            return [one for one in said if one]
-        turn, request = token
-        self.firsts[request] = chosen[0].index
-        self.n_prompt += len(turn.ids)
-        return [choice.go_on(turn, request) for choice in chosen]
-
-    def usage(self) -> dict:
-        return usage(self.n_prompt, self.n_new)
-
 
 class Model(threading.Thread):
     """A model and its engine, which runs in this thread; jobs come by `commands`."""

@@ -23,11 +23,12 @@ from groundup import errors
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.generate import openai_format, sampling
-from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
+from groundup.generate.completion import generate, never_sampled, prompt_ids
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, generate
+from groundup.generate.engine import Engine, Request, Sample
 from groundup.generate.http import bounded_protocol
-from groundup.generate.openai_format import Choice, Position, Refused, parse
+from groundup.generate.openai_answer import Choice, Position
+from groundup.generate.openai_format import Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
 from groundup.train import huggingface

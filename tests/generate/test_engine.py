@@ -14,9 +14,9 @@ from test_model import as_transformers, compile_blocks, random_ids, random_model
 from groundup.errors import UserError
 from groundup.generate import decode, engine, kv_cache
 from groundup.generate.beam import BeamParams, search_each
-from groundup.generate.completion import Text, begin_prompt, check, never_sampled
+from groundup.generate.completion import begin_prompt, generate, generate_each, never_sampled
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, generate, generate_each
+from groundup.generate.engine import Engine, Request, Sample, check
 from groundup.generate.kv_cache import CacheStep, KVCache
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels import decoding
@@ -414,13 +414,14 @@ def tokenizer(request) -> Tokenizer:
 def spell(tokenizer: Tokenizer, ids: list[int], **changes: object) -> tuple[list[str], str, str | None]:
     """(pieces shown, whole text, stop string) for ids that come one by one."""
     params = SamplingParams(**changes)
-    text, pieces = Text(tokenizer, params), []
-    for n, token in enumerate(ids, start=1):
-        pieces.append(text.push(token, n >= params.min_new_tokens))
-        if text.stopped is not None:
+    sample, pieces, stop = Sample(Request(0, [], params, 10**6), 0, tokenizer), [], None
+    for sample.ids in (ids[:n] for n in range(1, len(ids) + 1)):
+        piece, stop = sample.grow(sample.ids[-1])
+        pieces.append(piece)
+        if stop:
             break
-    pieces.append(text.end())
-    return pieces, text.shown, text.stopped
+    pieces.append("" if stop else sample.flush())
+    return pieces, sample.text, stop
 
 
 TEXTS = ["The cat sat.", "从前有一只猫", "𠮷野家🙂👩‍👩‍👧!", "a\r\n\tb  c", "abab abac"]

@@ -8,9 +8,9 @@ import torch
 from test_model import random_ids, random_model, tiny_config
 
 from groundup.generate import decode
-from groundup.generate.completion import check
+from groundup.generate.completion import generate
 from groundup.generate.decode import decode_step, for_inference, to_int8
-from groundup.generate.engine import Engine, generate
+from groundup.generate.engine import Engine, check
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels import decoding
