@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
 
 import asyncio
 import contextlib
+import json
 import queue
 import re
 import secrets
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -48,14 +49,10 @@ from groundup.generate.engine import Engine, Request, Sample, Token, check
 from groundup.generate.http import (
     KEEP_S,
     THIS_MACHINE,
-    CancelOnDisconnect,
     Guard,
     Metrics,
     bounded_protocol,
     error_response,
-    or_disconnect,
-    read_body,
-    sse,
 )
 from groundup.generate.openai_answer import Choice, Event, Job
 from groundup.generate.openai_format import (
@@ -100,8 +97,10 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16
 weights = "full"  # full | int8 (matrices rounded to 8 bits: faster on a CPU)
 compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start takes 20 s longer
 
+BODY_S = 20  # for a client to send its body
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
+
 
 class Model(threading.Thread):
     """A model and its engine, which runs in this thread; jobs come by `commands`."""
@@ -456,6 +455,66 @@ class Server:
         except Refused as error:
             yield sse(error.body)
         yield "data: [DONE]\n\n"
+
+
+async def read_body(http: Any, max_kb: int) -> bytes:
+    """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
+    whole."""
+    from starlette.requests import ClientDisconnect
+
+    most = 1024 * max_kb
+    # A page of another site may send a form without asking, but not this type.
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        what = "send the body as JSON, with the header Content-Type: application/json"
+        raise Refused(400, what)
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in http.stream():
+                raw += chunk
+                if len(raw) > most:
+                    raise Refused(413, f"the body is larger than {most:,} bytes")
+    except TimeoutError:
+        raise Refused(408, f"the body did not come within {BODY_S} s") from None
+    except ClientDisconnect:
+        raise Refused(400, "the client went away") from None
+    return bytes(raw)
+
+
+class CancelOnDisconnect:
+    """A stream that ends when its client goes away, also while it waits for a token."""
+
+    def __init__(self, response: Any, cancelling: contextlib.AbstractContextManager) -> None:
+        self.response, self.cancelling = response, cancelling
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        with self.cancelling:
+            await or_disconnect(self.response.stream_response(send), receive)
+
+
+async def or_disconnect(work: Awaitable, receive: Any) -> Any:
+    """Return what `work` does, None if the client goes away before."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sse(body: dict) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+# ---- the start ------------------------------------------------------------------------------------
 
 
 def directories(value: str) -> dict[str, Path]:

@@ -341,9 +341,7 @@ def encode(
         else:
             ids = tokenizer.render(messages, add_generation_prompt=True)[0]
         if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(THOUGHT[0]):
-            begun = (
-                f"\n{THOUGHT[1]}\n\n{begun}"  # the template opens thoughts: there are none
-            )
+            begun = f"\n{THOUGHT[1]}\n\n{begun}"  # the template opens thoughts: there are none
         return [ids + tokenizer.encode(begun)]
     except UserError as error:
         where = "messages" if asked.chat else "prompt"
