@@ -605,3 +605,6 @@ if __name__ == "__main__":
         uvicorn.Server(how).run(sockets=[listening])
     except KeyboardInterrupt:  # uvicorn has let the answers under way come to their end
         print("serve: stopped", file=sys.stderr)
+    finally:
+        if toolbox:  # the thread that waits for a tool would hold up the end
+            toolbox.close()

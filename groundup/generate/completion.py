@@ -117,13 +117,9 @@ def prompt_ids(
 
 
 def asked_messages(system: str, prompt: str | list[dict]) -> list[dict]:
-    """Return the conversation to answer: a user's message or several messages, with a system message."""
+    """Return the conversation to answer: a user's message or several messages, with `system` if they
+    have no system message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return begin_with(system, messages)
-
-
-def begin_with(system: str, messages: list[dict]) -> list[dict]:
-    """Return the messages with a system message, if there is one and they have none."""
     if not system or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]

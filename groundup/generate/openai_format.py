@@ -16,7 +16,7 @@ from groundup.errors import UserError, printable
 from groundup.files.row_formats import turns_at, with_system
 from groundup.files.streams import mended
 from groundup.files.turns import BadRow
-from groundup.generate.completion import begin_prompt, begin_with
+from groundup.generate.completion import begin_prompt
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
 from tokenizer import Tokenizer
@@ -44,12 +44,26 @@ REFUSED = {  # fields that would change the answer, with the values that change 
     "functions": ([],),
     "function_call": ("none", "auto"),
     "use_beam_search": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "structured_outputs": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
+    "chat_template": (),
+    "documents": ([],),
+    "priority": (0,),
+    "cache_salt": (),
 }
+REFUSED |= {f"guided_{kind}": () for kind in ("json", "regex", "choice", "grammar")}
+REFUSED_IN_CHATS = {"echo": (False,), "add_special_tokens": (False,)}
+REFUSED_IN_COMPLETIONS = {"add_special_tokens": (True,)}
 # Fields that change no answer. Others that are not known are named in the log.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier")
 WITHOUT_EFFECT += ("prompt_cache_key", "cache_prompt", "parallel_tool_calls")
@@ -109,10 +123,12 @@ def parse(
     server, for chats without tools. Raise Refused."""
     body = read_object(raw)
     as_json = body.get("response_format") == {"type": "json_object"}
-    for name, allowed in REFUSED.items():
+    refused = REFUSED | (REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS)
+    for name, allowed in refused.items():
         value = body.pop(name, None)
         if value is not None and value not in allowed:
-            raise Refused(400, f"{name}={value!r:.80} is not supported", name)
+            fine = "".join(f", or give {one!r}" for one in allowed)
+            raise Refused(400, f"{name}={value!r:.80} is not supported: leave it out{fine}", name)
 
     tools, settings, echo, proceeds, runs_tools = [], {}, False, False, False
     if chat:
@@ -197,9 +213,11 @@ def sampling_params(values: dict, names: dict[str, str]) -> SamplingParams:
 def called_tools(body: dict) -> list[dict]:
     """Return the tools that the answer may call. Raise Refused."""
     tools, choice = take(body, "tools", list, []), body.pop("tool_choice", "auto")
-    if choice not in ("none", "auto") or not all(map(is_tool, tools)):
-        what = "tools must be functions with a name, and tool_choice auto or none"
-        raise Refused(400, what, "tools")
+    if not all(map(is_tool, tools)):
+        raise Refused(400, "tools must be functions with a name", "tools")
+    if choice not in ("none", "auto"):
+        what = f"tool_choice={choice!r:.80} is not supported: it must be 'auto' or 'none'"
+        raise Refused(400, what, "tool_choice")
     return tools if choice == "auto" else []
 
 
@@ -360,7 +378,5 @@ def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
 def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
     """Return a chat's messages with its system message, which names the tools."""
     (messages,) = asked.prompts
-    if asked.tools:
-        own = messages[0]["role"] == "system"
-        return with_system(messages, {"system": "" if own else system, "tools": asked.tools})
-    return begin_with(system, messages)
+    own = messages[0]["role"] == "system"
+    return with_system(messages, {"system": "" if own else system, "tools": asked.tools})

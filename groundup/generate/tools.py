@@ -109,7 +109,8 @@ class Tools:
         return with_system(messages, {"tools": self.schemas})
 
     def close(self) -> None:
-        self.process.close()
+        """End the process, also in the middle of a call."""
+        self.process.end()
 
 
 class ToolAnswers:
