@@ -31,8 +31,8 @@ from groundup.errors import printable, report
 from groundup.generate import chat, sampling
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat
-from groundup.generate.completion import Token, never_sampled
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate, never_sampled
+from groundup.generate.engine import Token
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import Tools
 from groundup.tokens.training import train

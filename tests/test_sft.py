@@ -20,7 +20,7 @@ from saved import load_train_state
 import sft
 from groundup.demo import debug_data
 from groundup.errors import UserError
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import cross_entropy
 from groundup.tokens.conversations import Batch, ChatCorpus

@@ -23,8 +23,8 @@ from groundup.files.answer_files import check_settings, continued_text, conversa
 from groundup.files.disk import lock
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable, loads
-from groundup.generate.completion import Result
-from groundup.generate.engine import generate_each
+from groundup.generate.completion import generate_each
+from groundup.generate.engine import Result
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer

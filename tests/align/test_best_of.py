@@ -20,8 +20,8 @@ from test_model import random_model, tiny_config
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker, drawn_part
 from groundup.align.reward_model import RewardModel
-from groundup.generate.completion import Completion, Result
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate
+from groundup.generate.engine import Completion, Result
 from groundup.tokens.training import train
 from groundup.train import huggingface
 from model import Transformer

@@ -20,7 +20,6 @@ from groundup.align.rollouts import (
 )
 from groundup.demo import debug_data
 from groundup.generate import decode
-from groundup.kernels import decoding
 from groundup.tokens.prompts import Prompt
 from groundup.train import huggingface
 from groundup.train.device import autocast
@@ -165,8 +164,8 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
     A CUDA graph reads weights and cache where they were when it was recorded. (Not compiled here.)
     """
     monkeypatch.setattr(decode, "compiled_step", lambda: decode.decode_step)
-    kernels = decoding.kernels
-    monkeypatch.setattr(decoding, "kernels", lambda *_: None)
+    step_c = decode.step_c
+    monkeypatch.setattr(decode, "step_c", lambda *_: None)
     policy, found = copy.deepcopy(model), []
     set_trainable(policy, trainable, LoRAConfig())
 
@@ -189,8 +188,8 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
                 p.add_(torch.randn_like(p), alpha=0.03)
     assert found[0] != found[1] != found[2]
     assert new_sampler(compile=False).engine is None
-    monkeypatch.setattr(decoding, "kernels", kernels)
-    if decoding.kernels(torch.float32):  # a CPU has its step in C
+    monkeypatch.setattr(decode, "step_c", step_c)
+    if decode.step_c(torch.float32):  # a CPU has its step in C
         assert new_sampler(torch.float32).engine is None
 
 
