@@ -123,17 +123,11 @@ def check_bytes(step_dir: Path) -> None:
             fail(f"{path} is damaged, its checksum is not the one in checksums.json")
 
 
-@ranks.on_rank_0
-def resolve(init_from: str | Path) -> Path:
+def find_model(init_from: str | Path) -> Path:
     """Return the model directory that is meant: init_from itself, or a run's newest checkpoint.
 
-    Its checksums are compared. All ranks call it.
+    Its checksums are compared.
     """
-    return find_model(init_from)
-
-
-def find_model(init_from: str | Path) -> Path:
-    """Return what `resolve` does."""
     path = Path(init_from)
     if not str(init_from):
         fail("init_from: give the run, checkpoint or Hugging Face directory to start from")
@@ -154,6 +148,9 @@ def find_model(init_from: str | Path) -> Path:
     if latest is None:
         fail(f"{path} holds no checkpoint: no config.json, no step_*")
     return find_model(latest)
+
+
+resolve = ranks.on_rank_0(find_model)  # all ranks call it; rank 0 reads
 
 
 def why_no_model(path: Path) -> str:
