@@ -410,7 +410,7 @@ if __name__ == "__main__":
 
     from configurator import configure
     from groundup.files import text_mix
-    from groundup.files.readers import Report
+    from groundup.files.records import Report
     from groundup.tokens.training import extended, measure, train
 
     SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on

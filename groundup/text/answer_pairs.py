@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files import answer_files, readers
+from groundup.files import answer_files, records
 from groundup.files.answer_files import (
     NoPair,
     conversation_of,
@@ -79,7 +79,7 @@ def write_pairs(
     maker, counts = PairMaker(path, parse_pair_by(pair_by), keys), Counts()
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as p:
         problems = Problems(path, p, counts.shown, strict)
-        for record in readers.read_records(path, report=problems):
+        for record in records.read_records(path, report=problems):
             problems.lost_bytes += record.lost
             try:
                 for pair in maker.pairs(record):

@@ -21,7 +21,7 @@ from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import paths, readers, streams
+from groundup.files import paths, readers, records, streams
 from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 
@@ -99,7 +99,7 @@ def look(path: str, name: str, number: int, source: Source) -> Input:
     if stat.st_size > UNIT_BYTES or first.startswith(b"PAR1"):
         parts = readers.work_units(path, source.txt_split, UNIT_BYTES, source.encoding)
     head = streams.unpacked_head(first, path)
-    is_odd = bool(BEGINS_LIKE_ROW.match(head)) and readers.container(path, head, "file") == "file"
+    is_odd = bool(BEGINS_LIKE_ROW.match(head)) and records.container(path, head, "file") == "file"
     stamp = str(stat.st_mtime_ns)
     return Input(path, name, stat.st_size, stamp, number, "", tuple(parts), is_odd)
 
@@ -121,7 +121,7 @@ def spool_stdin(work: Path) -> Path:
     with open(path, "wb") as f:
         shutil.copyfileobj(sys.stdin.buffer, f, 2**20)
     with streams.open_stream(str(path)) as stream:
-        kind = readers.container("-", stream.peek(), "file")
+        kind = records.container("-", stream.peek(), "file")
     return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
 
 

@@ -105,6 +105,7 @@ DOCUMENTS = {
     ),
     "question csv": ({"question": "何谓贫血", "answer": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
     "OpenOrca": ({"question": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
+    "MetaMathQA": ({"query": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
     "columns of a joined table": ({"completion": None, "text": "有文", "title": None, "content": None}, "有文"),
 }
 
