@@ -103,6 +103,8 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     sides = [side for side in ("chosen", "rejected") if row.get(side)]
     if kind == "preference" and len(sides) == 1 and not (found and has_all(row, found)):
         missing = "rejected" if sides == ["chosen"] else "chosen"
+        if row.get(missing) == "":
+            raise BadRow("empty answer")
         raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(row)})")
     if found:
         try:

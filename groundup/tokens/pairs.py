@@ -431,4 +431,5 @@ def with_other(answers: Sequence[Tokenized], i: int, longest: int, name: str) ->
         if not np.array_equal(other.prompt, prompt):
             return answers[i]._replace(rejected=other.chosen[: longest - len(prompt)])
     need = "kto needs answers to two prompts at least, for training and for validation"
-    raise UserError(f"data: {name}: {need}")
+    how = "give more rows, or raise val_fraction until two prompts are held out"
+    raise UserError(f"data: {name}: {need}; {how}")
