@@ -28,7 +28,7 @@ class BadRow(Exception):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
-        self.detail = detail or reason
+        self.reason, self.detail = reason, detail
 
 
 class Pair(NamedTuple):

@@ -242,7 +242,7 @@ def asked_of(fields: dict, settings: dict) -> str | list[dict]:
         text = continued_text(fields, settings.get("chat", True))
         return conversation_of(fields, settings)[0] if text is None else text
     except BadRow as problem:
-        words = problem.detail.replace(
+        words = (problem.detail or problem.reason).replace(
             "; chat is known by", "; give prompt, messages or text; a chat is known by"
         )
         raise ValueError(words) from None

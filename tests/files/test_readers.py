@@ -16,7 +16,7 @@ import pytest
 
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
-from groundup.files.readers import Report
+from groundup.files.records import Report
 
 TEXTS = [
     "plain English, with \"quotes\" and a \\ backslash",

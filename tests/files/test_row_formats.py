@@ -105,6 +105,7 @@ DOCUMENTS = {
     ),
     "question csv": ({"question": "何谓贫血", "answer": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
     "OpenOrca": ({"question": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
+    "MetaMathQA": ({"query": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
     "columns of a joined table": ({"completion": None, "text": "有文", "title": None, "content": None}, "有文"),
 }
 
@@ -534,6 +535,7 @@ def test_pairs(name: str) -> None:
         ({"chosen": HH + "好", "rejected": HH.replace("我先问的", "我后问的") + "坏"}, "answer different prompts"),
         ({"chosen": HH + "好\n\nHuman: 再问", "rejected": HH + "坏"}, "does not end with a question and its answer"),
         ({"prompt": "问", "chosen": None, "rejected": "坏"}, "a rejected answer but none under 'chosen' (keys"),
+        ({"prompt": "问", "chosen": "好", "rejected": ""}, "empty answer"),
         ({"prompt": "问", "chosen": "好"}, "a chosen answer but none under 'rejected' (keys prompt, chosen)"),
         ({"prompt": "问", "response_chosen": "好", "a": 1}, "a chosen answer but none under 'rejected'"),
         ({"prompt": "问", "chosen": 4, "rejected": "坏"}, "int, not an answer under 'chosen'"),
