@@ -87,9 +87,9 @@ def is_explained(line: str, expected: list[str], fault: str) -> bool:
         return False
     pairs = ("".join(two) for two in zip(expected, expected[1:], strict=False))
     ascii_lost = any(
-        line == one[:k] + one[k + 1 :]
+        line == (one[:k] + one[k + 1 :]).strip()
         for one in expected
-        if len(one) == len(line) + 1
+        if 0 < len(one) - len(line) < 4
         for k in range(len(one))
         if one[k].isascii()
     )
