@@ -297,8 +297,8 @@ def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_w
             self.vocab_size = 512
 
     pieces = [select.Piece(0, "One.\n\n", True), select.Piece(1, "Two", False)]
-    ids, n_bytes = select.ids_of(pieces, None, Spaced(), tmp_path / "ids")
-    assert ids.tolist() == Spaced().encode("One.\n\nTwo") and n_bytes == 9
+    assert select.write_ids(pieces, None, Spaced(), tmp_path / "ids") == 9
+    assert np.fromfile(tmp_path / "ids", np.uint16).tolist() == Spaced().encode("One.\n\nTwo")
 
 
 def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):

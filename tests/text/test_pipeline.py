@@ -20,7 +20,7 @@ from configurator import defaults_of, is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.files.turns import BadRow
-from groundup.text import select, unit
+from groundup.text import unit
 from groundup.text.recipe import check_config
 from groundup.tokens import conversations, pairs
 from groundup.tokens.token_files import TokenData
@@ -951,7 +951,6 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
     import resource
 
     monkeypatch.setattr(unit, "GROUP_BYTES", 0)
-    monkeypatch.setattr(select.Tokens, "OPEN", 8)
     (tmp_path / "in").mkdir()
     for i, text in enumerate(pieces(90)):
         (tmp_path / "in" / f"{i:03d}.txt").write_text(text, "utf-8")
