@@ -53,7 +53,7 @@ def parse_names(text_key: str) -> dict[str, tuple[str, ...]]:
 
 def refuse_wide_marks(text_key: str) -> None:
     """Raise UserError for a comma or = of Chinese typing, which no published key has."""
-    for wide, narrow in (("，", ","), ("＝", "=")):
+    for wide, narrow in (("\uff0c", ","), ("\uff1d", "=")):
         if wide in text_key:
             raise UserError(f"data: text_key={text_key!r} has a full-width {wide}; write {narrow}")
 
