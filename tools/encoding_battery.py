@@ -119,6 +119,8 @@ def read(path: Path, raw: bytes, expected: list[str], fault: str, cell: Counter)
         cell["lost"] += missing
     else:
         cell["silent"] += missing
+        if os.environ.get("SHOW"):
+            print(path.name, fault, "silent", ascii(list(+left)[:3]), file=sys.stderr)
 
 
 def main() -> None:

@@ -133,7 +133,8 @@ def judge(sample: bytes, given: str = "") -> Verdict:
     """Decide about a file without a mark from a sample of its lines. given: by the user, or ""."""
     if seven_bit := escaped_encoding(sample):
         return Verdict(
-            refused=f"it is {seven_bit}, whose bytes look like ASCII; {convert(seven_bit)}"
+            refused=f"it is {seven_bit}, whose bytes look like ASCII; convert it: "
+            f"iconv -f {seven_bit} -t UTF-8"
         )
     if given:
         hint = f" (encoding={given} was given)"
@@ -266,7 +267,9 @@ def name_of(raw: bytes) -> tuple[str, str]:
                 codec = "euc_jis_2004"
         if is_plausible(raw, codec):
             return codec, ""
-    return "", matches[0].encoding if matches else ""
+    likely = matches[0].encoding if matches else ""
+    # These cannot be: a text in ASCII is UTF-8, and UTF-16 was looked for before.
+    return "", "" if likely.startswith(("ascii", "utf_")) else likely
 
 
 def is_plausible(raw: bytes, codec: str) -> bool:
@@ -300,16 +303,17 @@ def is_common_chinese(raw: bytes) -> bool:
 
 
 def escaped_encoding(sample: bytes) -> str:
-    """Return the encoding of a text written in ASCII bytes with escapes, "" if it is not."""
+    """Return the encoding of a text written in ASCII bytes with escapes, by its name for iconv, ""
+    if it is not."""
     if ESCAPES.search(sample):
-        return "iso2022_kr" if b"\x1b$)C" in sample else "iso2022_jp_2"
+        return "ISO-2022-KR" if b"\x1b$)C" in sample else "ISO-2022-JP-2"
     for found in HZ.findall(sample):
         try:
             text = found.decode("hz")
         except UnicodeDecodeError:
             continue
         if len(HAN.findall(text)) >= max(2, len(text) / 2):
-            return "hz"
+            return "HZ"
     return ""
 
 

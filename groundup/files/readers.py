@@ -129,7 +129,7 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     parquet, csv, tsv, array, values (JSON values over several lines), jsonl, or the txt_split of
     plain text."""
     suffix = os.path.splitext(unpacked_name(path))[1]
-    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\n\r\x1e")
     if head.startswith(b"PAR1") or suffix == ".parquet":
         return "parquet"
     if suffix in (".csv", ".tsv"):

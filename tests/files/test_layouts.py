@@ -547,6 +547,39 @@ CHATS = {
         "a turn holds 'image_url', not text",
         [],
     ),
+    # keys of more sets
+    "Aya, FLAN": ({"inputs": "2 + 2?", "targets": "4", "language": "x"}, ASKED, ["language"]),
+    "MetaMathQA": ({"query": "2 + 2?", "response": "4", "type": "sum"}, ASKED, ["type"]),
+    "NuminaMath 1.5": (
+        {"problem": "2 + 2?", "solution": "It is 4.", "answer": "4", "source": "x"},
+        [u("2 + 2?"), a("It is 4.")],
+        ["answer"],
+    ),
+    "AceReason": ({"problem": "2 + 2?", "answer": "4"}, ASKED, []),
+    "OpenMathInstruct": ({"question": "2 + 2?", "generated_solution": "4"}, ASKED, []),
+    "distilabel": ({"instruction": "2 + 2?", "generation": "4", "model_name": None}, ASKED, []),
+    "medical-o1": (
+        {"Question": "2 + 2?", "Complex_CoT": "Sum.", "Response": "4"},
+        [u("2 + 2?"), a("<think>\nSum.\n</think>\n\n4")],
+        [],
+    ),
+    "LIMA": ({"conversations": ["2 + 2?", "4"], "source": "x"}, ASKED, []),
+    "Llama-Nemotron": (
+        {"input": [u("2 + 2?")], "output": "4", "reasoning": "off", "system_prompt": "Be brief."},
+        [s("Be brief."), *ASKED],
+        [],
+    ),
+    "two names of one key": ({"inputs": "2 + 2?", "output": "4", "targets": "5"}, ASKED, ["targets"]),
+    "texts under another key": (
+        {"dialog": ["Hi", "Hello"], "act": [1, 1]},
+        "prepare.py --text_key='messages=dialog' reads",
+        [],
+    ),
+    "responses to what?": (
+        {"topic": "sums", "response": "4"},
+        "this is responses, of kind='text'; prepare.py --text_key='question=KEY,answer=KEY'",
+        [],
+    ),
     "a struct of lists (parquet)": (
         {"conversations": {"from": ["human", "gpt"], "value": ["2 + 2?", "4"]}},
         ASKED,
@@ -806,6 +839,56 @@ PAIRS = {
     "ms-swift rejected_messages": (
         {"messages": [u("Hi"), GOOD], "rejected_messages": [u("Hi"), BAD]},
         Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "distilabel orca": (
+        {"system": "Be kind.", "input": "Hi", "chosen": "good", "rejected": "bad"},
+        Pair([s("Be kind."), u("Hi")], "good", "bad"),
+        [],
+    ),
+    "UltraInteract": (
+        {"trajectory": turns(("user", "Hi")), "chosen": "good", "rejected": "bad"},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "CValues": (
+        {"prompt": "Hi", "pos_resp": "good", "neg_resp": "bad", "pos_type": "kind"},
+        Pair([u("Hi")], "good", "bad"),
+        ["pos_type"],
+    ),
+    "StackExchange": (
+        {"question": "Hi", "response_j": "good", "response_k": "bad"},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "HelpSteer2": (
+        {"prompt": "Hi", "response_1": "bad", "response_2": "good", "preference_strength": 2},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "HelpSteer3": (
+        {
+            "context": [u("Hi")],
+            "response1": "good",
+            "response2": "bad",
+            "overall_preference": -3,
+        },
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "HelpSteer3, a tie": (
+        {"context": [u("Hi")], "response1": "a", "response2": "b", "overall_preference": 0},
+        "neither answer is preferred",
+        [],
+    ),
+    "answers alone": (
+        {"ask": "Hi", "chosen": "good", "rejected": "bad"},
+        "prepare.py --text_key='question=KEY' names its question",
+        [],
+    ),
+    "answers under unknown keys": (
+        {"ask": "Hi", "better": "good", "worse": "bad"},
+        "--text_key='question=KEY,chosen=KEY,rejected=KEY'",
         [],
     ),
     "trl stepwise": (

@@ -104,6 +104,7 @@ DOCUMENTS = {
         "咳嗽\n咳嗽一周怎么办\n多喝水",
     ),
     "question csv": ({"question": "何谓贫血", "answer": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
+    "OpenOrca": ({"question": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
     "columns of a joined table": ({"completion": None, "text": "有文", "title": None, "content": None}, "有文"),
 }
 
@@ -215,11 +216,9 @@ class Spy(dict):
 
 def test_documents_are_made_of_columns_that_are_read(monkeypatch) -> None:
     """Of a parquet file without text_key only these are read."""
+    spies = [(Spy(row_formats.rename(row)), text) for row, text in DOCUMENTS.values() if isinstance(row, dict)]
     monkeypatch.setattr(row_formats, "rename", lambda row: row)  # it copies
-    for row, text in DOCUMENTS.values():
-        if isinstance(row, str):
-            continue
-        spy = Spy(row)
+    for spy, text in spies:
         assert document_of(spy) == (text, "")
         assert spy.asked and spy.asked <= row_formats.COLUMNS
 
