@@ -523,14 +523,11 @@ def directories(value: str) -> dict[str, Path]:
     if "=" not in value:
         value = value or str(checkpoint.newest_run())
         return {Path(value).absolute().name: checkpoint.resolve(value)}
-    pairs = [part.strip().partition("=") for part in value.split(",")]
-    if not all(name and path for name, _, path in pairs) or len({pair[0] for pair in pairs}) < len(
-        pairs
-    ):
-        raise UserError(
-            f"serve: init_from={value!r} must be a directory or NAME=DIR,NAME=DIR with names that differ"
-        )
-    return {name: checkpoint.resolve(path) for name, _, path in pairs}
+    pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
+    if not all(map(all, pairs)) or len(dict(pairs)) < len(pairs):
+        what = "must be a directory or NAME=DIR,NAME=DIR with names that differ"
+        raise UserError(f"serve: init_from={value!r} {what}")
+    return {name: checkpoint.resolve(path) for name, path in pairs}
 
 
 def origins_of(value: str) -> list[str]:
@@ -546,13 +543,11 @@ def check_config(config: dict) -> None:
     for origin in origins_of(config["cors_origins"]):
         # A browser sends it without a path
         if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
-            raise UserError(
-                f"serve: cors_origins must be like https://a.example, without a path, got {origin!r}"
-            )
+            what = f"must be like https://a.example, without a path, got {origin!r}"
+            raise UserError(f"serve: cors_origins {what}")
     if config["host"] not in THIS_MACHINE and not config["api_key"] and not config["insecure"]:
-        raise UserError(
-            f"serve: host={config['host']} lets other machines in; give --api_key=SECRET, or --insecure=True"
-        )
+        what = f"host={config['host']} lets other machines in"
+        raise UserError(f"serve: {what}; give --api_key=SECRET, or --insecure=True")
 
 
 def bind(host: str, port: int) -> socket.socket:

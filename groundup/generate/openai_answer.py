@@ -89,10 +89,9 @@ class Choice:
     def push(self, token: Token) -> dict | None:
         """Take a token; return what a stream says of it, None = nothing yet."""
         text, thoughts, last = token.text, "", bool(token.finish)
-        found = self.echo() if not self.texts else []
-        echoed = (
-            self.tokenizer.decode(self.request.ids) if self.asked.echo and not self.texts else ""
-        )
+        echoes = self.asked.echo and not self.texts
+        found = self.echo() if echoes else []
+        echoed = self.tokenizer.decode(self.request.ids) if echoes else ""
         if self.asked.scores_only:
             text = ""
         else:
@@ -134,9 +133,7 @@ class Choice:
         return name if name in CallReader.MARKS else ""
 
     def echo(self) -> list[Position]:
-        """Return the positions of the prompt, if it is repeated before the answer."""
-        if not self.asked.echo:
-            return []
+        """Return the positions of the prompt, which is repeated before the answer."""
         ids, found, begin = self.request.ids, [], 0
         decoder = StreamDecoder(self.tokenizer)
         scored = self.request.prompt_logprobs if self.asked.params.logprobs >= 0 else []
@@ -293,9 +290,5 @@ class Job:
         return [choice.go_on(turn, request) for choice in chosen]
 
     def usage(self) -> dict:
-        total = self.n_prompt + self.n_new
-        return {
-            "prompt_tokens": self.n_prompt,
-            "completion_tokens": self.n_new,
-            "total_tokens": total,
-        }
+        counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_new}
+        return counts | {"total_tokens": self.n_prompt + self.n_new}

@@ -22,18 +22,9 @@ from groundup.generate.sampling import SamplingParams
 from tokenizer import Tokenizer
 
 # Names of sampling parameters. Those from top_k on are not OpenAI's but vLLM's.
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "min_tokens": "min_new_tokens",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-}
+SAMPLING = "temperature top_p presence_penalty frequency_penalty top_k min_p repetition_penalty"
+SAMPLING += " ignore_eos skip_special_tokens"
+SAMPLING = {name: name for name in SAMPLING.split()} | {"min_tokens": "min_new_tokens"}
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
 REFUSED = {  # fields that would change the answer, with the values that change nothing
     "logit_bias": ({},),
@@ -190,7 +181,7 @@ def sampling_values(body: dict, seed: int) -> dict:
     values = {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
     asked = take(body, "seed", int, -1)
     values["seed"] = seed if asked == -1 else asked % 2**63
-    values["stop"] = stop_strings(body.pop("stop", ()))
+    values["stop"] = stop_strings(body.pop("stop", []))
     stop_ids = body.pop("stop_token_ids", [])
     if stop_ids and not is_ids(stop_ids):
         raise Refused(400, f"stop_token_ids must be ids, got {stop_ids!r:.80}", "stop_token_ids")
@@ -243,9 +234,8 @@ def likeliest(body: dict, chat: bool) -> int:
     else:
         top = take(body, "logprobs", int, -1)
     if top > MAX_TOP_LOGPROBS:
-        raise Refused(
-            400, f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}", "top_logprobs"
-        )
+        what = f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}"
+        raise Refused(400, what, "top_logprobs")
     return top
 
 
@@ -305,9 +295,8 @@ def conversation(messages: Any) -> list[dict]:
 
 
 def is_tool(tool: Any) -> bool:
-    function = (
-        tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    )
+    is_function = isinstance(tool, dict) and tool.get("type") == "function"
+    function = tool.get("function") if is_function else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -316,11 +305,8 @@ def texts_or_ids(prompt: Any) -> list[str] | list[list[int]]:
     prompt = "" if prompt is None else prompt
     listed = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
     if not (all(isinstance(one, str) for one in listed) or all(is_ids(one) for one in listed)):
-        raise Refused(
-            400,
-            "prompt must be a text, a list of texts, token ids or a list of lists of them",
-            "prompt",
-        )
+        what = "prompt must be a text, a list of texts, token ids or a list of lists of them"
+        raise Refused(400, what, "prompt")
     return listed
 
 
@@ -329,16 +315,12 @@ def is_ids(value: Any) -> bool:
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
-    if (
-        not isinstance(stops, tuple)
-        or len(stops) > MAX_STOPS
-        or not all(isinstance(s, str) and s for s in stops)
-    ):
-        raise Refused(
-            400, f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}", "stop"
-        )
-    return stops
+    stops = [stop] if isinstance(stop, str) else stop
+    are_texts = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
+    if not are_texts or len(stops) > MAX_STOPS:
+        what = f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}"
+        raise Refused(400, what, "stop")
+    return tuple(stops)
 
 
 def encode(
