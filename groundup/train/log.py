@@ -38,7 +38,7 @@ ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    peak_flops: FLOP/s of one device. track: a tracker that gets the values too, see track.py.
+    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too, see track.py.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunLog:
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
         self.n_skipped = 0  # updates, from the beginning of the run
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops * world.world_size or math.inf  # unknown: mfu is 0
+        self.peak_flops = peak_flops * world.world_size
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
@@ -130,14 +130,17 @@ class RunLog:
         step_s = seconds / self.n_steps()
         event = dict(values)
         event["tokens_per_s"] = tokens_per_s
-        event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+        mfu = ""
+        if self.peak_flops:
+            event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+            mfu = f" | mfu {100 * event['mfu']:.1f}%"
         event["memory_gib"] = peak_memory_gib(self.device)
         event["step_ms"] = 1000 * step_s
         self.write("train", step, event)
 
         line = (
             f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f} | "
-            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | mfu {100 * event['mfu']:.1f}% | "
+            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu} | "
             f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}"
         )
         # The stage's own values, unless they are 0: most often no step was skipped. Of keys with a
@@ -177,7 +180,8 @@ class RunLog:
             self.file.write(json.dumps(whole) + "\n")
             self.file.flush()
             numbers = {k: value for k, value in values.items() if isinstance(value, int | float)}
-            self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
+            if numbers:
+                self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
 
     def print(self, text: str) -> None:
         """Print a line without disturbing the progress bar."""
@@ -236,13 +240,15 @@ class RunLog:
                 how += ", without --resume=never --overwrite=True"
             elif saved and config["resume_from"]:
                 how += f", without --resume_from={config['resume_from']} --overwrite=True"
-            self.print(f"stopped by a signal after step {self.step}; {how}")
-        elif saved:
-            self.print(f"saved in {out}; next: {next_command}")
+            how = f"stopped by a signal after step {self.step}; {how}"
+        else:
+            how = f"saved in {out}, with a card, README.md; next: {next_command}"
         self.close()
         # A run that had nothing left to do keeps the card it has.
         if self.enabled and (self.step > self.steps_done or not (out / "README.md").exists()):
             self.write_card(script, config, data)
+        if stopped or saved:
+            self.print(how)  # the last line, after a tracker's own
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
         """Write README.md: how well, on what data, where, and how to repeat it."""

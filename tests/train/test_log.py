@@ -239,7 +239,8 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
         log.finish(script, config, ["the data"], "python serve.py --init_from=out", stopped, saved)
         return capsys.readouterr().out
 
-    assert end(config) == f"saved in {out}; next: python serve.py --init_from=out\n"
+    saved_in = f"saved in {out}, with a card, README.md"
+    assert end(config) == f"{saved_in}; next: python serve.py --init_from=out\n"
     assert "the data" in (out / "README.md").read_text(encoding="utf-8")
     assert end(config, saved=False) == ""
     skipped = end(config, skipped=2).splitlines()[-2]
@@ -291,6 +292,7 @@ def test_a_tracker_gets_the_numbers_of_every_event(track, tmp_path, monkeypatch)
     log = RunLog(str(out), 9, 0, track=track)
     log.write("train", 1, {"loss": 2.5, "note": "x"})
     log.write("eval", 1, {"val_loss": 3.5})
+    log.write("save", 1, {"path": "x"})  # no numbers
     log.close()
     want = [(1, {"train/loss": 2.5}), (1, {"eval/val_loss": 3.5})]
     assert found == [("mine", {"max_steps": 9}), *want, "end"]
