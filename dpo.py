@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from configurator import configure
-from ddp import DDP, conflict
+from ddp import DDP, check_options
 from groundup.align.losses import (
     REFERENCE_FREE,
     check_losses,
@@ -293,8 +293,7 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # of new weights
     if parallel == "fsdp" and not plan_only:
-        if reason := fsdp.conflict(config, torch_dtype):
-            raise UserError(f"config: {reason}")
+        fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
@@ -352,9 +351,7 @@ if __name__ == "__main__":
         ddp = fsdp.FSDP(model)
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
-        fp16 = scaler.is_enabled()
-        if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
-            raise UserError(f"config: {reason}")
+        check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
         hook = make_hook(compress, warmup, seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(

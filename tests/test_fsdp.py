@@ -21,6 +21,7 @@ import torch
 
 from configurator import defaults_of
 from groundup.demo import debug_data
+from groundup.errors import UserError
 from groundup.train import checkpoint, fsdp, ranks, saver
 from model import ModelConfig, Transformer
 
@@ -111,12 +112,15 @@ def test_steps_weights_and_state_are_torchs_adamw_on_the_whole_model(tmp_path):
 def test_settings_that_fsdp_cannot_combine_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     config = defaults_of(tp.ROOT / "pretrain.py") | {"optimizer": "adamw", "sample_prompts": ""}
-    assert not fsdp.conflict(config, torch.float32)
+    fsdp.check_settings(config, torch.float32)
     for key, value in (("compress", "bf16"), ("zero1", True), ("optimizer", "muon"), ("trainable", "lora")):
-        assert f"{key}=" in fsdp.conflict(config | {key: value}, torch.float32)
-    assert "float16" in fsdp.conflict(config, torch.float16)
+        with pytest.raises(UserError, match=f"needs {key}="):
+            fsdp.check_settings(config | {key: value}, torch.float32)
+    with pytest.raises(UserError, match="float16"):
+        fsdp.check_settings(config, torch.float16)
     monkeypatch.delenv("RANK")
-    assert "torchrun" in fsdp.conflict(config, torch.float32)
+    with pytest.raises(UserError, match="torchrun"):
+        fsdp.check_settings(config, torch.float32)
 
 
 # ---- trainers -------------------------------------------------------------------------------------------------------
