@@ -814,7 +814,7 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
     for said in ("done", "up to date"):
         assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
         out = capsys.readouterr().out
-        assert f"out is {said}\nprepare: " in out and " are lost, in 2 of 4 files: " in out
+        assert f"out is {said}, with report.md; next: " in out and " are lost, in 2 of 4 files: " in out
         assert f"{source}/latin.txt (7 bytes)" in out and f"{source}/torn.jsonl.gz (" in out
         assert f"prepare: 2 of 4 files could not be read: {source}/broken.txt, {source}/latin.txt" in out
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]

@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from groundup.files import readers
+from groundup.files import readers, records
 
 UNICODE = ["utf-8", "utf-16", "utf-16-le", "utf-32"]
 WESTERN, EASTERN, CYRILLIC = ["latin-1", "cp1252"], ["iso8859-2", "cp1250"], ["koi8-r", "cp1251"]
@@ -98,7 +98,7 @@ def is_explained(line: str, expected: list[str], fault: str) -> bool:
 
 def read(path: Path, raw: bytes, expected: list[str], fault: str, cell: Counter) -> None:
     path.write_bytes(raw)
-    report = readers.Report()
+    report = records.Report()
     rows = readers.read_documents(str(path), txt_split="line", report=report)
     found = [row.value.strip() for row in rows]
     left = Counter(expected)

@@ -140,6 +140,9 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
     Raise UserError if there is none, or it is damaged or of another kind."""
     path = Path(data_dir, "manifest.json")
     how = f"run: python prepare.py --input=... --out_dir={data_dir}"
+    if Path(data_dir).is_file():
+        how = f"run: python prepare.py --input={data_dir} --out_dir=data/{Path(data_dir).stem}"
+        raise UserError(f"data: {data_dir} is a file, not a directory of prepare.py; {how}")
     if not Path(data_dir).is_dir():
         raise UserError(f"data: no directory {data_dir}; {how}")
     if not path.exists():

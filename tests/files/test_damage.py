@@ -12,7 +12,7 @@ import pytest
 import prepare
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
-from groundup.files.readers import Report
+from groundup.files.records import Report
 from groundup.files.row_formats import messages_of
 from groundup.text.clean import clean
 
