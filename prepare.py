@@ -94,7 +94,7 @@ max_bad_fraction = 0.0  # exit with status 1 if a larger share of bytes or recor
 verify = ""  # check every byte of this prepared directory, and stop
 overwrite = False  # replace an out_dir that was made with other inputs or settings
 
-VERSION = 12  # of the output; a directory of another version differs
+VERSION = 13  # of the output; a directory of another version differs
 NEXT = {
     "text": "python pretrain.py --data_dir=",
     "chat": "python sft.py --init_from=MODEL --data=",

@@ -24,8 +24,7 @@ from torch import Tensor
 from configurator import configure, defaults_of
 from ddp import DDP, conflict
 from groundup.errors import UserError
-from groundup.generate.completion import never_sampled
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate, never_sampled
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_scores
 from groundup.kernels.distillation import Distillation, distill

@@ -1056,6 +1056,19 @@ def test_the_tokenizer_of_a_model_or_of_data_is_not_replaced(run, bpe: Tokenizer
     assert {path.name: path.read_bytes() for path in (tmp_path / "used").iterdir()} == before
 
 
+def test_another_tokenizer_is_replaced_only_when_told(run, tmp_path: Path):
+    (tmp_path / "en.txt").write_text(ENGLISH * 3, encoding="utf-8")
+    command = [f"--input={tmp_path}/en.txt", f"--out_dir={tmp_path}/tok"]
+    for size in ("--vocab_size=512", "--vocab_size=512"):  # the same again
+        assert run(*command, size).returncode == 0
+    before = (tmp_path / "tok" / "tokenizer.json").read_bytes()
+    done = run(*command, "--vocab_size=384")
+    assert done.returncode == 1 and "holds another tokenizer (bpe, 512 ids)" in done.stderr
+    assert (tmp_path / "tok" / "tokenizer.json").read_bytes() == before
+    assert run(*command, "--vocab_size=384", "--overwrite=True").returncode == 0
+    assert Tokenizer.load(tmp_path / "tok").vocab_size == 384
+
+
 def test_command_line_says_what_it_does_not_read(run, tmp_path: Path):
     rows = [json.dumps({"text": ENGLISH * 100}), "{broken", json.dumps({"body": "x"})] * 2
     (tmp_path / "a.jsonl").write_text("\n".join(rows), encoding="utf-8")

@@ -1,15 +1,23 @@
-"""What a stream holds, record by record, each with its line and byte offset: lines, paragraphs,
-texts, JSON, CSV. Problems are records too: nothing raises because of a file's content."""
+"""What a file holds, record by record, each with its line and byte offset: lines, paragraphs, texts,
+JSON, CSV. Problems are records too: nothing raises because of a file's content.
 
+A file's first bytes decide what it is, and where these cannot tell, its name does. The bytes are in
+streams.py, encodings in encodings.py, rows of parquet in parquet.py.
+"""
+
+import codecs
 import csv
+import hashlib
 import io
 import itertools
 import json
+import os
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from groundup.errors import UserError
 from groundup.files import streams
 from groundup.files.encodings import Decoder
 from groundup.files.streams import skip_mark, unix_lines
@@ -20,6 +28,7 @@ MAX_DEPTH = 100  # of JSON; code that walks a deeper value would exhaust Python'
 PIECE_CHARS = 2**21  # a longer text file is read in pieces: each character may take four bytes
 LINE_BYTES = 2**22  # a longer line of a text file, too
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
+BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
 
 
 class Record(NamedTuple):
@@ -33,6 +42,168 @@ class Record(NamedTuple):
     detail: str = ""
     lost: int = 0  # unpacked bytes that no record is made of
     piece: int = 0  # of a long text file: 1, 2, ... for what continues the record before
+
+
+class Report:
+    """What was not read, or only after mending.
+
+    problems {reason: places where documents are lost}: bad_json, bad_field (no text), bad_encoding,
+    bad_csv, too_long, truncated_file (damaged or cut; what came before was read), not_text (another
+    kind of file). mended {encoding or surrogates: documents}
+    places: (path, line, byte offset, "reason: detail") of the first max_places problems
+    digest: also hash the bytes that are read
+    """
+
+    def __init__(
+        self, strict: bool = False, max_places: int = 10_000, digest: bool = False
+    ) -> None:
+        self.strict, self.max_places = strict, max_places
+        self.problems, self.mended = Counter(), Counter()
+        self.n_bytes = 0  # of the files, unpacked: those of documents and those lost
+        self.lost_bytes = 0  # of what no document was made of
+        self.sha256 = hashlib.sha256() if digest else None
+        self.places: list[tuple[str, int, int, str]] = []
+
+    def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
+        """Raise UserError if strict."""
+        detail = " ".join(detail.split())
+        if self.strict:
+            where = f"{streams.shown_name(path)}:{line}: {reason} at byte {offset}"
+            raise UserError(f"data: {where}: {detail}; mend it, or use strict=False")
+        self.problems[reason] += 1
+        if len(self.places) < self.max_places:
+            self.places.append((path, line, offset, f"{reason}: {detail}"))
+
+
+# ---- a file --------------------------------------------------------------------------------------
+
+
+def unpacked_name(path: str) -> str:
+    return re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
+
+
+def container(path: str, head: bytes, txt_split: str) -> str:
+    """Return how to read a file, from its first bytes and, where these cannot tell, its name:
+    parquet, csv, tsv, array, values (JSON values over several lines), jsonl, or the txt_split of
+    plain text."""
+    suffix = os.path.splitext(unpacked_name(path))[1]
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\n\r\x1e")
+    if head.startswith(b"PAR1") or suffix == ".parquet":
+        return "parquet"
+    if suffix in (".csv", ".tsv"):
+        return suffix[1:]
+    is_json = path == "-" and re.match(rb'\{\s*"|\[\s*[{"\]]', head)
+    if suffix in (".json", ".jsonl", ".ndjson") or is_json:
+        if head.startswith(b"["):
+            named = suffix in (".jsonl", ".ndjson")
+            return "jsonl" if lines_of_arrays(head, named) else "array"
+        return "values" if is_over_lines(head) else "jsonl"
+    if txt_split not in ("file", "blank", "line"):
+        raise UserError(f"data: txt_split must be file, blank or line, got {txt_split!r}")
+    return txt_split
+
+
+def is_over_lines(head: bytes) -> bool:
+    """Return whether the first JSON value goes on over several lines."""
+    first = head.partition(b"\n")[0]
+    text = head.decode("utf-8", "replace")
+    n_first = len(first.decode("utf-8", "replace"))
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError as error:
+        # it may go on behind the head
+        goes_on = error.pos >= len(text) - 1 or error.msg.startswith("Unterminated string")
+        return goes_on and n_first < len(text) - 1
+    except RecursionError:
+        return False
+    return end > n_first
+
+
+def lines_of_arrays(head: bytes, named: bool) -> bool:
+    """Return whether a file that begins with "[" has an array in each line, such as the messages of
+    a conversation. named: its name says that it has lines; its only line is then a row, not an
+    array of rows."""
+    first, *rest = (line.strip() for line in head.split(b"\n"))
+    following = next(filter(None, rest), b"")
+    if re.match(rb"\[\s*\{", first) and not re.search(rb'"(role|from)"', first):
+        return False  # rows, not the messages of a conversation
+    if not rest:
+        return named
+    return first.endswith(b"]") and (following.startswith(b"[") or (named and not following))
+
+
+def read_records(
+    path: str, txt_split: str = "file", begin: int = 0, end: int | None = None,
+    columns: list[str] | None = None, names: Sequence[str] = (), encoding: str = "",
+    report: Report | None = None,
+) -> Iterator[Record]:  # fmt: skip
+    """Yield all records of a part of a file (see `work_units`), in order, with problems.
+
+    columns: to read, of parquet. names: of the columns of a CSV file whose first row is not their
+    names. encoding: of lines that are not UTF-8, where the user gave it. report: gets the
+    number of unpacked bytes that were read or are lost when all records were taken, and their
+    sha256 if it asks for it.
+
+    A line belongs to the part that holds its first byte, a paragraph to the part that holds the
+    blank line before it: wherever the cuts are, every record is read once.
+    """
+    from groundup.files.parquet import parquet_records  # it imports this file
+
+    report = report if report is not None else Report()
+    if begin and is_parquet(path):
+        report.sha256 = None
+        yield from counted_rows(parquet_records(path, begin, end, columns), report)
+        return
+    stream = streams.open_stream(path, max(begin - 1, 0), encoding, check=True)
+    with stream:
+        raw = stream.raw
+        if begin:  # of a file of lines, as `work_units` found
+            suffix = os.path.splitext(unpacked_name(path))[1]
+            kind = "jsonl" if suffix in (".json", ".jsonl", ".ndjson") else txt_split
+            head = b""
+        else:
+            head = stream.peek()
+            kind = container(path, head, txt_split)
+        decoder = Decoder(raw.verdict)
+        if report.sha256 and raw.file:  # of parquet the whole file, with its first part
+            streams.hash_part(raw.file, begin, None if kind == "parquet" else end, report.sha256)
+        if kind == "parquet":
+            yield from counted_rows(parquet_records(path, begin, end, columns), report)
+            return
+        if kind in ("array", "values"):
+            yield from json_records(stream, decoder)
+        elif kind == "file":
+            yield from text_records(stream, decoder)
+        elif kind in ("csv", "tsv"):
+            lines = decoded(read_lines(stream), decoder)
+            if kind == "tsv" and not quotes_of_tsv(head):
+                yield from plain_rows(lines, names)
+            else:
+                delimiter = delimiter_of(kind, head)
+                yield from csv_records(lines, names, delimiter)
+        elif kind == "blank":
+            yield from decoded(paragraphs(stream, begin, end), decoder)
+        else:
+            lines = read_lines(stream, begin, end)
+            lines = (line for line in lines if line.problem or line.value.strip())
+            lines = decoded(lines, decoder)
+            yield from jsonl_records(lines) if kind == "jsonl" else lines
+        if raw.plain and raw.file:
+            size = os.fstat(raw.file.fileno()).st_size
+            report.n_bytes += (size if end is None else min(end, size)) - begin
+        else:
+            report.n_bytes += raw.n_made + (raw.damage[2] if raw.damage else 0)
+
+
+def is_parquet(path: str) -> bool:
+    with open(path, "rb") as f:
+        return container(path, f.read(4), "file") == "parquet"
+
+
+def counted_rows(rows: Iterator[tuple[Record, int]], report: Report) -> Iterator[Record]:
+    for record, n_bytes in rows:
+        report.n_bytes += n_bytes
+        yield record
 
 
 # ---- lines -------------------------------------------------------------------------------------
@@ -205,11 +376,16 @@ def character_end(raw: bytes) -> int:
 
 
 def delimiter_of(kind: str, head: bytes) -> str:
-    """Return what separates the fields of a CSV or TSV file: a spreadsheet may write ; for ,"""
-    first = head.partition(b"\n")[0]
+    """Return what separates the fields of a CSV or TSV file: what makes most of its first line."""
     if kind == "tsv":
         return "\t"
-    return ";" if b";" in first and b"," not in first else ","
+    first = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")[0].decode("utf-8", "replace")
+
+    def n_fields(delimiter: str) -> int:
+        return len(next(csv.reader([first], delimiter=delimiter)))
+
+    csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
+    return max(",;\t|", key=n_fields)  # of equals the first
 
 
 def quotes_of_tsv(head: bytes) -> bool:
@@ -265,7 +441,6 @@ def csv_records(
     """Yield the rows as {column: text}; the first row names the columns if `names` does not. A
     quoted field may hold line ends. After a row that cannot be read, go on at the next of its
     lines that is a row by itself."""
-    csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
     waiting: deque[Record] = deque()  # lines to read again
     held: list[Record] = []  # the lines of the row at hand
 
@@ -326,11 +501,12 @@ def is_row(line: str, names: Sequence[str], delimiter: str) -> bool:
 # ---- JSON --------------------------------------------------------------------------------------
 
 
-def too_deep(text: str, value: object) -> bool:
-    """Return whether a JSON value is nested too deep. Counting brackets is faster than looking."""
+def too_deep(text: str, values: list) -> bool:
+    """Return whether one of the JSON values in a text is nested too deep. Counting brackets is
+    faster than looking."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
-    level = [value]
+    level = values
     for _ in range(MAX_DEPTH):
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = [
@@ -351,7 +527,7 @@ def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
             values, detail = [json.loads(record.value)], ""
         except (ValueError, RecursionError) as error:
             values, detail = several_values(record.value), str(error)
-        if any(too_deep(record.value, value) for value in values if isinstance(value, dict | list)):
+        if too_deep(record.value, values):
             values, detail = [], f"nested more than {MAX_DEPTH} deep"
         for value in values:
             yield Record(value, record.line, record.offset, record.encoding)
@@ -361,15 +537,16 @@ def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
 
 
 def several_values(text: str) -> list:
-    """Return the JSON values that stand in a text one behind the other; [] if not all is JSON."""
+    """Return the JSON values that stand in a text one behind the other, or with commas between
+    them; [] if not all is JSON."""
     values, end, decoder = [], 0, json.JSONDecoder()
-    while text := text[end:].lstrip():
+    while (begin := BETWEEN.match(text, end).end()) < len(text):
         try:
-            value, end = decoder.raw_decode(text)
+            value, end = decoder.raw_decode(text, begin)
         except (ValueError, RecursionError):
             return []
         values.append(value)
-    return values if len(values) > 1 else []
+    return values
 
 
 def json_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
@@ -417,7 +594,7 @@ class JsonStream:
     an array of gigabytes, not the rest of it."""
 
     DECODER = json.JSONDecoder()
-    WHITE_SPACE = re.compile("[ \t\n\r\ufeff]*")
+    WHITE_SPACE = re.compile("[ \t\n\r\x1e\ufeff]*")
     OPENING = re.compile(r'[\[{ \t\n\r]*(?<=[\[{ \t\n\r])"(?:[^"\\]|\\.){0,200}"\s*:|(?=["\d\-])')
     LONGEST = 2**11  # characters of an opening
     UNDECODED = re.compile("[\udc80-\udcff]")
@@ -425,7 +602,7 @@ class JsonStream:
     def __init__(self, chunks: Iterator[str], decoder: Decoder | None = None) -> None:
         self.chunks, self.decoder = chunks, decoder or Decoder()
         self.text, self.pos = "", 0  # what is held; how much of it is used
-        self.line, self.offset = 1, 0  # of text[pos]: from 1; bytes in UTF-8
+        self.line, self.offset = 1, 0  # of text[pos]: from 1; in bytes
         self.space = ""  # white space before text[pos]
         self.openings: set[str] = set()  # patterns: how elements began so far
 
@@ -459,7 +636,7 @@ class JsonStream:
             if array and behind:
                 raise ValueError("text after the end of the array")
             value, end = self._parse()
-            if too_deep(self.text[self.pos : end], value):
+            if too_deep(self.text[self.pos : end], [value]):
                 raise ValueError(f"nested more than {MAX_DEPTH} deep")
             after = self.WHITE_SPACE.match(self.text, end).end()
             if (
@@ -547,16 +724,15 @@ class JsonStream:
 
     def _use(self, end: int) -> int:
         """Go on to `end`; return how many bytes before it could not be decoded."""
-        used, n_undecoded = self.text[self.pos : end], 0
+        used = self.text[self.pos : end]
         self.pos = end
         self.line += used.count("\n")
         try:
-            self.offset += len(used.encode())
-        except UnicodeEncodeError:
-            n_undecoded = len(self.UNDECODED.findall(used))
-            # These are one byte
-            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded
-        return n_undecoded
+            self.offset += len(used.encode(self.decoder.name))
+        except UnicodeEncodeError:  # a byte that could not be decoded becomes one again
+            self.offset += len(used.encode(self.decoder.name, "replace"))
+            return len(self.UNDECODED.findall(used))
+        return 0
 
     def rest(self) -> bool:
         """Return whether any text is left."""

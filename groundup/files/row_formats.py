@@ -98,11 +98,13 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
 
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
-    row = as_object(row)
-    found, row = recognise(row, kind), rename(row)
+    row = rename(as_object(row))
+    found = recognise(row, kind)
     sides = [side for side in ("chosen", "rejected") if row.get(side)]
     if kind == "preference" and len(sides) == 1 and not (found and has_all(row, found)):
         missing = "rejected" if sides == ["chosen"] else "chosen"
+        if row.get(missing) == "":
+            raise BadRow("empty answer")
         raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(row)})")
     if found:
         try:
@@ -140,15 +142,19 @@ def hint_of(row: dict, kind: str) -> str:
     kinds = ("chat", "text", "preference")  # chats first: many are known as text too
     other = next((one for one in kinds if one != kind and recognise(row, one)), "")
     name = recognise(row, other).name if other else ""
-    if kind == "text":
-        return f"; this is {name}, of kind={other!r}" if name else ""
-    thread = next((key for key, value in row.items() if listed(value)), "")
+    hint = f"; this is {name}, of kind={other!r}" if name else ""
+    thread = next((key for key, value in row.items() if turns.is_thread(value)), "")
     if kind == "chat" and thread and not name:
-        setting = ",".join(filter(None, (f"messages={thread}", turns.naming(listed(row[thread])))))
+        found = listed(row[thread])
+        names = turns.naming(found) if found else ""  # texts have none
+        setting = ",".join(filter(None, (f"messages={thread}", names)))
         return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
-    if name:
-        return f"; this is {name}, of kind={other!r}"
-    return "; prepare.py --text_key='question=KEY,answer=KEY' reads other names"
+    if kind == "text" or other in ("chat", "preference"):
+        return hint
+    setting = (
+        "question=KEY,answer=KEY" if kind == "chat" else "question=KEY,chosen=KEY,rejected=KEY"
+    )
+    return f"{hint}; prepare.py --text_key='{setting}' reads other names"
 
 
 def known_keys(kind: str) -> str:
@@ -190,18 +196,36 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 
 
 def has_all(row: dict, known: RowFormat) -> bool:
-    return all(row.get(key) not in (None, "") for key in known.keys.split(","))
+    found = map(row.get, known.keys.split(","))
+    return not any(value is None or value == "" for value in found)
 
 
 def rename(row: dict) -> dict:
-    """Return a preference row under the most common names of its keys."""
+    """Return a row under the most common names of its keys, unless it has these, too."""
     if OTHER_NAMES.keys().isdisjoint(row):
         return row
-    return {OTHER_NAMES.get(key, key): row[key] for key in row}
+    named: dict = {}
+    for key, value in row.items():
+        name = OTHER_NAMES.get(key, key)
+        named[key if name in row or name in named else name] = value
+    return named
 
 
-OTHER_NAMES = {"reject": "rejected", "rejected_response": "rejected"}
-OTHER_NAMES |= {"response_chosen": "chosen", "response_rejected": "rejected"}
+OTHER_NAMES = {
+    name: usual
+    for usual, names in {
+        "chosen": "response_chosen pos_resp response_j",  # MedicalGPT, CValues, StackExchange
+        "rejected": "reject rejected_response response_rejected neg_resp response_k",
+        "instruction": "INSTRUCTION",  # Zhihu-KOL
+        "question": "Question",  # medical-o1
+        "input": "inputs",  # Aya, FLAN, xP3
+        "output": "targets",
+        "response": "RESPONSE Response generation",  # distilabel
+        "solution": "generated_solution",  # OpenMathInstruct
+        "reasoning_content": "Complex_CoT",
+    }.items()
+    for name in names.split()
+}
 
 
 # ---- keys that no reader asked for -----------------------------------------------------------
@@ -340,18 +364,39 @@ ANSWERED = ",".join(turns.THOUGHT_KEYS)  # by answers
 
 
 def one_turn(question: str, answer: str, row: dict) -> list[dict]:
-    """Return a question and its answer, from two text_keys, after the turns of the history."""
-    said = turns.without_space(text(question, row), answer_text(answer, row))
-    thoughts = [row[key] for key in turns.THOUGHT_KEYS if isinstance(row.get(key), str)]
-    if thoughts:
-        said = turns.with_thoughts("\n".join(filter(None, thoughts)), said)
-    return with_system(
-        [*history(row), *question_turns(question, row), message("assistant", said)], row
-    )
+    """Return a question and its answer, from two text_keys, or from turns under their keys."""
+    asked = asked_turns(question, row)
+    if is_turns(row[answer]):
+        return with_system([*asked, *read_turns(row[answer])], row)
+    said = without_space(question, answer_text(answer, row), row)
+    if thoughts := turns.thoughts_of(row):
+        said = turns.with_thoughts("\n".join(thoughts), said)
+    return with_system([*asked, message("assistant", said)], row)
 
 
-def question_turns(question: str, row: dict) -> list[dict]:
-    return turns.question_turns(whole_question(question, row))
+def asked_turns(question: str, row: dict) -> list[dict]:
+    """Return the turns under the first key of a text_key, or its text after the history."""
+    value = row[first_key(question)]
+    if is_turns(value):
+        return read_turns(value)
+    return [*history(row), *turns.question_turns(whole_question(question, row))]
+
+
+def first_key(text_key: str) -> str:
+    return text_key.partition(",")[0].removesuffix("?")
+
+
+def is_turns(value: object) -> bool:
+    """Return whether a value is a list of turns; a text is one only if it names their roles."""
+    found = listed(value)
+    return bool(found) and (not isinstance(value, str) or turns.name_of(found[0]) is not None)
+
+
+def without_space(question: str, said: str, row: dict) -> str:
+    """Return an answer to a question; one that goes on with a dialogue begins with a space."""
+    is_text = said.startswith(" ") and isinstance(row[first_key(question)], str)
+    opened = is_text and turns.OPEN_DIALOGUE.fullmatch(text(question, row))
+    return said.removeprefix(" ") if opened else said
 
 
 def history(row: dict) -> list[dict]:
@@ -453,26 +498,9 @@ def seed_task(row: dict) -> list[dict]:
     return one_turn("instruction,input?", "output", {**row, **instances[0]})
 
 
-def prompt_and_completion(row: dict) -> list[dict]:
-    """Return the turns of two texts or two lists of turns, as trl has them."""
-    if not listed(row["prompt"]) and not listed(row["completion"]):
-        return one_turn("prompt", "completion", row)
-    asked = asked_turns("prompt", row)
-    said = row["completion"]
-    answer = read_turns(said) if listed(said) else [message("assistant", said)]
-    return with_system([*asked, *answer], row)
-
-
-def asked_turns(key: str, row: dict) -> list[dict]:
-    """Return the turns of a question that is a text or a list of turns."""
-    return read_turns(row[key]) if listed(row[key]) else [*history(row), *question_turns(key, row)]
-
-
-def open_question(key: str, row: dict) -> list[dict]:
+def open_question(question: str, row: dict) -> list[dict]:
     """Return a question without an answer, or with one that is no text, as a number to check."""
-    if key == "instruction":
-        return with_system([*history(row), *question_turns("instruction,input?", row)], row)
-    return with_system(asked_turns(key, row), row)
+    return with_system(asked_turns(question, row), row)
 
 
 def dialogue_at(key: str, row: dict) -> list[dict]:
@@ -480,14 +508,6 @@ def dialogue_at(key: str, row: dict) -> list[dict]:
     if listed(row[key]) or not isinstance(row[key], str):
         return turns_at(key, row)
     return with_system(turns.read_dialogue(row[key]), row)
-
-
-def ultrachat(row: dict) -> list[dict]:
-    texts = list_at("data", row, str, "texts, questions and answers by turns")
-    if not texts:
-        raise BadRow("no turns")
-    roles = ("user", "assistant")
-    return with_system([message(roles[i % 2], said) for i, said in enumerate(texts)], row)
 
 
 def calls_for(row: dict) -> list[dict]:
@@ -512,14 +532,9 @@ def two_answers(prompt: str, row: dict) -> Pair:
     """Return the pair of two answers to a text_key, or to the turns under it.
 
     The prompt is put in front of each, unless the chosen answer repeats it (UltraFeedback)."""
-    key = prompt.split(",")[0]
-    if listed(row[key]):
-        asked = read_turns(row[key])
-    else:
-        asked = [*history(row), *question_turns(prompt, row)]
-        sides = {side: row[side] for side in ("chosen", "rejected") if isinstance(row[side], str)}
-        sides = {side: turns.without_space(text(prompt, row), said) for side, said in sides.items()}
-        row = row | sides
+    asked = asked_turns(prompt, row)
+    sides = [side for side in ("chosen", "rejected") if isinstance(row[side], str)]
+    row = row | {side: without_space(prompt, row[side], row) for side in sides}
     chosen, rejected = answer_turns("chosen", row), answer_turns("rejected", row)
     if not repeats(chosen, asked):
         chosen, rejected = [*asked, *chosen], [*asked, *rejected]
@@ -567,8 +582,8 @@ def two_dialogues(row: dict) -> Pair:
     return two_conversations(dialogue_at("chosen", row), dialogue_at("rejected", row))
 
 
-def two_threads(chosen: str, rejected: str, row: dict) -> Pair:
-    return two_conversations(turns_at(chosen, row), turns_at(rejected, row))
+def two_threads(row: dict) -> Pair:
+    return two_conversations(turns_at("messages", row), turns_at("rejected_messages", row))
 
 
 def turns_then_worse(row: dict) -> Pair:
@@ -622,28 +637,38 @@ def preferred(
         raise BadRow("neither answer is preferred")
     better, worse = (first, second) if won else (second, first)
     sides = {"chosen": row[better], "rejected": row[worse]}
-    if prompt:
-        return two_answers(prompt, row | sides)
-    return two_dialogues(row | sides)
+    return two_answers(prompt, row | sides) if prompt else two_dialogues(row | sides)
 
 
 def better_comment(row: dict) -> Pair:
     """Return the comments on a post, the better one first (SHP)."""
-    sides = (
-        ("human_ref_A", "human_ref_B")
-        if as_score(row, "labels")
-        else ("human_ref_B", "human_ref_A")
-    )
-    chosen, rejected = (row[side] for side in sides)
-    return two_answers("prompt", {"prompt": row["history"], "chosen": chosen, "rejected": rejected})
+    asked = {"prompt": row["history"], "history": None}
+    first_wins = partial(as_score, key="labels")
+    return preferred("prompt", "human_ref_A", "human_ref_B", first_wins, row | asked)
 
 
-def winner(row: dict) -> float:
-    won = [row["winner"] == name for name in ("model_b", "model_a")]
-    return won.index(True) if any(won) else math.nan
+def second_wins(key: str, row: dict) -> float:
+    return 1 - as_score(row, key)
+
+
+def sign(key: str, row: dict) -> float:
+    """Return 1 for a preference below 0, for the first answer, 0 for one above (HelpSteer)."""
+    score = as_score(row, key)
+    return float(score < 0) if score else math.nan
+
+
+def winner(key: str, row: dict) -> float:
+    return {"model_a": 1.0, "model_b": 0.0}.get(str(row[key]), math.nan)
 
 
 # ---- the formats: the first that fits is taken -----------------------------------------------
+
+
+def telling(name: str, question: str, answer: str, also: str = ASKED) -> RowFormat:
+    """Return a format of documents that are a question and its answer."""
+    read_row = partial(question_and_answer, question, answer)
+    return RowFormat(name, f"{first_key(question)},{answer}", read_row, also)
+
 
 DOCUMENTS = (
     RowFormat("text", "text", partial(text, "text")),
@@ -659,21 +684,11 @@ DOCUMENTS = (
     ),
     RowFormat("questions (medical CSV)", "title,ask,answer", partial(text, "title?,ask?,answer")),
     RowFormat("questions (baike_qa)", "title,answer", partial(text, "title,desc?,answer"), "desc"),
-    RowFormat(
-        "questions and answers",
-        "question,answer",
-        partial(question_and_answer, "question", "answer"),
-        ASKED,
-    ),
-    RowFormat(
-        "prompts and responses",
-        "prompt,response",
-        partial(question_and_answer, "prompt", "response"),
-        ASKED,
-    ),
-    RowFormat(
-        "instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(text, "INSTRUCTION,RESPONSE")
-    ),
+    telling("questions and answers", "question", "answer"),
+    telling("prompts and responses", "prompt", "response"),
+    telling("instructions (Zhihu-KOL, Dolly)", "instruction,input?", "response", f"input,{ASKED}"),
+    telling("questions and responses (OpenOrca)", "question", "response"),
+    telling("queries and responses (MetaMathQA)", "query", "response"),
     RowFormat("contents", "content", partial(text, "content")),
     RowFormat("responses", "response", partial(text, "response")),
 )
@@ -696,26 +711,28 @@ CHATS = (
     asking("instructions (Alpaca)", "instruction,output", "instruction,input?", "output", "input"),
     RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task, "input,output"),
     asking(
-        "instructions (Dolly)", "instruction,response", "instruction,input?", "response", "input"
+        "instructions (Dolly, Zhihu-KOL)",
+        "instruction,response",
+        "instruction,input?",
+        "response",
+        "input",
     ),
     asking("tasks (Firefly)", "kind,input,target", "input", "target"),
     asking("inputs and outputs", "input,output", "input", "output"),
     asking("thoughts and contents", "input,reasoning_content,content", "input", "content"),
     asking("prompts and responses", "prompt,response", "prompt", "response"),
     asking("prompts and answers", "prompt,answer", "prompt", "answer"),
-    RowFormat(
-        "prompts and completions (trl)",
-        "prompt,completion",
-        prompt_and_completion,
-        f"{ASKED},{ANSWERED}",
-    ),
+    asking("prompts and completions (trl)", "prompt,completion", "prompt", "completion"),
     asking("questions (medical CSV)", "title,ask,answer", "title?,ask?", "answer"),
     asking("questions and answers", "question,answer", "question", "answer"),
     asking("multiple choice (ARC)", "question,choices,answerKey", "question", "answerKey"),
     asking("questions and responses (OpenOrca)", "question,response", "question", "response"),
     asking("questions (baike_qa)", "title,answer", "title,desc?", "answer", "desc"),
     asking("questions (webtext2019zh)", "title,desc,content", "title,desc?", "content"),
-    asking("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", "INSTRUCTION", "RESPONSE"),
+    asking("queries and responses (MetaMathQA)", "query,response", "query", "response"),
+    asking("problems and solutions (NuminaMath, MATH)", "problem,solution", "problem", "solution"),
+    asking("problems and answers", "problem,answer", "problem", "answer"),
+    asking("questions and solutions", "question,solution", "question", "solution"),
     RowFormat("a thread (OpenAssistant)", "thread", partial(turns_at, "thread")),
     RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
     RowFormat("one message (OpenAssistant)", "message_id,parent_id,text,role", one_of_a_tree),
@@ -723,7 +740,7 @@ CHATS = (
     RowFormat("MOSS 002", "meta_instruction,plain_text", turns.moss_text),
     RowFormat("MOSS 003", "meta_instruction,chat", turns.moss_chat),
     RowFormat("calls (xLAM)", "query,answers,tools", calls_for),
-    RowFormat("texts by turns (UltraChat)", "data", ultrachat),
+    RowFormat("texts by turns (UltraChat)", "data", partial(turns_at, "data")),
 )
 
 HH_CHAT = RowFormat(
@@ -733,66 +750,54 @@ HH_CHAT = RowFormat(
 QUESTIONS = (  # without an answer, or with one that is no text
     RowFormat("prompts", "prompt", partial(open_question, "prompt"), ASKED),
     RowFormat(
-        "instructions", "instruction", partial(open_question, "instruction"), f"input,{ASKED}"
-    ),
-    RowFormat("questions", "question", partial(open_question, "question"), ASKED),
-)
-
-PAIRS = (
-    RowFormat(
-        "turns with two answers",
-        "conversations,chosen,rejected",
-        partial(two_answers, "conversations"),
-    ),
-    RowFormat(
-        "tasks with two answers",
-        "instruction,chosen,rejected",
-        partial(two_answers, "instruction,input?"),
+        "instructions",
+        "instruction",
+        partial(open_question, "instruction,input?"),
         f"input,{ASKED}",
     ),
-    RowFormat(
-        "prompts with two answers", "prompt,chosen,rejected", partial(two_answers, "prompt"), ASKED
-    ),
-    RowFormat(
-        "questions with two answers",
-        "question,chosen,rejected",
-        partial(two_answers, "question"),
-        ASKED,
-    ),
-    RowFormat(
-        "messages with two answers", "messages,chosen,rejected", partial(two_answers, "messages")
-    ),
-    RowFormat(
-        "two threads (ms-swift)",
-        "messages,rejected_messages",
-        partial(two_threads, "messages", "rejected_messages"),
-    ),
+    RowFormat("questions", "question", partial(open_question, "question"), ASKED),
+    RowFormat("problems", "problem", partial(open_question, "problem"), ASKED),
+    RowFormat("inputs", "input", partial(open_question, "input"), ASKED),
+)
+
+
+def answering(name: str, question: str, also: str = ASKED) -> RowFormat:
+    """Return a format of rows that hold a question, under this text_key, and two answers."""
+    keys = f"{first_key(question)},chosen,rejected"
+    return RowFormat(f"{name} with two answers", keys, partial(two_answers, question), also)
+
+
+def better(name: str, keys: str, wins: Callable[[str, dict], float]) -> RowFormat:
+    """Return a format of rows with a question, if any, two answers and which of them is better."""
+    *prompt, first, second, verdict = keys.split(",")
+    read_row = partial(preferred, "".join(prompt), first, second, partial(wins, verdict))
+    return RowFormat(f"the better of two {name}", keys, read_row, ASKED)
+
+
+PAIRS = (
+    answering("turns", "conversations"),
+    answering("tasks", "instruction,input?", f"input,{ASKED}"),
+    answering("prompts", "prompt"),
+    answering("questions", "question"),
+    answering("inputs", "input"),
+    answering("turns (UltraInteract)", "trajectory"),
+    answering("messages", "messages"),
+    RowFormat("two threads (ms-swift)", "messages,rejected_messages", two_threads),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
     RowFormat("two dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected", two_dialogues),
     RowFormat("ranked answers (Nectar)", "prompt,answers", ranked, ASKED),
     RowFormat("rated answers (UltraFeedback, raw)", "instruction,completions", rated, ASKED),
-    RowFormat(
-        "the better of two responses (PKU-SafeRLHF)",
-        "prompt,response_0,response_1,better_response_id",
-        partial(
-            preferred,
-            "prompt",
-            "response_0",
-            "response_1",
-            lambda row: 1 - as_score(row, "better_response_id"),
-        ),
-        ASKED,
+    better(
+        "responses (PKU-SafeRLHF)", "prompt,response_0,response_1,better_response_id", second_wins
     ),
+    better("responses (HelpSteer2)", "prompt,response_1,response_2,preference_strength", sign),
+    better("responses (HelpSteer3)", "context,response1,response2,overall_preference", sign),
     RowFormat(
         "the better of two comments (SHP)",
         "history,human_ref_A,human_ref_B,labels",
         better_comment,
     ),
-    RowFormat(
-        "the better of two conversations (arena)",
-        "conversation_a,conversation_b,winner",
-        partial(preferred, "", "conversation_a", "conversation_b", winner),
-    ),
+    better("conversations (arena)", "conversation_a,conversation_b,winner", winner),
     RowFormat("instructions with two outputs", "instruction,output", two_outputs, f"input,{ASKED}"),
 )
 

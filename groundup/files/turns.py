@@ -28,7 +28,7 @@ class BadRow(Exception):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
-        self.detail = detail or reason
+        self.reason, self.detail = reason, detail
 
 
 class Pair(NamedTuple):
@@ -159,7 +159,7 @@ def read_turns(value: object) -> list[dict]:
     """Return messages of a list of turns, also as JSON or as a struct of lists."""
     turns = listed(value)
     if turns is None:
-        raise BadRow(why_no_turns(unpacked(value)))
+        return texts_by_turns(unpacked(value))
     if found := next((keys for keys in EXCHANGES if keys[0] in turns[0]), None):
         messages = read_exchanges(turns, *found)
     else:
@@ -184,11 +184,21 @@ def plain_message(turn: dict) -> dict | None:
     return {"role": ROLES[name], "content": said}
 
 
-def why_no_turns(value: object) -> str:
+def is_thread(value: object) -> bool:
+    """Return whether a value is a list of objects, or of several texts."""
+    found = unpacked(value) if isinstance(value, str) and value.startswith("[") else value
+    texts = isinstance(found, list) and len(found) > 1
+    return listed(found) is not None or (texts and all(isinstance(one, str) for one in found))
+
+
+def texts_by_turns(value: object) -> list[dict]:
+    """Return messages of texts by turns of the user and the assistant (UltraChat, LIMA)."""
     if not value:
-        return "no turns"
-    inner = f" with {type(value[0]).__name__}" if isinstance(value, list) else ""
-    return f"{type(value).__name__}{inner}, not a list of turns"
+        raise BadRow("no turns")
+    if not is_thread(value):
+        inner = f" with {type(value[0]).__name__}" if isinstance(value, list) else ""
+        raise BadRow(f"{type(value).__name__}{inner}, not a list of turns")
+    return [message(("user", "assistant")[i % 2], said) for i, said in enumerate(value)]
 
 
 def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
@@ -273,8 +283,7 @@ def read_turn(turn: dict) -> list[dict]:
     if role == "tool":
         return [tool_message(raw, turn.get("tool_call_id"))]
     content = read_content(raw)
-    thoughts = [turn[key] for key in THOUGHT_KEYS if isinstance(turn.get(key), str) and turn[key]]
-    thoughts, calls = thoughts + content.thoughts, content.calls
+    thoughts, calls = thoughts_of(turn) + content.thoughts, content.calls
     for key in CALL_KEYS:
         calls = calls + (list_of(turn[key]) if turn.get(key) else [])
     text = content.text
@@ -288,6 +297,12 @@ def read_turn(turn: dict) -> list[dict]:
             raise BadRow(f"a turn ({role}) holds calls of tools")
         return [message(role, text)]
     return [answer(text, thoughts, calls, turn)]
+
+
+def thoughts_of(holder: dict) -> list[str]:
+    """Return the thoughts under the keys of a turn or row; "on" and "off" are a setting."""
+    found = [holder.get(key) for key in THOUGHT_KEYS]
+    return [one for one in found if isinstance(one, str) and one not in ("", "on", "off")]
 
 
 def split_thoughts(content: object) -> tuple[str, object]:
@@ -577,15 +592,12 @@ def read_dialogue(text: str) -> list[dict]:
 def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
     before, *rest = pattern.split(text)
     if before or not rest:
-        raise BadRow("a dialogue does not start with a blank line and Human:")
+        raise BadRow(
+            "a dialogue does not start with a blank line and Human:; if it is an answer alone, "
+            "prepare.py --text_key='question=KEY' names its question"
+        )
     names = ("user" if name == "Human" else "assistant" for name in rest[::2])
     return [message(role, words) for role, words in zip(names, rest[1::2], strict=True)]
-
-
-def without_space(question: str, said: str) -> str:
-    """Return an answer to a question; one that goes on with a dialogue begins with a space."""
-    opened = said.startswith(" ") and OPEN_DIALOGUE.fullmatch(question)
-    return said.removeprefix(" ") if opened else said
 
 
 def question_turns(text: str) -> list[dict]:

@@ -24,8 +24,8 @@ from groundup.files.answer_files import check_settings, continued_text, conversa
 from groundup.files.disk import lock
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable, loads
-from groundup.generate.completion import Result
-from groundup.generate.engine import generate_each
+from groundup.generate.completion import generate_each
+from groundup.generate.engine import Result
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
@@ -257,7 +257,7 @@ def asked_of(fields: dict, settings: dict) -> str | list[dict]:
         text = continued_text(fields, settings.get("chat", True))
         return conversation_of(fields, settings)[0] if text is None else text
     except BadRow as problem:
-        words = problem.detail.replace(
+        words = (problem.detail or problem.reason).replace(
             "; chat is known by", "; give prompt, messages or text; a chat is known by"
         )
         raise ValueError(words) from None

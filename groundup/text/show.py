@@ -13,7 +13,7 @@ from groundup.files.row_formats import describe_unread
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
 from groundup.text.select import Selection, select
-from groundup.text.unit import KEPT, REASONS, Counts, Unit, inspect_unit, plan_units, read_json
+from groundup.text.unit import KEPT, REASONS, Counts, Unit, inspect_unit, plan_units
 from tokenizer import Tokenizer, split_answer
 
 MAX_TOKENS = 120  # shown of one text
@@ -67,7 +67,7 @@ def rows_of(
 ) -> list[tuple[int, list[str]]]:
     """Return [(offset, lines to print)] of the rows that could be read."""
     samples = {}
-    for dropped in read_json(unit.file(chosen.work, "json"))["samples"].values():
+    for dropped in unit.inspected(chosen.work)["samples"].values():
         samples |= {row: (detail, excerpt) for _, row, detail, excerpt in dropped}
     found = []
     for number, row in enumerate(range(chosen.starts[unit.number], chosen.starts[unit.number + 1])):

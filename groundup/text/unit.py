@@ -30,7 +30,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams, text_keys, turns, untrusted
-from groundup.files.records import PIECE_CHARS, piece_end
+from groundup.files.records import PIECE_CHARS, Report, piece_end, read_records
 from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
 from groundup.files.text_keys import as_score
 from groundup.text import clean, dedup, quality
@@ -101,6 +101,11 @@ class Unit(NamedTuple):
         decides = repr((version, recipe.for_unit(self.source), parts))
         return hashlib.sha256(decides.encode()).hexdigest()
 
+    def inspected(self, work: Path) -> dict:
+        """Return what `inspect_unit` wrote last. Raise UserError if it is damaged."""
+        path, most = self.file(work, "json"), untrusted.MANIFEST_BYTES
+        return untrusted.read_json(path, "prepare", "run again", most)
+
     def fates(self, work: Path) -> np.ndarray:
         """Return why each document was dropped, or KEPT, after all were compared: (n,) uint8,
         indices of REASONS."""
@@ -170,7 +175,7 @@ class Counts:
                 mine += theirs
                 setattr(self, item.name, mine)
 
-    def add_report(self, report: readers.Report, name: str, n_passed: int) -> None:
+    def add_report(self, report: Report, name: str, n_passed: int) -> None:
         """Add what reading a part of a file reported. n_passed: documents that it gave."""
         n_problems = report.problems.total()
         self.records += n_problems
@@ -185,7 +190,7 @@ class Counts:
             self.lost_bytes[name] += report.lost_bytes
 
 
-class Problems(readers.Report):
+class Problems(Report):
     """Writes every problem to a file as it comes. shown: gets the first place of each."""
 
     def __init__(
@@ -264,7 +269,7 @@ class Judge:
         UserError."""
         found = set()
         for path in readers.find_files(self.recipe.prompts_from):
-            for record in readers.read_records(path):
+            for record in read_records(path):
                 messages, problem = row_formats.messages_of(streams.mended(record.value))
                 question = self.clean(first_question(messages)).strip()
                 if not question:
@@ -598,8 +603,7 @@ def tokenize_unit(
     releases the GIL."""
     done, fates = unit.file(work, "tokenized"), unit.fates(work)
     tokenizer = load_tokenizer(work / "out", fingerprint)
-    inspected = read_json(unit.file(work, "json"))["key"]
-    decides = repr((inspected, fingerprint, dtype)).encode() + fates.tobytes()
+    decides = repr((unit.inspected(work)["key"], fingerprint, dtype)).encode() + fates.tobytes()
     key = hashlib.sha256(decides).hexdigest()
     if read_json(done).get("key") == key:
         return

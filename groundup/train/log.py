@@ -24,6 +24,7 @@ from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches
 from groundup.train import ranks
+from groundup.train.checkpoint import is_of_a_run
 from groundup.train.device import hardware, peak_memory_gib, versions
 from groundup.train.track import check_installed, open_tracker
 
@@ -55,6 +56,7 @@ class RunLog:
         self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
         self.unread: list[TextIO] = []  # of standard output and error: pipes whose reader has ended
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
+        self.n_skipped = 0  # updates, from the beginning of the run
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops * world.world_size
         self.path = Path(out_dir) / "log.jsonl"
@@ -122,6 +124,7 @@ class RunLog:
         """
         # The caller's .item() has waited for the device, so the time is right.
         # mfu: model FLOPs utilisation, the share of the peak that training uses.
+        self.n_skipped = int(values.get("skipped", 0))
         seconds = self.seconds()
         tokens_per_s = n_tokens / seconds
         step_s = seconds / self.n_steps()
@@ -228,6 +231,9 @@ class RunLog:
         """Say how the run ended and what to do next, close the log, and write the card."""
         # data: lines on the data. stopped: by a signal. saved: the last save succeeded.
         out = self.path.parent
+        if self.n_skipped:
+            text = f"{self.n_skipped} of {self.step} updates were skipped: their gradients were not"
+            self.print(f"{text} finite. A few are usual in float16; of more, lower learning_rate")
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
             if saved and config["resume"] == "never":
@@ -265,6 +271,9 @@ class RunLog:
             data="\n".join(data),
         )
         path, tmp = out / "README.md", out / "README.md.tmp"
+        if path.exists() and not is_of_a_run(path):
+            self.print(f"log: {path} was not written by a run; it stays, and this run has no card")
+            return
         with warn_if_unwritable(path):
             tmp.write_text(text, encoding="utf-8")
             os.replace(tmp, path)

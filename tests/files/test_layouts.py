@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groundup.files import readers, row_formats
+from groundup.files import records, row_formats
 from groundup.files.row_formats import Pair, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import renamed
 from groundup.files.turns import call_text, chat_problem, pair_problem
@@ -547,6 +547,39 @@ CHATS = {
         "a turn holds 'image_url', not text",
         [],
     ),
+    # keys of more sets
+    "Aya, FLAN": ({"inputs": "2 + 2?", "targets": "4", "language": "x"}, ASKED, ["language"]),
+    "MetaMathQA": ({"query": "2 + 2?", "response": "4", "type": "sum"}, ASKED, ["type"]),
+    "NuminaMath 1.5": (
+        {"problem": "2 + 2?", "solution": "It is 4.", "answer": "4", "source": "x"},
+        [u("2 + 2?"), a("It is 4.")],
+        ["answer"],
+    ),
+    "AceReason": ({"problem": "2 + 2?", "answer": "4"}, ASKED, []),
+    "OpenMathInstruct": ({"question": "2 + 2?", "generated_solution": "4"}, ASKED, []),
+    "distilabel": ({"instruction": "2 + 2?", "generation": "4", "model_name": None}, ASKED, []),
+    "medical-o1": (
+        {"Question": "2 + 2?", "Complex_CoT": "Sum.", "Response": "4"},
+        [u("2 + 2?"), a("<think>\nSum.\n</think>\n\n4")],
+        [],
+    ),
+    "LIMA": ({"conversations": ["2 + 2?", "4"], "source": "x"}, ASKED, []),
+    "Llama-Nemotron": (
+        {"input": [u("2 + 2?")], "output": "4", "reasoning": "off", "system_prompt": "Be brief."},
+        [s("Be brief."), *ASKED],
+        [],
+    ),
+    "two names of one key": ({"inputs": "2 + 2?", "output": "4", "targets": "5"}, ASKED, ["targets"]),
+    "texts under another key": (
+        {"dialog": ["Hi", "Hello"], "act": [1, 1]},
+        "prepare.py --text_key='messages=dialog' reads",
+        [],
+    ),
+    "responses to what?": (
+        {"topic": "sums", "response": "4"},
+        "this is responses, of kind='text'; prepare.py --text_key='question=KEY,answer=KEY'",
+        [],
+    ),
     "a struct of lists (parquet)": (
         {"conversations": {"from": ["human", "gpt"], "value": ["2 + 2?", "4"]}},
         ASKED,
@@ -808,6 +841,56 @@ PAIRS = {
         Pair([u("Hi")], "good", "bad"),
         [],
     ),
+    "distilabel orca": (
+        {"system": "Be kind.", "input": "Hi", "chosen": "good", "rejected": "bad"},
+        Pair([s("Be kind."), u("Hi")], "good", "bad"),
+        [],
+    ),
+    "UltraInteract": (
+        {"trajectory": turns(("user", "Hi")), "chosen": "good", "rejected": "bad"},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "CValues": (
+        {"prompt": "Hi", "pos_resp": "good", "neg_resp": "bad", "pos_type": "kind"},
+        Pair([u("Hi")], "good", "bad"),
+        ["pos_type"],
+    ),
+    "StackExchange": (
+        {"question": "Hi", "response_j": "good", "response_k": "bad"},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "HelpSteer2": (
+        {"prompt": "Hi", "response_1": "bad", "response_2": "good", "preference_strength": 2},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "HelpSteer3": (
+        {
+            "context": [u("Hi")],
+            "response1": "good",
+            "response2": "bad",
+            "overall_preference": -3,
+        },
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "HelpSteer3, a tie": (
+        {"context": [u("Hi")], "response1": "a", "response2": "b", "overall_preference": 0},
+        "neither answer is preferred",
+        [],
+    ),
+    "answers alone": (
+        {"ask": "Hi", "chosen": "good", "rejected": "bad"},
+        "prepare.py --text_key='question=KEY' names its question",
+        [],
+    ),
+    "answers under unknown keys": (
+        {"ask": "Hi", "better": "good", "worse": "bad"},
+        "--text_key='question=KEY,chosen=KEY,rejected=KEY'",
+        [],
+    ),
     "trl stepwise": (
         {"prompt": "Hi", "completions": ["one", "two"], "labels": [True, False]},
         "these are steps with labels (trl's stepwise)",
@@ -932,7 +1015,7 @@ def test_the_container_does_not_change_a_row(kind: str, tmp_path: Path) -> None:
         if isinstance(row, list) or isinstance(expected, str):
             continue
         for file in write_containers([row], tmp_path):
-            (record,) = readers.read_records(str(file))
+            (record,) = records.read_records(str(file))
             assert read(record.value) == (expected, ""), file
             n_files += 1
     assert n_files > 3.5 * (40 if kind == "chat" else 14)
@@ -963,7 +1046,7 @@ def test_nulls_of_parquet_structs_are_no_arguments(tmp_path: Path) -> None:
         for k, (name, key) in enumerate((("f", "x"), ("g", "y")))
     ]
     found = [
-        [messages_of(record.value) for record in readers.read_records(str(file))]
+        [messages_of(record.value) for record in records.read_records(str(file))]
         for file in write_containers(rows, tmp_path)
     ]
     assert len(found) == 4 and all(one == found[0] for one in found)
@@ -980,7 +1063,7 @@ def test_binary_columns_of_text(tmp_path: Path) -> None:
     rows = {"question": [b"2 + 2?", b"\xff"], "answer": [b"4", b"5"]}
     pq.write_table(pa.table(rows), tmp_path / "x.parquet")
     first, second = (
-        messages_of(one.value) for one in readers.read_records(str(tmp_path / "x.parquet"))
+        messages_of(one.value) for one in records.read_records(str(tmp_path / "x.parquet"))
     )
     assert first == (ASKED, "")
     assert second[1].startswith("bytes, not text, under 'question'")

@@ -16,7 +16,7 @@ import pytest
 
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
-from groundup.files.readers import Report
+from groundup.files.records import Report
 
 TEXTS = [
     "plain English, with \"quotes\" and a \\ backslash",
@@ -176,6 +176,7 @@ def test_json_array_equals_json_loads() -> None:
     for _ in range(1000):
         value = [random_json(rng) for _ in range(rng.randrange(5))]
         text = json.dumps(value, indent=rng.choice([None, 0, 2]), ensure_ascii=rng.random() < 0.5)
+        text = text.replace("\ud83d", "\\ud83d")  # no decoder returns half a surrogate
         text = rng.choice(["", " \n"]) + text + rng.choice(["", "\r\n\t "])
         found = in_pieces(text, rng.randrange(1, 31))
         assert [element for element, _, _ in found] == json.loads(text) == value

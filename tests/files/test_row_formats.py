@@ -104,6 +104,8 @@ DOCUMENTS = {
         "咳嗽\n咳嗽一周怎么办\n多喝水",
     ),
     "question csv": ({"question": "何谓贫血", "answer": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
+    "OpenOrca": ({"question": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
+    "MetaMathQA": ({"query": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
     "columns of a joined table": ({"completion": None, "text": "有文", "title": None, "content": None}, "有文"),
 }
 
@@ -223,11 +225,9 @@ class Spy(dict):
 
 def test_documents_are_made_of_columns_that_are_read(monkeypatch) -> None:
     """Of a parquet file without text_key only these are read."""
+    spies = [(Spy(row_formats.rename(row)), text) for row, text in DOCUMENTS.values() if isinstance(row, dict)]
     monkeypatch.setattr(row_formats, "rename", lambda row: row)  # it copies
-    for row, text in DOCUMENTS.values():
-        if isinstance(row, str):
-            continue
-        spy = Spy(row)
+    for spy, text in spies:
         assert document_of(spy) == (text, "")
         assert spy.asked and spy.asked <= row_formats.COLUMNS
 
@@ -543,6 +543,7 @@ def test_pairs(name: str) -> None:
         ({"chosen": HH + "好", "rejected": HH.replace("我先问的", "我后问的") + "坏"}, "answer different prompts"),
         ({"chosen": HH + "好\n\nHuman: 再问", "rejected": HH + "坏"}, "does not end with a question and its answer"),
         ({"prompt": "问", "chosen": None, "rejected": "坏"}, "a rejected answer but none under 'chosen' (keys"),
+        ({"prompt": "问", "chosen": "好", "rejected": ""}, "empty answer"),
         ({"prompt": "问", "chosen": "好"}, "a chosen answer but none under 'rejected' (keys prompt, chosen)"),
         ({"prompt": "问", "response_chosen": "好", "a": 1}, "a chosen answer but none under 'rejected'"),
         ({"prompt": "问", "chosen": 4, "rejected": "坏"}, "int, not an answer under 'chosen'"),

@@ -1,6 +1,7 @@
 """The log of a run and its card: what is printed, written, dropped and read again."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -230,9 +231,11 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     out.mkdir()
     config = {"max_steps": 1, "resume": "auto", "resume_from": 0}
 
-    def end(config: dict, stopped: bool = False, saved: bool = True) -> str:
+    def end(config: dict, stopped: bool = False, saved: bool = True, skipped: int = 0) -> str:
         log = RunLog(str(out), 1, 0)
         log.advance()
+        if skipped:
+            log.train(1, {"loss": 1.0, "lr": 1.0, "grad_norm": math.nan, "skipped": skipped}, 1)
         log.finish(script, config, ["the data"], "python serve.py --init_from=out", stopped, saved)
         return capsys.readouterr().out
 
@@ -240,6 +243,8 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     assert end(config) == f"{saved_in}; next: python serve.py --init_from=out\n"
     assert "the data" in (out / "README.md").read_text(encoding="utf-8")
     assert end(config, saved=False) == ""
+    skipped = end(config, skipped=2).splitlines()[-2]
+    assert skipped.startswith("2 of 1 updates were skipped: their gradients were not finite")
     assert (
         end(config, stopped=True)
         == "stopped by a signal after step 1; the same command continues\n"
@@ -250,6 +255,17 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     assert "without --resume=never" in end(config | {"resume": "never"}, stopped=True)
     earlier = end(config | {"resume_from": 3}, stopped=True)
     assert earlier.endswith("continues, without --resume_from=3 --overwrite=True\n")
+
+
+def test_a_card_replaces_no_text_of_ones_own(tmp_path, capsys):
+    card = tmp_path / "README.md"
+    for text, stays in (("# thesis", True), ("", True), (logs.CARD, False)):
+        card.write_text(text, encoding="utf-8")
+        log = RunLog(str(tmp_path), 1, 0)
+        log.advance()
+        log.finish(str(ROOT / "sft.py"), {"resume": "auto", "resume_from": 0}, [], "", False, True)
+        assert (card.read_text(encoding="utf-8") == text) == stays
+        assert (f"{card} was not written by a run" in capsys.readouterr().out) == stays
 
 
 @pytest.mark.parametrize("track", ["tensorboard", "trackio", "wandb"])
