@@ -49,13 +49,22 @@ BEFORE, AFTER = "before the blocks", "after the blocks"
 NamedParams = list[tuple[str, nn.Parameter]]
 
 
+# When a bucket is sent and updated, by overlap_step:
+#              in backward               in step()                 before its next use, or flush()
+#   off        send                      receive, norm, update
+#   forward    send                      receive, norm             update
+#   backward   send, receive, update     those still on their way  wait for the side stream
+# With ZeRO-1 a rank receives and updates its shard, and the others' shards come before the next use.
+# step() begins with the last column for the PREFETCH buckets that forward needs first.
+
+
 class State(Enum):
     """What a bucket waits for, in the order of a step."""
 
     WAITING = "for its gradients; the weights are current"
     IN_FLIGHT = "for a collective of its hook"
     REDUCED = "for the global norm; its own norm is known"
-    DEFERRED = "for its update: in step(), or just before its next use in forward"
+    READY = "for its update: the mean is in grad, and all norms are known"
     STALE = "for the other ranks' shards; this rank's own is updated (ZeRO-1)"
 
 
@@ -79,7 +88,7 @@ class Bucket:
     sharded: bool = False
     # What changes from step to step
     state: State = State.WAITING
-    step: int = 0  # steps finished when its hook was started
+    step: int = 0  # steps finished when its hook was started, for messages
     missing: int = 0  # gradients that have not arrived in the synced backward
     transfer: Generator | None = None  # the communication hook at work on this bucket
     more: bool = False  # in flight: the hook will launch another collective
@@ -327,7 +336,7 @@ class DDP:
         for b in self.buckets:
             for i, p in enumerate(b.params):
                 self._slot[p] = b, i, b.view(b.grad, i)
-        self._update: Update | None = None  # the last step's, for buckets that are DEFERRED
+        self._update: Update | None = None  # the last step's, for buckets that are READY
         self._start_step()
         for p in self._slot:
             p.register_post_accumulate_grad_hook(self._on_grad)
@@ -405,7 +414,7 @@ class DDP:
                 f"ddp: {name} received its gradient twice in one synced backward: step() was not "
                 "called after it, or a reentrant checkpoint uses a block twice"
             )
-        if bucket.state in (State.DEFERRED, State.STALE) or bucket.updated is not None:
+        if bucket.state in (State.READY, State.STALE) or bucket.updated is not None:
             raise UserError(
                 f"ddp: {name} was used before its update: call modules, model(...), not their "
                 "weights or their forward(); or call flush() before"
@@ -499,7 +508,7 @@ class DDP:
             self._update = Update(optimizer, lr, grad_scale, self.found_inf)
             for bucket in self.buckets:
                 self._end_hook(bucket, self.found_inf)
-                bucket.state = State.DEFERRED
+                bucket.state = State.READY
         if scaled:
             scaler.update()
         self.n_steps += 1
@@ -663,7 +672,7 @@ class DDP:
 
     def _begin_refresh(self, bucket: Bucket) -> None:
         """Run the bucket's deferred update; with ZeRO-1 start to fetch the other ranks' shards."""
-        if bucket.state is State.DEFERRED:
+        if bucket.state is State.READY:
             with self._on_side_stream():
                 self._apply(self._update, bucket)
         if bucket.state is State.STALE and bucket.collective is None:
@@ -682,7 +691,7 @@ class DDP:
 
         All ranks call it, to save the optimizer's state.
         """
-        if bucket.state is State.DEFERRED or bucket.collective is not None:
+        if bucket.state is State.READY or bucket.collective is not None:
             raise UserError("ddp: call flush() before the optimizer's state is gathered")
         if bucket.sharded:
             launch_gather(bucket, flat, bucket.shard_sizes)

@@ -62,7 +62,7 @@ from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
-# Comments are read, too: a value must be one of `a | b`, `at least n`, or `from a to b`.
+# The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
 out_dir = "out/dpo"  # run directory: config.py, log.jsonl, reference.safetensors, step_*/
 init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
 data = "data/pairs"  # pairs: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -141,7 +141,8 @@ def reference_of(
         return torch.zeros(2, len(batch.number), device=torch_device)
     if table is not None:
         return table[batch.number].T
-    # A context of its own: autocast would give its casts, made without gradient, to training too.
+    # Autocast keeps its copies of the weights in half precision until its context ends. Copies made
+    # without gradient must not serve the training forward: hence a context of its own.
     with autocast(torch_device, torch_dtype):
         return reference_logps(model, batch)
 
@@ -163,7 +164,7 @@ def estimate_kl(
         with autocast(torch_device, torch_dtype):
             logps, _ = pair_logps(model, batch)
         ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
-        # logps has one row here; the last row of the reference is of answers to other prompts
+        # logps has one row here. The reference has two (chosen, other answers) or that one.
         measured.append((logps[0], ref_logps[-1]))
     return kl_estimate(measured, torch_device)
 
@@ -312,7 +313,7 @@ if __name__ == "__main__":
     if plan_only:
         sys.exit(0)
 
-    # ---- find the checkpoint to continue, or load the weights to start from
+    # ---- the checkpoint to continue, or the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     made_of = {}  # what the reference depends on
@@ -322,14 +323,15 @@ if __name__ == "__main__":
         data_record["reference_weights"] = made_of["checkpoint"]
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
-    # None = a new run; load_resumed() loads its weights, restore() the rest
+    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
     reference_path = Path(out_dir, "reference.safetensors")
     table = None  # the reference's log-probabilities of all pairs
     if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
         table = read_reference(reference_path, made_of)
-    must_compute = made_of and table is None
+    # The reference is of the start's weights, in a resumed run too: its own weights come after it.
+    must_compute = bool(made_of) and table is None
     # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
     if must_compute or not resumed:
         huggingface.load_start(model, source, n_known, tokenizer)
@@ -417,7 +419,7 @@ if __name__ == "__main__":
             )
             # ddp averages over the ranks
             micro_loss = losses.sum() * (world_size / pairs_per_step)
-            scaler.scale(micro_loss).backward()  # full buckets start their all-reduce in this call
+            scaler.scale(micro_loss).backward()  # full buckets are sent from inside this call
             sums += metrics.sum(1) / pairs_per_step
             n_tokens_seen += batch.x.numel()  # padding too
 

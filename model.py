@@ -100,9 +100,9 @@ class Transformer(nn.Module):
         self.cfg = cfg
         # recompute each block in backward: less memory, a third more work
         self.activation_checkpointing = False
-        # the token that starts a document, for calls without `documents`; None = whole rows
-        self.document_id: int | None = None
-        # upper bound on documents per row, which sizes cu_seqlens; 0 = one per token
+        # token id between documents, for calls without `documents`; None = rows are not divided
+        self.delimiter_id: int | None = None
+        # upper bound on documents per row, for the table of their borders; 0 = one per token
         self.most_documents = 0
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -120,15 +120,19 @@ class Transformer(nn.Module):
             self.init_parameter(name, p)
 
     def init_parameter(self, name: str, p: Tensor) -> None:
-        """Draw matrices from N(0, init_std), as GPT-2 does; set biases to 0.
+        """Draw matrices from N(0, init_std), as GPT-2 does; set biases to 0 and norms to 1.
 
-        A matrix that adds to the residual stream gets init_std / sqrt(2 n_layer)."""
+        A matrix that adds to the residual stream, known by its name, gets init_std / sqrt(2
+        n_layer). This replaces what a layer's constructor drew: what should begin as something
+        else, such as a gate at 0, needs a line here."""
         if p.ndim == 2:
             adds = name.endswith(("o_proj.weight", "down_proj.weight"))
             shrink = math.sqrt(2 * self.cfg.n_layer) if adds else 1
             nn.init.normal_(p, std=self.cfg.init_std / shrink)
         elif name.endswith(".bias"):
             nn.init.zeros_(p)
+        else:
+            nn.init.ones_(p)
 
     def forward(
         self,
@@ -195,8 +199,8 @@ class Transformer(nn.Module):
 
     def document_starts(self, idx: Tensor, documents: Tensor | None) -> Tensor | None:
         """Return where documents start, (B, T) bool; None = rows are not divided."""
-        if documents is None and self.document_id is not None:
-            documents = documents_of(idx, self.document_id)
+        if documents is None and self.delimiter_id is not None:
+            documents = documents_of(idx, self.delimiter_id)
         return None if documents is None else starts_of(documents)
 
 

@@ -47,7 +47,7 @@ from groundup.train.saver import Saver
 from model import ModelConfig, Transformer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
-# Comments are read, too: a value must be one of `a | b`, `at least n`, or `from a to b`.
+# The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
 out_dir = "out/pretrain"  # run directory: config.py, log.jsonl, step_*/
 data_dir = "data/demo"  # of prepare.py; 'data/a=0.7,data/b=0.3'; stages '0: data/a; 8000: data/b'
 val_data = ""  # directories to validate on, 'data/zh,data/code'; "" = those of data_dir
@@ -111,7 +111,7 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
+MAX_SKIPPED = 20  # updates in a row without a finite gradient, seen at a log line: stop
 
 
 def choose_architecture(config: dict, source: Path | None, n_ids: int) -> ModelConfig:
@@ -148,18 +148,20 @@ def evaluate(
     With several sources: of each, and their average weighted by the sources' shares. {} if a signal
     to stop came meanwhile."""
     model.eval()
-    # 4,096 tokens at a time are a fifth faster than 1,024 (measured on a CPU).
+    # With eval_steps batch_size decides what is seen. Else 4,096 tokens at a time are a fifth
+    # faster than 1,024 (measured on a CPU).
     n_rows = batch_size if eval_steps else max(batch_size, 4096 // block_size)
     sums = torch.zeros(len(corpus.val), 3, dtype=torch.float64)  # nats, tokens, bytes
     val_batches = corpus.val_batches(n_rows, eval_steps, ranks.rank(), ranks.world_size())
-    for source, batches in enumerate(val_batches.values()):
+    for k, batches in enumerate(val_batches.values()):
+        # same_forwards: when one rank gets a signal, all leave after the same batch
         for x, y in fsdp.same_forwards(model, batches, stop_signal):
             n_tokens, n_bytes = y.numel(), token_bytes[y].sum().item()
             missing = (0, 0, 0, n_rows - len(x))  # pad the last batch: a new shape recompiles
             x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)
             with autocast(torch_device, torch_dtype):
                 nats = model(x.to(torch_device), y.to(torch_device)).item()
-            sums[source] += torch.tensor([nats, n_tokens, n_bytes], dtype=torch.float64)
+            sums[k] += torch.tensor([nats, n_tokens, n_bytes], dtype=torch.float64)
     model.train()
     if ranks.any_rank(stop_signal()):
         return {}
@@ -228,8 +230,10 @@ if __name__ == "__main__":
         )
     accum_steps = tokens_per_step // tokens_per_micro_step
     rows_per_step = tokens_per_step // block_size
-    batch = f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} tokens"
-    batch += f" x {accum_steps} micro-steps x {world_size} ranks"
+    batch_line = (
+        f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} tokens"
+    )
+    batch_line += f" x {accum_steps} micro-steps x {world_size} ranks"
     check_schedule(config, max_steps)
     n_micro_batches = accum_steps * world_size
     if reproducible:
@@ -251,7 +255,7 @@ if __name__ == "__main__":
         order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
         epochs, warnings = corpus.describe(order, max_steps * rows_per_step)
         n_ids = tokenizer.vocab_size
-        batch += f", {epochs}"
+        batch_line += f", {epochs}"
     model_config = choose_architecture(config, source, n_ids)
     n_known = n_ids  # token ids that the weights were trained with
     if source and not plan_only:
@@ -273,13 +277,13 @@ if __name__ == "__main__":
     if world.is_main:
         n_tokens = tokens_per_step * max_steps
         text = plan.describe(
-            model, config, batch, n_tokens, world_size, torch_device, torch_dtype, peak
+            model, config, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
         )
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:
         sys.exit(0)
 
-    # ---- find the checkpoint to continue, or load the weights to start from
+    # ---- the checkpoint to continue, or the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"max_epochs": max_epochs} | corpus.record()
     if reproducible and torch_device.type == "cpu":  # a product's last bits depend on it
@@ -287,7 +291,7 @@ if __name__ == "__main__":
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     huggingface.check_saves(model_config, tokenizer)
-    # None = a new run; load_resumed() loads its weights, restore() the rest
+    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
     # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
@@ -302,7 +306,7 @@ if __name__ == "__main__":
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if doc_mask:
-        model.document_id = tokenizer.eot_id
+        model.delimiter_id = tokenizer.eot_id
         model.most_documents = corpus.most_documents()
     if compile:
         check_compiler(torch_device)
@@ -362,8 +366,8 @@ if __name__ == "__main__":
             log.print(f"step {step:6d}/{max_steps} | samples from here on: {shares}")
 
         # forward and backward
-        n_targets = batches.count_targets(step - 1)  # of the step, on all ranks
-        # with reproducible=True a sum of one order over all micro-batches of the step
+        n_targets = batches.count_targets(step - 1)  # on all ranks; Batches counts steps from 0
+        # of the step; with reproducible=True one for each micro-batch, added in their order
         losses = torch.zeros(n_micro_batches if reproducible else 1, device=torch_device)
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
@@ -375,7 +379,7 @@ if __name__ == "__main__":
             with autocast(torch_device, torch_dtype):
                 # the model returns a sum; ddp averages over the ranks, or adds up (InTree)
                 loss = model(x, y) * (n_averaged / n_targets)
-            scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
+            scaler.scale(loss).backward()  # full buckets are sent from inside this call
             losses[number if reproducible else 0] += loss.detach()
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)

@@ -49,7 +49,7 @@ from groundup.train.saver import Saver
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
-# Comments are read, too: a value must be one of `a | b`, `at least n`, or `from a to b`.
+# The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
 out_dir = "out/reward"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
 data = "data/pairs"  # pairs: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -256,12 +256,12 @@ if __name__ == "__main__":
     if plan_only:
         sys.exit(0)
 
-    # ---- find the checkpoint to continue, or load the weights to start from
+    # ---- the checkpoint to continue, or the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
-    # None = a new run; load_resumed() loads its weights, restore() the rest
+    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
     # rank 0 reads the weights, DDP sends them to the others
@@ -329,7 +329,7 @@ if __name__ == "__main__":
             losses = bradley_terry(chosen, rejected, margin_scale * batch.margin, center)  # (B,)
             # ddp averages over the ranks
             loss = losses.sum() * (world_size / pairs_per_step)
-            scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
+            scaler.scale(loss).backward()  # full buckets are sent from inside this call
             with torch.no_grad():
                 margins = chosen - rejected
                 metrics = (losses, margins > 0, margins, (chosen + rejected) / 2)

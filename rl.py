@@ -54,7 +54,7 @@ from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
-# Comments are read, too: a value must be one of `a | b`, `at least n`, or `from a to b`.
+# The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
 out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
 data = "data/chat"  # prompts: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -303,7 +303,7 @@ if __name__ == "__main__":
     if plan_only:
         sys.exit(0)
 
-    # ---- find the checkpoint to continue, or load the weights to start from
+    # ---- the checkpoint to continue, or the weights to start from
     data_record = {"algorithm": algorithm, "seed": seed, "block_size": block_size}
     data_record |= {"max_new_tokens": max_new_tokens, "prompts_per_step": prompts_per_step}
     data_record |= {"val_fraction": val_fraction, "trainable": trainable}
@@ -318,7 +318,7 @@ if __name__ == "__main__":
         data_record["critic_weights"] = huggingface.shared_fingerprint(critic_source)
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
-    # None = a new run; load_resumed() loads its weights, restore() the rest
+    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
     # rank 0 reads the weights, DDP sends them to the others

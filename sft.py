@@ -52,7 +52,7 @@ from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
-# Comments are read, too: a value must be one of `a | b`, `at least n`, or `from a to b`.
+# The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
 out_dir = "out/sft"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/pretrain"  # a run, a checkpoint or a Hugging Face directory
 data = "data/chat"  # conversations: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -308,7 +308,7 @@ if __name__ == "__main__":
     if plan_only:
         sys.exit(0)
 
-    # ---- find the checkpoint to continue, or load the weights to start from
+    # ---- the checkpoint to continue, or the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"pack": pack, "val_fraction": val_fraction, "max_epochs": max_epochs}
     data_record |= corpus.record()
@@ -318,7 +318,7 @@ if __name__ == "__main__":
         data_record |= {"distill_temperature": distill_temperature}
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
-    # None = a new run; load_resumed() loads its weights, restore() the rest
+    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
     # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
@@ -419,7 +419,7 @@ if __name__ == "__main__":
                     loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)
                 # the loss is a sum; ddp averages over the ranks
                 loss = loss * (world_size / n_targets)
-            scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
+            scaler.scale(loss).backward()  # full buckets are sent from inside this call
             loss_sum += loss.detach()
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)

@@ -207,7 +207,7 @@ def check_update_is_deferred(world: ranks.World) -> None:
         parallel, old = stepped(world, overlap_step="forward")
         late, soon = parallel.buckets[: -ddp.PREFETCH], parallel.buckets[-ddp.PREFETCH :]
         assert len(late) == 3 and all(
-            b.state is ddp.State.DEFERRED and torch.equal(b.param, old[b.index]) for b in late
+            b.state is ddp.State.READY and torch.equal(b.param, old[b.index]) for b in late
         )
         assert all(
             b.state is ddp.State.WAITING and not torch.equal(b.param, old[b.index]) for b in soon
@@ -786,7 +786,7 @@ def test_no_step_reads_a_value(kind: str, scaled: bool) -> None:
     """
     with FakeTensorMode():
         model = Transformer(ModelConfig(V, 64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64))
-        model.document_id = V - 1
+        model.delimiter_id = V - 1
         parallel, optimizer = setup(model, kind)
         scaler = torch.amp.GradScaler("cpu", enabled=scaled)
         x, loss_sum = torch.zeros(2, 64, dtype=torch.int64), torch.zeros(())

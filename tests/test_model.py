@@ -194,7 +194,7 @@ def rows_of_documents(cfg: ModelConfig, delimiter: int = 96) -> tuple[Tensor, Te
 def alone(net: Transformer, row: Tensor, delimiter: int = 96) -> Tensor:
     """Logits of each document of the row by itself; a delimiter behind another one opens none."""
     borders = [0, *(t for t in range(1, len(row)) if row[t] == delimiter != row[t - 1]), len(row)]
-    net.document_id = None
+    net.delimiter_id = None
     return torch.cat([
         net(row[a:b].unsqueeze(0))[0] for a, b in zip(borders, borders[1:], strict=False)
     ])
@@ -209,7 +209,7 @@ def test_documents_of_a_row_are_as_if_alone(shape):
     with torch.no_grad():
         want = torch.stack([alone(net, row) for row in rows])
         unconfined = net(torch.stack(rows))
-        net.document_id = 96
+        net.delimiter_id = 96
         got = net(torch.stack(rows))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
@@ -226,7 +226,7 @@ def test_gradients_of_documents_are_as_if_alone(way):
     targets = random_ids(net.cfg, 2, 32, seed=5)
     logits = torch.cat([alone(net, row) for row in rows])
     want = gradients(net, F.cross_entropy(logits, targets.flatten(), reduction="sum"))
-    net.document_id = 96
+    net.delimiter_id = 96
     net.activation_checkpointing = way == "checkpointed"
     if way == "compiled":
         compile_blocks(net, backend="aot_eager")
@@ -240,7 +240,7 @@ def test_documents_in_bfloat16():
     rows = rows_of_documents(net.cfg)
     with torch.no_grad():
         want = torch.stack([alone(net, row) for row in rows])
-        net.document_id = 96
+        net.delimiter_id = 96
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert relative_error(net(torch.stack(rows)), want) < 0.02
 
@@ -284,7 +284,7 @@ def test_packed_conversations_are_as_if_alone(shape, longest, monkeypatch):
         whole = net(x, documents=documents)
         for b, i, j in parts:
             assert relative_error(whole[b, i:j], net(x[b : b + 1, i:j])[0]) < 2e-6
-        net.document_id = 96  # numbers that are given come first
+        net.delimiter_id = 96  # numbers that are given come first
         assert torch.equal(net(x, documents=documents), whole)
 
 
@@ -306,7 +306,7 @@ def test_packed_conversations_equal_transformers_with_positions():
 def test_a_model_compiled_whole_is_one_graph_for_any_documents():
     """Whatever their number: reading it would break the graph."""
     net, graphs = random_model(tiny_config(n_kv_head=2)), []
-    net.document_id = 96
+    net.delimiter_id = 96
 
     def backend(graph, _inputs):
         graphs.append(graph)
@@ -323,7 +323,7 @@ def test_a_model_compiled_whole_is_one_graph_for_any_documents():
 def test_generation_with_a_cache_knows_no_mask():
     net = random_model(tiny_config())
     idx = random_ids(net.cfg, 2, 9)
-    net.document_id = 96
+    net.delimiter_id = 96
     with torch.no_grad():
         cache = KVCache(net.cfg, 2, 9, "cpu", torch.float32)
         torch.testing.assert_close(
@@ -455,7 +455,7 @@ def test_blocks_compile_to_one_graph_and_the_last_norm_to_another():
 def test_compiled_blocks_serve_rows_of_all_lengths(documents):
     """A block has two graphs (with and without gradients) for the first length, two for others."""
     net, graphs = random_model(tiny_config()), []
-    net.document_id = 96 if documents else None
+    net.delimiter_id = 96 if documents else None
 
     def backend(graph, _inputs):
         graphs.append(graph)

@@ -232,7 +232,8 @@ def metric_names(config: Mapping) -> tuple[str, ...]:
 
 
 def named(means: Iterable[float], config: Mapping) -> dict[str, float]:
-    """Return {name: mean} of metrics; KTO's of good answers are means over these, so for bad."""
+    """Return {name: mean} of metrics. Of KTO, `chosen` are means over the good answers alone, and
+    `rejected` over the bad ones."""
     found = dict(zip(metric_names(config), means, strict=True))
     if config["loss"] != "kto":
         return found

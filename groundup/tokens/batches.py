@@ -1,4 +1,12 @@
-"""The data of pretrain.py (token files of several sources), and the loader of micro-batches."""
+"""The data of pretrain.py (token files of several sources), and the loader of micro-batches.
+
+From a step to tensors:
+    step (from 0), micro-step -> numbers of samples       Batches.samples
+    -> source, and where the sample starts in it          Mixture.starts_of
+    -> block_size + 1 ids                                 TokenData.window
+    -> x = ids[:-1], y = ids[1:]                          load_windows
+    -> a queue, in a thread -> the device                 Batches._load, Batches.next
+"""
 
 import itertools
 import os
@@ -197,7 +205,7 @@ class TextCorpus(Corpus):
         found = np.empty(len(starts), dtype=np.int64)
         for k in np.unique(sources):
             own = sources == k
-            found[own] = self.train[k].n_valid(starts[own], self.block_size + 1) - 1
+            found[own] = self.train[k].tokens_to_learn(starts[own], self.block_size + 1) - 1
         return found
 
     def val_batches_of(
@@ -217,11 +225,14 @@ class Windows(NamedTuple):
 def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int) -> Windows:
     """Return the batch of the windows that start at starts[i] of data[i]."""
     pairs = list(zip(data, starts, strict=True))
-    rows = np.stack([of.window(int(start), block_size + 1) for of, start in pairs])
+    rows = np.stack([split.window(int(start), block_size + 1) for split, start in pairs])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
     # behind the last document of a packed row nothing is learned
-    n_valid = np.array([of.n_valid(np.array([start]), block_size + 1)[0] for of, start in pairs])
-    y[np.arange(block_size) >= n_valid[:, None] - 1] = IGNORE
+    starts_of_one = [(split, np.array([start])) for split, start in pairs]
+    ends = np.concatenate([
+        split.tokens_to_learn(one, block_size + 1) for split, one in starts_of_one
+    ])
+    y[np.arange(block_size) >= ends[:, None] - 1] = IGNORE  # the first token is no target
     return Windows(torch.from_numpy(x), torch.from_numpy(y))
 
 
@@ -346,9 +357,9 @@ class Batches:
             torch.cuda.set_device(self.device)
         first = self.first_step * self.accum_steps
         # find the samples of 32 micro-batches at once: numpy is slow on few numbers
-        for block in itertools.count(first, 32):
-            micro_steps = [divmod(k, self.accum_steps) for k in range(block, block + 32)]
-            samples = np.stack([self.samples(*step) for step in micro_steps])
+        for begin in itertools.count(first, 32):
+            micro_steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
+            samples = np.stack([self.samples(*micro_step) for micro_step in micro_steps])
             for sources, starts in zip(*self.order.starts_of(samples), strict=True):
                 batch = self.corpus.load(sources, starts)
                 if pinned:

@@ -133,6 +133,7 @@ class Sampler:
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
             now = epochs == epoch
+            # eight keys of the permutation, and a number that moves the borders of windows
             words = hash_words(9, "windows", self.seed, int(epoch), *self.source)
             chosen = permute(positions[now], self.per_epoch, words[:8])
             starts[now] = self.place_of(chosen, int(words[8]))
@@ -143,7 +144,7 @@ class Sampler:
 
 
 class WindowSampler(Sampler):
-    """The same for windows of block_size + 1 tokens of a long text; neighbours share one token.
+    """The order of windows of block_size + 1 tokens of a long text; neighbours share one token.
 
     The borders of the windows move each epoch, so one window fewer than would fit is used."""
 

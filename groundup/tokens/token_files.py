@@ -241,7 +241,7 @@ def block_sums(tokens: np.ndarray) -> np.ndarray:
 
 
 def file_sums(path: Path) -> np.ndarray:
-    """Return the same of a file of token ids."""
+    """Return the CRC-32 of each block of a file of token ids, as `block_sums`."""
     with open(path, "rb") as f:
         f.seek(len(npy_header(np.dtype("u1"), 0)))
         blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
@@ -360,8 +360,8 @@ class TokenData:
         within = np.searchsorted(starts, starts + length) - np.arange(len(starts))
         return 1 + int(within.max())  # and one that began before the window
 
-    def n_valid(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return how many tokens of the windows at `starts` are trained on: all of them."""
+    def tokens_to_learn(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return (n,) int64: how many of each window's tokens, from its first on, are text: all."""
         return np.full(len(starts), length)
 
 
@@ -401,6 +401,6 @@ class PackedData(TokenData):
         """Return the most documents of a row; what fills a row counts as one."""
         return self.entry["most_documents"]
 
-    def n_valid(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """Return (n,) int64: tokens of documents in each row, with the delimiter after the last."""
+    def tokens_to_learn(self, rows: np.ndarray, length: int) -> np.ndarray:
+        """Return (n,) int64: how many of each row's tokens are of documents or delimiters."""
         return self.lengths[rows].astype(np.int64)

@@ -221,7 +221,7 @@ def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0
 
 @ranks.on_rank_0
 def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) -> Path | None:
-    """Return what `find` does."""
+    """Return the checkpoint to continue, decided by rank 0; `find` checks that all see it."""
     check_resume_settings(config)
     out, resume, step = Path(config["out_dir"]), resume_mode(config), config["resume_from"]
 

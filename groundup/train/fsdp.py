@@ -129,7 +129,7 @@ def draw(model: Transformer) -> None:
             nn.Embedding(module.num_embeddings, module.embedding_dim)
     # Then the weights. Every rank draws whole ones and keeps its rows, one parameter at a time.
     for name, p in model.named_parameters():
-        whole = torch.ones(p.shape)
+        whole = torch.empty(p.shape)
         model.init_parameter(name, whole)
         put(p, whole)
 

@@ -384,7 +384,8 @@ def learning_rate_at(
         return min_lr + (peak - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
     if schedule == "linear":
         return peak + (min_lr - peak) * t
-    decay_begin = 1 - decay_fraction  # wsd
+    assert schedule == "wsd", schedule
+    decay_begin = 1 - decay_fraction
     if t <= decay_begin:
         return peak
     return peak + (min_lr - peak) * (t - decay_begin) / decay_fraction

@@ -95,7 +95,7 @@ class Saver:
     ) -> None:
         """Copy everything that a resume needs, and start to write it. Call ddp.flush() before.
 
-        ddp, opt: as for `restore`. extra: added to the training state, plain data and tensors.
+        ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: added to the training state, plain data and tensors.
         """
         # The copy before this one must be written: its memory is used again.
         self.wait()
@@ -105,9 +105,9 @@ class Saver:
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
+        copied = self.memory.copy(self._content(step, model, ddp, opt, scaler, extra or {}))
         # From here on training may change all tensors: the thread writes the copies, and reads of
         # the model only its architecture.
-        copied = self.memory.copy(self._content(step, model, ddp, opt, scaler, extra or {}))
         self.pending.append(self.pool.submit(self._write, step, model, copied))
         # A run that cannot save ends now, not at its second save.
         if not self.newest_step:
@@ -136,7 +136,7 @@ class Saver:
                 "config": self.config,
                 "data": self.data,
                 "step": step,
-                "n_steps": ddp.n_steps,
+                "n_steps": ddp.n_steps,  # updates: rl.py makes several in a step
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
                 "scaler": scaler.state_dict(),
@@ -176,20 +176,12 @@ class Saver:
         """Write a checkpoint, then note it in the log and update links."""
         final = self.out_dir / f"step_{step:06d}"
         self.memory.wait()
-        states = self._rank_states(copied["rank_state"])
-        problem = "a mistake in the code"
-        try:
-            if ranks.rank() == 0:
-                self._write_files(final, model, copied, states)
-            problem = ""
-        # What Python, torch, safetensors and we raise for a bad disk; others are bugs.
-        except (OSError, RuntimeError, SafetensorError, UserError) as error:
-            problem = reason_of(error)
-        finally:
-            # The other ranks send their states, also after an error on rank 0, and hear of it.
-            for _ in states:
-                pass
-            problem = ranks.gather_objects(problem, self.group)[0]
+        if ranks.rank() == 0:
+            problem = self._write_on_rank_0(final, model, copied)
+        else:
+            state = [copied["rank_state"]]
+            ranks.issue("send state", dist.send_object_list, state, 0, group=self.group)
+            problem = ranks.gather_objects("", self.group)[0]
 
         self.saved = not problem
         if problem:
@@ -201,6 +193,22 @@ class Saver:
         self.newest_step = step
         self.log.write("save", step, {"path": str(final)})
         self._tidy_now()
+
+    def _write_on_rank_0(self, final: Path, model: Transformer, copied: dict[str, dict]) -> str:
+        """Write a checkpoint and tell the other ranks. Return what went wrong, "" if nothing."""
+        states = self._rank_states(copied["rank_state"])
+        problem = "a mistake in the code"
+        try:
+            self._write_files(final, model, copied, states)
+            problem = ""
+        # What Python, torch, safetensors and we raise for a bad disk; others are bugs.
+        except (OSError, RuntimeError, SafetensorError, UserError) as error:
+            problem = reason_of(error)
+        finally:
+            for _ in states:  # the others send theirs, also after an error
+                pass
+            ranks.gather_objects(problem, self.group)
+        return problem
 
     def _write_files(
         self, final: Path, model: Transformer, copied: dict[str, dict], states: Iterator[dict]
@@ -220,11 +228,8 @@ class Saver:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
 
     def _rank_states(self, own: dict) -> Iterator[dict]:
-        """Yield on rank 0 the state of each rank; the others send theirs."""
+        """Yield the state of each rank, as they send it."""
         # One after the other: with PowerSGD each is as large as the gradients.
-        if ranks.rank() > 0:
-            ranks.issue("send state", dist.send_object_list, [own], 0, group=self.group)
-            return
         yield own
         for other in range(1, ranks.world_size()):
             state = [None]

@@ -293,7 +293,7 @@ def test_interrupted_while_a_row_is_placed(net, monkeypatch, where):
 
 def test_untouched_by_dropout_documents_and_training_and_leaves_all_alone():
     net = random_model(tiny_config(dropout=0.5)).train()
-    net.document_id = 7
+    net.delimiter_id = 7
     without = random_model(tiny_config()).eval()
     params = SamplingParams(max_new_tokens=20)
     texts = [[*prompt(4), 7, *prompt(3)], prompt(9)]
@@ -309,7 +309,7 @@ def test_untouched_by_dropout_documents_and_training_and_leaves_all_alone():
     assert all(module.training for module in net.modules())
     assert not any(module.training for module in without.modules())
     assert all(p.grad is None and p.requires_grad for p in net.parameters())
-    assert names == {name: p.data_ptr() for name, p in net.named_parameters()} and net.document_id == 7
+    assert names == {name: p.data_ptr() for name, p in net.named_parameters()} and net.delimiter_id == 7
 
 
 def test_blocks_compiled_for_training_run_as_written():

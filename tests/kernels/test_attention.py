@@ -436,7 +436,7 @@ def test_a_model_in_bfloat16_is_as_near_to_float32_as_by_torch(documents, monkey
     """Loss and gradients, eager and compiled."""
     net = random_model(tiny_config(n_kv_head=2))
     batch = random_ids(net.cfg, 2, 32), random_ids(net.cfg, 2, 32, seed=5)
-    net.document_id = 3 if documents else None
+    net.delimiter_id = 3 if documents else None
     with monkeypatch.context() as patch:
         patch.setattr(cpu_attention, "library", lambda: None)
         exact = loss_and_gradients(net, *batch, torch.float32)
