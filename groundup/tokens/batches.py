@@ -225,13 +225,12 @@ class Windows(NamedTuple):
 def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int) -> Windows:
     """Return the batch of the windows that start at starts[i] of data[i]."""
     pairs = list(zip(data, starts, strict=True))
-    rows = np.stack([split.window(int(start), block_size + 1) for split, start in pairs])
+    length = block_size + 1
+    rows = np.stack([split.window(int(start), length) for split, start in pairs])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
     # behind the last document of a packed row nothing is learned
-    starts_of_one = [(split, np.array([start])) for split, start in pairs]
-    ends = np.concatenate([
-        split.tokens_to_learn(one, block_size + 1) for split, one in starts_of_one
-    ])
+    one_by_one = [split.tokens_to_learn(np.array([start]), length) for split, start in pairs]
+    ends = np.concatenate(one_by_one)
     y[np.arange(block_size) >= ends[:, None] - 1] = IGNORE  # the first token is no target
     return Windows(torch.from_numpy(x), torch.from_numpy(y))
 
