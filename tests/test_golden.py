@@ -30,7 +30,7 @@ def check(found: list[list], golden: list[list]) -> None:
 @pytest.mark.parametrize("n_ranks", [1, 2])
 @pytest.mark.parametrize("trainer", record.DATA)
 def test_the_losses_are_the_recorded_ones(trainer, n_ranks, tmp_path):
-    """On one rank the last step comes after an evaluation."""
+    """On one rank the last step comes after an evaluation (not of rl.py)."""
     n_steps = 26 if n_ranks == 1 and trainer != "rl" else 6
     found = record.run(trainer, n_ranks, tmp_path / "run", n_steps, forks.run)
     found = [row for row in found if row[1] <= n_steps]  # one more: a step is not broken off

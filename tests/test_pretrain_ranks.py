@@ -68,7 +68,7 @@ MOVES = [  # new run, and the interrupted one that it continues
     "1 spread from 4 spread zero1", "2 spread zero1 adamw from 2 spread adamw",
     "1 spread powersgd from 2 spread powersgd",
     "2 spread clipped fsdp from 4 spread clipped fsdp", "1 spread clipped adamw from 4 spread clipped fsdp",
-    "2 spread fsdp from 2 spread adamw",
+    "4 spread fsdp from 2 spread adamw",
     "4 tree clipped zero1 forward from 2 tree clipped", "1 tree clipped from 2 tree clipped",
 ]  # fmt: skip
 SAME = {  # to the bit; tests/test_ddp_step.py has more combinations

@@ -356,7 +356,8 @@ def wait(child: int) -> int:
 
 @pytest.mark.slow
 def test_kill_at_every_moment_of_a_save(tmp_path: Path) -> None:
-    """Whatever the moment, the run has a whole checkpoint: the one before, or the new one; and the next save works."""
+    """Whatever the moment, the run has a whole checkpoint: the one before, or the new one. At every fourth moment: its
+    weights are right, and the next save works."""
     models, base = {step: tiny(step) for step in (1, 2, 3)}, tmp_path / "base"
     for step, loss in ((1, 1.0), (2, 2.0)):
         save(base, step, models[step], val_loss=loss, keep_last=1)
@@ -393,7 +394,8 @@ def test_kill_at_every_moment_of_a_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_at_every_moment_of_replacing_a_step(tmp_path: Path) -> None:
-    """The only checkpoint of a run is saved again: whenever it is killed, the old or the new one is found."""
+    """The only checkpoint of a run is saved again: whenever it is killed, the old or the new one is found. At every
+    fourth moment: a save that fails changes nothing, and the next one works."""
     old, new, base = tiny(1), tiny(2), tmp_path / "base"
     save(base, 7, old, keep_last=1)
     found, moment = [], 1
