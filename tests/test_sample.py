@@ -571,8 +571,8 @@ def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expecte
     assert header.split(" | ") == [f"{name:40}" for name in ("question", "expected")] + ["answer"]
     for i, (row, line) in enumerate(zip(rows, lines, strict=True)):
         question, expected, _, right = (cell.strip() for cell in line.split(" | "))
-        assert [question, expected] == [" ".join(row[key].split()) for key in ("question", "answer")]
-        assert right == ("wrong" if i == 2 else "right")
+        assert question == " ".join(row["question"].split())
+        assert (expected, right) == ("不对", "wrong") if i == 2 else right == "right"
     assert summary == f"{n - 1} of {n} answers are the expected ones"
 
 
@@ -783,7 +783,8 @@ def test_a_file_of_prompts_whose_answers_call_tools(runs, tmp_path, script):
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--init_from=tuned/chat", f"--tools={tmp_path / 'own.py'}", "--batch_size=1"]
     found = run(runs, *flags, f"--prompts={tmp_path / 'asked.jsonl'}", "--max_new_tokens=300")
-    assert found.out.startswith("right  2 + 3?  ->  It is 5.\nwrong  And?  ->  No.  (expected: Yes.)\n"), found
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in found.out.splitlines()]
+    assert rows[1:3] == [["2 + 3?", "It is 5.", "It is 5.", "right"], ["And?", "Yes.", "No.", "wrong"]], found
 
 
 def test_logprobs_are_printed_as_json(runs):

@@ -240,15 +240,14 @@ class RunLog:
                 how += ", without --resume=never --overwrite=True"
             elif saved and config["resume_from"]:
                 how += f", without --resume_from={config['resume_from']} --overwrite=True"
-            how = f"stopped by a signal after step {self.step}; {how}"
-        else:
-            how = f"saved in {out}, with a card, README.md; next: {next_command}"
+            self.print(f"stopped by a signal after step {self.step}; {how}")
         self.close()
         # A run that had nothing left to do keeps the card it has.
         if self.enabled and (self.step > self.steps_done or not (out / "README.md").exists()):
             self.write_card(script, config, data)
-        if stopped or saved:
-            self.print(how)  # the last line, after a tracker's own
+        if saved and not stopped:  # the last line, after a tracker's own
+            card = ", with a card, README.md" if is_of_a_run(out / "README.md") else ""
+            self.print(f"saved in {out}{card}; next: {next_command}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
         """Write README.md: how well, on what data, where, and how to repeat it."""

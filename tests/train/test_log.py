@@ -390,8 +390,7 @@ def test_a_line_that_a_full_disk_cut_short_costs_that_line_alone(tmp_path, capsy
     log, path = RunLog(str(tmp_path), 2, 2), tmp_path / "README.md"
     log.write_card(str(ROOT / "sft.py"), {"max_steps": 2}, [])
     assert "| val_loss | 2.5 | 2.5 | 2.5 |" in path.read_text(encoding="utf-8")
-    path.unlink()
-    path.mkdir()  # cannot be written over, by root either
+    path.with_suffix(".md.tmp").mkdir()  # cannot be written over, by root either
     log.write_card(str(ROOT / "sft.py"), {"max_steps": 2}, [])
     log.close()
     assert f"log: cannot write {path}" in capsys.readouterr().out
