@@ -11,6 +11,7 @@ line keeps its own answer.
 import contextlib
 import json
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from tokenizer import Tokenizer
 
 CELL = 40  # places of a cell of the table; a longer text is not cut
 # What an answer has beside the fields of its prompt
+CONTROL = re.compile("[\x7f-\x9f]")
 OWN_KEYS = ("index", "completions", "prompt_logprobs")
 
 # (prompt, whether it is a text to continue) -> ids
@@ -190,7 +192,9 @@ class Table:
     def __init__(self, settings: dict) -> None:
         self.settings = settings
         self.n_printed = 0
-        self.waiting: dict[int, str] = {}  # lines by number of the prompt, until those before come
+        # lines by number of the prompt, and whether they are rows, until those before come
+        self.waiting: dict[int, tuple[list[str], bool]] = {}
+        self.has_header = False
         self.n_expected, self.n_right = 0, 0
 
     def add(self, number: int, fields: dict, asked: str | list[dict], texts: list[str]) -> str:
@@ -204,19 +208,22 @@ class Table:
         self.n_right += right
 
         if expected:
-            lines = [row("question", "expected", "answer", "")] if number == 0 else []
             marks = ["right" if right else "wrong", *[""] * (len(texts) - 1)]
-            lines += [
+            lines = [
                 row(question, expected, text, mark) for text, mark in zip(texts, marks, strict=True)
             ]
         else:
             lines = [f"{one_line(question)}  ->  {one_line(text)}" for text in texts]
-        self.waiting[number] = "".join(f"{line}\n" for line in lines)
-        found = ""
+        self.waiting[number] = lines, bool(expected)
+        found = []
         while self.n_printed in self.waiting:
-            found += self.waiting.pop(self.n_printed)
+            lines, are_rows = self.waiting.pop(self.n_printed)
+            if are_rows and not self.has_header:
+                found.append(row("question", "expected", "answer", ""))
+                self.has_header = True
+            found += lines
             self.n_printed += 1
-        return found
+        return "".join(f"{line}\n" for line in found)
 
     def summary(self) -> str:
         if not self.n_expected:
@@ -230,7 +237,9 @@ def row(*cells: str) -> str:
     for cell in map(one_line, cells):
         wide = sum(unicodedata.east_asian_width(c) in "WF" for c in cell)
         padded.append(cell.ljust(CELL - wide))
-    return " | ".join(padded).rstrip(" |")
+    while padded and not padded[-1].strip():
+        padded.pop()
+    return " | ".join(padded).rstrip()
 
 
 def one_line(text: str) -> str:
@@ -264,8 +273,11 @@ def asked_of(fields: dict, settings: dict) -> str | list[dict]:
 
 
 def json_line(value: dict) -> str:
-    """Return one line of JSON that UTF-8 can encode: half a surrogate pair keeps its escape."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
+    """Return one line of JSON that UTF-8 can encode: half a surrogate pair keeps its escape.
+
+    So do control characters that a terminal would obey and JSON leaves alone."""
+    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 def answer_fields(

@@ -472,7 +472,12 @@ def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int
     # config.py repeats the run, but must not delete it, so overwrite is False there. A run that is
     # complete keeps its own, because no step would have the new settings.
     is_done = resumed and step_of(resumed) >= (max_steps or config["max_steps"])
-    if not (is_done and (out / "config.py").exists()):
+    own = out / "config.py"
+    if own.exists() and not is_of_a_run(own):
+        print(
+            f"config: {own} was not written by a run; it stays, and this run has none", flush=True
+        )
+    elif not (is_done and own.exists()):
         again = recorded | {"resume": "auto", "resume_from": 0, "overwrite": False}
         command = f"python {Path(script).name} {out}/config.py"
         write_config(again, f"{out}/config.py", command)

@@ -217,5 +217,5 @@ def describe(
         speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
         lines.append(f"time        {note}{clock(seconds)} {speed}")
     else:
-        lines.append("time        not known on a CPU; the lines of the first steps have an eta")
+        lines.append("time        not known without --peak_tflops; each line of the log has an eta")
     return "\n".join(lines)

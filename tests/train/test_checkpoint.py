@@ -844,6 +844,8 @@ def test_a_file_of_ones_own_beside_a_log_is_neither_replaced_nor_deleted(tmp_pat
         for changes in ({}, flags) if out != begun else (flags,):
             assert f"{out} holds {name!r}, which no run made" in config_error(out, **changes)
     assert find(begun) == begun / "step_000003"
+    checkpoint.make_run_dir(settings(begun), "pretrain.py", begun / "step_000003")
+    assert (begun / name).read_text(encoding="utf-8") == "mine"
 
 
 def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monkeypatch) -> None:
