@@ -196,8 +196,11 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 
 
 def has_all(row: dict, known: RowFormat) -> bool:
-    found = map(row.get, known.keys.split(","))
-    return not any(value is None or value == "" for value in found)
+    for key in known.keys.split(","):  # all() takes three times as long
+        value = row.get(key)
+        if value is None or value == "":
+            return False
+    return True
 
 
 def rename(row: dict) -> dict:
