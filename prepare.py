@@ -94,7 +94,12 @@ max_bad_fraction = 0.0  # exit with status 1 if a larger share of bytes or recor
 verify = ""  # check every byte of this prepared directory, and stop
 overwrite = False  # replace an out_dir that was made with other inputs or settings
 
-VERSION = 12  # of the output; a directory of another version differs
+VERSION = 13  # of the output; a directory of another version differs
+NEXT = {
+    "text": "python pretrain.py --data_dir=",
+    "chat": "python sft.py --init_from=MODEL --data=",
+    "preference": "python dpo.py --init_from=MODEL --data=",
+}
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 
 
@@ -307,7 +312,8 @@ def make_out_dir(
         write_config(again, str(work / "out" / "config.py"), command=command)
         prepared_dir.publish(work, out_dir)
         report.print_report(manifest, time.perf_counter() - start)
-    print(f"prepare: {out_dir} is {'done' if why else 'up to date'}")
+    state = "done" if why else "up to date"
+    print(f"prepare: {out_dir} is {state}, with report.md; next: {NEXT[recipe.kind]}{out_dir}")
     return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
 
 

@@ -31,9 +31,9 @@ from groundup.errors import UserError
 from groundup.generate.answers import Answers, Draw, Rank
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat, converse, show
-from groundup.generate.completion import never_sampled, prompt_ids
-from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, generate_each
+from groundup.generate.completion import generate_each, never_sampled, prompt_ids
+from groundup.generate.decode import for_inference, to_int8
+from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import ToolAnswers, Tools, check_template
@@ -270,7 +270,8 @@ if __name__ == "__main__":
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
-    model = to_int8(model) if weights == "int8" else model
+    if weights == "int8":  # laid out here, so that the rounded matrices are not held beside
+        model = for_inference(to_int8(model), torch_dtype)
     ranker = None
     if reward_dir:
         judge = reward_model.load(reward_dir, torch_device, torch_dtype)

@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
 
 import asyncio
 import contextlib
+import json
 import queue
 import re
 import secrets
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -42,30 +43,25 @@ from configurator import configure
 from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.generate import page
-from groundup.generate.completion import Request, Sample, Token, check, never_sampled
+from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine
+from groundup.generate.engine import Engine, Request, Sample, Token, check
 from groundup.generate.http import (
     KEEP_S,
     THIS_MACHINE,
-    CancelOnDisconnect,
     Guard,
     Metrics,
     bounded_protocol,
     error_response,
-    or_disconnect,
-    read_body,
-    sse,
 )
+from groundup.generate.openai_answer import Choice, Event, Job
 from groundup.generate.openai_format import (
-    Choice,
     ParsedRequest,
     Refused,
     encode,
     parse,
     shown_messages,
     template_settings,
-    usage,
 )
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
@@ -101,76 +97,9 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16
 weights = "full"  # full | int8 (matrices rounded to 8 bits: faster on a CPU)
 compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start takes 20 s longer
 
+BODY_S = 20  # for a client to send its body
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
-
-# A token of a sample, or instead of its last token a turn that called the server's tools with the
-# request that goes on.
-Event = tuple[Sample, Token | tuple[ToolTurn, Request]] | Exception
-
-
-class Job:
-    """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and the
-    choices that they become (n for each prompt).
-
-    Its samples count in `metrics.samples` from here on, each until it has ended. All methods but
-    `send` are called in the server's thread."""
-
-    def __init__(self, asked: ParsedRequest, metrics: Metrics) -> None:
-        self.asked, self.metrics = asked, metrics
-        self.left = asked.n_samples
-        metrics.samples += self.left
-        self.loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.n_new = 0
-
-    def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
-        self.requests, n = requests, self.asked.n
-        self.n_prompt = sum(len(request.ids) for request in requests)
-        each = enumerate(request for request in requests for _ in range(n))
-        self.choices = [Choice(tokenizer, self.asked, i, request) for i, request in each]
-        self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
-
-    def send(self, event: Event) -> None:
-        """Called by the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
-            self.loop.call_soon_threadsafe(self.receive, event)
-
-    def receive(self, event: Event) -> None:
-        if not isinstance(event, Exception) and event[1].finish:
-            self.give_back(1)
-        self.events.put_nowait(event)
-
-    def go_on(self, request: Request) -> None:
-        """Take the request of a further turn, of one sample."""
-        self.requests.append(request)
-        self.left += 1
-        self.metrics.samples += 1
-
-    def give_back(self, n_samples: int) -> None:
-        n_samples = min(n_samples, self.left)
-        self.left -= n_samples
-        self.metrics.samples -= n_samples
-
-    def choices_of(self, sample: Sample) -> list[Choice]:
-        """Return the choices of a sample: greedy ones are copies."""
-        first = self.firsts[sample.request] + sample.index
-        return self.choices[first : first + self.asked.n // self.asked.params.n]
-
-    def push(self, sample: Sample, token: Token | tuple[ToolTurn, Request]) -> list[dict]:
-        """Take a token, or a turn with the request that follows; return what a stream says of it."""
-        chosen = self.choices_of(sample)
-        self.n_new += 0 if self.asked.scores_only else len(chosen)
-        if isinstance(token, Token):
-            said = [choice.push(token) for choice in chosen]
-            return [one for one in said if one]
-        turn, request = token
-        self.firsts[request] = chosen[0].index
-        self.n_prompt += len(turn.ids)
-        return [choice.go_on(turn, request) for choice in chosen]
-
-    def usage(self) -> dict:
-        return usage(self.n_prompt, self.n_new)
 
 
 class Model(threading.Thread):
@@ -528,20 +457,77 @@ class Server:
         yield "data: [DONE]\n\n"
 
 
+async def read_body(http: Any, max_kb: int) -> bytes:
+    """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
+    whole."""
+    from starlette.requests import ClientDisconnect
+
+    most = 1024 * max_kb
+    # A page of another site may send a form without asking, but not this type.
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        what = "send the body as JSON, with the header Content-Type: application/json"
+        raise Refused(400, what)
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in http.stream():
+                raw += chunk
+                if len(raw) > most:
+                    raise Refused(413, f"the body is larger than {most:,} bytes")
+    except TimeoutError:
+        raise Refused(408, f"the body did not come within {BODY_S} s") from None
+    except ClientDisconnect:
+        raise Refused(400, "the client went away") from None
+    return bytes(raw)
+
+
+class CancelOnDisconnect:
+    """A stream that ends when its client goes away, also while it waits for a token."""
+
+    def __init__(self, response: Any, cancelling: contextlib.AbstractContextManager) -> None:
+        self.response, self.cancelling = response, cancelling
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        with self.cancelling:
+            await or_disconnect(self.response.stream_response(send), receive)
+
+
+async def or_disconnect(work: Awaitable, receive: Any) -> Any:
+    """Return what `work` does, None if the client goes away before."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sse(body: dict) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+# ---- the start ------------------------------------------------------------------------------------
+
+
 def directories(value: str) -> dict[str, Path]:
     """Return the checkpoint of each name: "a=out/sft,b=out/dpo", or one directory, which gives
     the name of its run."""
     if "=" not in value:
         value = value or str(checkpoint.newest_run())
         return {Path(value).absolute().name: checkpoint.resolve(value)}
-    pairs = [part.strip().partition("=") for part in value.split(",")]
-    if not all(name and path for name, _, path in pairs) or len({pair[0] for pair in pairs}) < len(
-        pairs
-    ):
-        raise UserError(
-            f"serve: init_from={value!r} must be a directory or NAME=DIR,NAME=DIR with names that differ"
-        )
-    return {name: checkpoint.resolve(path) for name, _, path in pairs}
+    pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
+    if not all(map(all, pairs)) or len(dict(pairs)) < len(pairs):
+        what = "must be a directory or NAME=DIR,NAME=DIR with names that differ"
+        raise UserError(f"serve: init_from={value!r} {what}")
+    return {name: checkpoint.resolve(path) for name, path in pairs}
 
 
 def origins_of(value: str) -> list[str]:
@@ -557,13 +543,11 @@ def check_config(config: dict) -> None:
     for origin in origins_of(config["cors_origins"]):
         # A browser sends it without a path
         if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
-            raise UserError(
-                f"serve: cors_origins must be like https://a.example, without a path, got {origin!r}"
-            )
+            what = f"must be like https://a.example, without a path, got {origin!r}"
+            raise UserError(f"serve: cors_origins {what}")
     if config["host"] not in THIS_MACHINE and not config["api_key"] and not config["insecure"]:
-        raise UserError(
-            f"serve: host={config['host']} lets other machines in; give --api_key=SECRET, or --insecure=True"
-        )
+        what = f"host={config['host']} lets other machines in"
+        raise UserError(f"serve: {what}; give --api_key=SECRET, or --insecure=True")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -616,3 +600,6 @@ if __name__ == "__main__":
         uvicorn.Server(how).run(sockets=[listening])
     except KeyboardInterrupt:  # uvicorn has let the answers under way come to their end
         print("serve: stopped", file=sys.stderr)
+    finally:
+        if toolbox:  # the thread that waits for a tool would hold up the end
+            toolbox.close()

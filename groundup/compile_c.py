@@ -6,12 +6,15 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from groundup.files.untrusted import crc32_of
+
+COMPILE_S = 120  # at most; it takes a second
 
 
 def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
@@ -41,11 +44,27 @@ def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
             # Several processes may compile at the same time: write under a name of our own.
             new = cache / f"{start}.{os.getpid()}.tmp"
             command += ["-o", str(new)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            run(command)
             library = new.replace(cache / f"{start}-{crc32_of(new):08x}.so")
             return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
             return None
+
+
+def run(command: list[str]) -> None:
+    """Run a compiler. What it has started ends with it, also when it takes too long."""
+    nowhere = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    try:
+        status = process.wait(COMPILE_S)
+    except BaseException:  # the time is over, or Ctrl-C
+        if os.name == "posix":
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        raise
+    if status:
+        raise subprocess.CalledProcessError(status, command)
 
 
 def cache_directory(fallback: Path) -> Path:

@@ -20,7 +20,7 @@ import ddp
 from groundup.train.log import RunLog
 
 ROOT = Path(__file__).parent.parent
-STOP = 5  # a signal stops the runs that are to be interrupted after this step, where no save is due
+STOP = 3  # a signal stops the runs that are to be interrupted after this step, where no save is due
 Jobs = list[tuple[list[str], bool]]  # flags, and whether it is to be interrupted
 
 

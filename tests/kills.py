@@ -1,11 +1,12 @@
 """kill -9 at a random file operation of a run, then the same command again: nothing may differ.
 
-python tests/kills.py --kills=190               # over all KINDS of runs; about ten minutes on a core
+python tests/kills.py --kills=240               # over all KINDS of runs; about ten minutes on a core
 python tests/kills.py --kills=5 --kinds=rl_ppo,dpo_2 --seed=7
 
 A run that was killed and continued must leave what one without a kill leaves: the same steps with
 the same weights and training state, to the bit, the same losses in the log, and the same links.
-With several ranks either dies, while rank 0 works on its files. test_kills.py does a few of these.
+With several ranks either dies, while rank 0 works on its files. prepare.py and tokenizer.py must
+leave the same files, and nothing beside them. test_kills.py does a few of these.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 OUT = Path("out")  # of each run, in a directory of its own: so all have the same settings
+WORK = Path(".out")  # prepare.py and tokenizer.py work in directories beside OUT, whose names begin so
 MOMENTS = Path("moments")  # how many file operations a run has made so far
 
 # ---- the runs --------------------------------------------------------------------------------------------------------
@@ -44,6 +46,8 @@ TRAINERS = {
     "reward": PAIRS,
     "rl": f"{TUNED} --data={GOLDEN}/data/rl.jsonl --reward={ROOT}/config/debug_rl.py:_brief --max_new_tokens=8 "
     "--prompts_per_step=2 --group_size=4 --batch_size=4 --eval_prompts=4 --value_learning_rate=1e-2",
+    "prepare": "--workers=1 --val_fraction=0.1",
+    "tokenizer": f"--input={ROOT}/docs/*.md --vocab_size=512",
 }
 # {name: (trainer, number of ranks, flags)}
 KINDS = {
@@ -66,6 +70,11 @@ KINDS = {
     "rl_lora": ("rl", 1, "--trainable=lora"),
     "rl_ppo": ("rl", 1, "--algorithm=ppo --normalise_rewards=True"),
     "rl_ppo_2": ("rl", 2, "--algorithm=ppo --zero1=True"),
+    "prepare": ("prepare", 1, f"--input={ROOT}/docs/*.md --vocab_size=512 --near=0.8"),
+    "prepare_chat": ("prepare", 1, f"--kind=chat --input={GOLDEN}/data/chat.jsonl --tokenizer_dir={GOLDEN}/model"),
+    "prepare_pairs": ("prepare", 1, f"--kind=preference --input={GOLDEN}/data/pairs.jsonl"),
+    "tokenizer_bpe": ("tokenizer", 1, ""),
+    "tokenizer_sentencepiece": ("tokenizer", 1, "--backend=sentencepiece"),
 }
 
 
@@ -89,19 +98,22 @@ def start(run: Callable, kind: str, folder: Path, moment: int = 0, victim: int =
 TOUCH = ("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
 
 
-def kill_at(moment: int, victim: int) -> None:
-    """Have rank 0 count what it does to files of OUT, and kill the victim just before the moment, or in a write."""
+def kill_at(moment: int, victim: int) -> Callable[[], int]:
+    """Have rank 0 count what it does to files of OUT, and kill the victim just before the moment, or in a write.
+
+    Return a function that tells the count so far."""
     rank = int(os.environ.get("RANK", 0))
     Path(f"pid{rank}").write_text(str(os.getpid()), encoding="utf-8")
     if rank:
-        return
-    inside, n_seen, plain_open = str(OUT.absolute()), 0, builtins.open
+        return lambda: 0
+    inside, n_seen, plain_open = (str(OUT.absolute()), str(WORK.absolute())), 0, builtins.open
 
     def next_moment(write_half: Callable = lambda: None) -> None:
         nonlocal n_seen
         n_seen += 1
         if n_seen == moment:
-            write_half()
+            if victim == 0:  # else this rank goes on, and writes the whole
+                write_half()
             os.kill(int(Path(f"pid{victim}").read_text(encoding="utf-8")), signal.SIGKILL)
 
     def hook(event: str, args: tuple) -> None:
@@ -122,8 +134,7 @@ def kill_at(moment: int, victim: int) -> None:
 
     sys.addaudithook(hook)
     builtins.open = io.open = counted_open
-    # the number of moments, for a run that is not killed
-    exit_now, sys.exit = sys.exit, lambda code=0: (MOMENTS.write_text(str(n_seen), encoding="utf-8"), exit_now(code))
+    return lambda: n_seen
 
 
 # ---- what a run leaves -----------------------------------------------------------------------------------------------
@@ -138,6 +149,9 @@ def left(out: Path) -> dict[str, Any]:
     """Return what must not depend on a kill, by a name for messages."""
     from groundup.train import checkpoint
 
+    if not (out / "log.jsonl").exists():  # of prepare.py or tokenizer.py
+        beside = [path.name for path in out.parent.glob(f"{WORK}*")]
+        return {"beside": beside} | {path.name: path.read_bytes() for path in out.iterdir()}
     found: dict[str, Any] = {"files": sorted(path.name for path in out.iterdir() if path.name != ".lock")}
     for link in ("latest", "best", "best2"):
         found[link] = os.readlink(out / link)
@@ -221,10 +235,14 @@ def main() -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["inside"]:
-    kill_at(int(sys.argv[2]), int(sys.argv[3]))
+    n_moments = kill_at(int(sys.argv[2]), int(sys.argv[3]))
     sys.argv = sys.argv[4:]
     sys.path[0] = str(ROOT)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        if count := n_moments():
+            MOMENTS.write_text(str(count), encoding="utf-8")
 elif __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     main()

@@ -13,7 +13,7 @@ from test_page import ask
 from test_sample import save_run
 from test_serve import serving
 
-from groundup.generate.completion import Token
+from groundup.generate.engine import Token
 from groundup.generate.tools import ToolTurn
 from groundup.tokens.pairs import read_pair
 

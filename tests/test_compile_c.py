@@ -31,7 +31,7 @@ def test_a_library_is_compiled_once_for_each_source(source, monkeypatch):
     (first,) = kept(source)
     assert first.parent.stat().st_mode & 0o777 == 0o700
     with monkeypatch.context() as patch:
-        patch.setattr(module.subprocess, "run", None)  # a second compilation would fail
+        patch.setattr(module, "run", None)  # a second compilation would fail
         assert compile_c(source).number() == 1
     source.write_text("int number(void) { return 2; }", encoding="utf-8")
     assert compile_c(source).number() == 2 and len(kept(source)) == 2
@@ -86,3 +86,15 @@ def test_nothing_is_taken_from_where_others_may_write(source):
 def test_what_does_not_compile_is_none_and_leaves_nothing(source):
     source.write_text("int number(void) { return", encoding="utf-8")
     assert compile_c(source) is None and not kept(source)
+
+
+def test_a_compiler_that_takes_too_long_ends_with_all_that_it_has_started(source, monkeypatch, tmp_path):
+    pid, fake = tmp_path / "pid", tmp_path / "bin/gcc"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\nsleep 100 & echo $! > {pid}\nwait\n", encoding="utf-8")
+    fake.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(module, "COMPILE_S", 0.5)
+    assert compile_c(source) is None
+    child = Path("/proc", pid.read_text(encoding="utf-8").strip(), "stat")
+    assert not child.exists() or child.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"

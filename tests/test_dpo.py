@@ -557,7 +557,7 @@ def test_half_precision_starts_at_ln_2(run, tmp_path):
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
-ONE_STEP = ["--total_batch_pairs=8", "--batch_size=2", "--max_steps=4", "--save_every=2", "--eval_every=2"]
+ONE_STEP = ["--total_batch_pairs=8", "--batch_size=2", "--max_steps=2", "--save_every=2", "--eval_every=2"]
 RANK_CASES = {
     "all": [],
     "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
@@ -576,7 +576,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
         return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
-    flags = ["--max_steps=7", "--trainable=embed,lm_head"]
+    flags = ["--max_steps=4", "--trainable=embed,lm_head"]
     jobs += [job("straight", flags, False), job("stopped", flags, True)]
     for part in (jobs, [job("stopped", flags, False)]):
         run_on_ranks(2, "dpo.py", part, folder)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import model
 from groundup.errors import UserError
+from groundup.generate.completion import generate
 from groundup.generate.decode import for_inference
-from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.attention import Layout, attention
 from groundup.tokens.training import train

@@ -29,7 +29,7 @@ from configurator import is_key
 from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import inputs, select, unit
+from groundup.text import inputs, report, select, unit
 from groundup.text.workers import wait_for_workers
 from groundup.tokens.token_writer import verify, write_record
 from groundup.tokens.training import train
@@ -297,8 +297,8 @@ def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_w
             self.vocab_size = 512
 
     pieces = [select.Piece(0, "One.\n\n", True), select.Piece(1, "Two", False)]
-    ids, n_bytes = select.ids_of(pieces, None, Spaced(), tmp_path / "ids")
-    assert ids.tolist() == Spaced().encode("One.\n\nTwo") and n_bytes == 9
+    assert select.write_ids(pieces, None, Spaced(), tmp_path / "ids") == 9
+    assert np.fromfile(tmp_path / "ids", np.uint16).tolist() == Spaced().encode("One.\n\nTwo")
 
 
 def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
@@ -643,6 +643,32 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
     verify(tmp_path / "out")
 
 
+def test_a_damaged_file_of_a_unit_is_one_line(tmp_path, tok, monkeypatch):
+    path, real = write_jsonl(tmp_path / "x.jsonl", texts(50)), prepare.tokenize_units
+
+    def damaged(units, *args):
+        units[0].file(args[-1], "json").write_bytes(b"\0" * 99)
+        real(units, *args)
+
+    monkeypatch.setattr(prepare, "tokenize_units", damaged)
+    with pytest.raises(UserError, match=r"000000.json is damaged: .*; run again"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    monkeypatch.undo()
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0
+
+
+def test_the_manifest_does_not_grow_with_the_number_of_files(tmp_path, tok, monkeypatch):
+    monkeypatch.setattr(report, "SHOWN_FILES", 5)
+    sizes = []
+    for n in (9, 90):
+        for k in range(n):
+            (tmp_path / f"{k}.txt").write_bytes(f"The text of file {k}.".encode() if k % 2 else b"\0")
+        assert run(tmp_path / f"out{n}", input=f"{tmp_path}/*.txt", tokenizer_dir=tok, near=0.0) == 1
+        sizes.append((tmp_path / f"out{n}" / "manifest.json").stat().st_size)
+        assert len(inputs.read(tmp_path / f"out{n}")) == n
+    assert sizes[1] < sizes[0] + 100
+
+
 def test_every_input_is_opened_twice(tmp_path, tok, monkeypatch):
     """Once to look at it, once to read it; its sha256 is taken while it is read."""
     for i, text in enumerate(texts(30)):
@@ -692,6 +718,9 @@ def test_an_input_that_changes_meanwhile_is_an_error(tmp_path, tok, monkeypatch)
         return inspect_units(*args)
 
     monkeypatch.setattr(prepare, "inspect_units", slow)
+    with pytest.raises(UserError, match="x.jsonl changed while it was read"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    monkeypatch.setattr(prepare, "inspect_units", lambda *args: (inspect_units(*args), path.unlink())[0])
     with pytest.raises(UserError, match="x.jsonl changed while it was read"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     assert not (tmp_path / "out").exists()
@@ -785,7 +814,7 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
     for said in ("done", "up to date"):
         assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
         out = capsys.readouterr().out
-        assert f"out is {said}\nprepare: " in out and " are lost, in 2 of 4 files: " in out
+        assert f"out is {said}, with report.md; next: " in out and " are lost, in 2 of 4 files: " in out
         assert f"{source}/latin.txt (7 bytes)" in out and f"{source}/torn.jsonl.gz (" in out
         assert f"prepare: 2 of 4 files could not be read: {source}/broken.txt, {source}/latin.txt" in out
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]

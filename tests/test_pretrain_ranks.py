@@ -30,9 +30,9 @@ from tokenizer import Tokenizer
 data_dir, run, mixed = tp.data_dir, tp.run, tp.mixed
 pytestmark = pytest.mark.dist
 
-STEPS = 6
-COMMON = ["--n_layer=3", "--dropout=0.1", f"--max_steps={STEPS}", "--save_every=3"]  # 5 buckets, see jobs.py
-COMMON += ["--eval_every=4", "--eval_steps=1", "--timeout_s=200", "--peak_tflops=1", "--warmup_steps=2"]
+STEPS = 4
+COMMON = ["--n_layer=3", "--dropout=0.1", f"--max_steps={STEPS}", "--save_every=2"]  # 5 buckets, see jobs.py
+COMMON += ["--eval_every=3", "--eval_steps=1", "--timeout_s=200", "--peak_tflops=1", "--warmup_steps=1"]
 OPTIONS = {  # a run is named by the number of its ranks and these words; Muon unless AdamW is said
     "half": ["--dtype=float16", "--batch_size=1", "--grad_clip=0.5"],  # a GradScaler; 2 micro-steps
     "float": ["--dtype=float32", "--batch_size=2", "--grad_clip=0"],
@@ -47,7 +47,7 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "recompute": ["--activation_checkpointing=True"],
     "still": ["--dropout=0"],  # compiled, dropout draws other numbers
     "compiled": ["--compile=True"],
-    "long": ["--max_steps=20", "--save_every=5"],
+    "long": ["--max_steps=15", "--save_every=4"],
     "fsdp": ["--parallel=fsdp", "--optimizer=adamw"],
     "tree": ["--reproducible=True", "--dtype=bfloat16", "--batch_size=1", "--total_batch_tokens=256"],
     "clipped": ["--grad_clip=0.1", "--activation_checkpointing=True", "--tie_embeddings=False"],
@@ -66,9 +66,9 @@ STRAIGHT_ONLY = [
 ]  # fmt: skip
 MOVES = [  # new run, and the interrupted one that it continues
     "1 spread from 4 spread zero1", "2 spread zero1 adamw from 2 spread adamw",
-    "4 spread powersgd from 2 spread powersgd", "1 spread powersgd from 2 spread powersgd",
+    "1 spread powersgd from 2 spread powersgd",
     "2 spread clipped fsdp from 4 spread clipped fsdp", "1 spread clipped adamw from 4 spread clipped fsdp",
-    "4 spread fsdp from 2 spread adamw",
+    "2 spread fsdp from 2 spread adamw",
     "4 tree clipped zero1 forward from 2 tree clipped", "1 tree clipped from 2 tree clipped",
 ]  # fmt: skip
 SAME = {  # to the bit; tests/test_ddp_step.py has more combinations
@@ -134,8 +134,8 @@ def assert_same_ranks(a: Path, b: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupted_run_ends_like_a_straight_one(runs, name):
-    """SIGTERM to one rank after step 5; other processes go on from there."""
-    assert [event["step"] for event in tp.events(runs / "broken" / name, "save")] == [3, STOP, STEPS]
+    """SIGTERM to one rank after step 3; other processes go on from there."""
+    assert [event["step"] for event in tp.events(runs / "broken" / name, "save")] == [2, STOP, STEPS]
     assert_same_ranks(runs / "straight" / name, runs / "broken" / name)
 
 
@@ -175,7 +175,7 @@ def test_fsdp_trains_like_ddp(runs, name, plain, rel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "whole", "first"), [
-    ("2 half powersgd", "2 half", 3), ("2 float backward zero1 fp16", "2 float zero1", 1),
+    ("2 half powersgd", "2 half", 2), ("2 float backward zero1 fp16", "2 float zero1", 1),
 ])  # fmt: skip
 def test_compression_changes_a_little(runs, name, whole, first):
     """Only after the first compressed step; PowerSGD sends those of the warm-up whole."""

@@ -604,7 +604,7 @@ def test_a_kill_leaves_no_settings_of_other_answers(base, tmp_path, monkeypatch,
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
-ONE_STEP = ["--total_batch_pairs=8", "--batch_size=2", "--max_steps=4", "--save_every=2", "--eval_every=2"]
+ONE_STEP = ["--total_batch_pairs=8", "--batch_size=2", "--max_steps=2", "--save_every=2", "--eval_every=2"]
 RANK_CASES = {
     "all": ["--center=0.01"],
     "lora zero1": ["--trainable=lora", "--zero1=True"],
@@ -682,9 +682,10 @@ def test_a_gpu_trains_as_a_cpu_does(run, tmp_path, compiled):
 
 @pytest.mark.slow
 def test_the_debug_run_learns(run, tmp_path, monkeypatch):
-    """As it is shipped; the longer answer is not the better one."""
+    """Its first half; the longer answer is not the better one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["reward.py", str(ROOT / "config/debug_reward.py"), "--out_dir=debug"])
+    flags = ["--out_dir=debug", "--max_steps=30", "--eval_every=30"]
+    monkeypatch.setattr(sys, "argv", ["reward.py", str(ROOT / "config/debug_reward.py"), *flags])
     with pytest.raises(SystemExit, match="^0$"):
         runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
     first, *_, last = tp.events(tmp_path / "debug", "eval")

@@ -55,7 +55,7 @@ FLAGS += [
     "--value_learning_rate=1e-3",
     "--warmup_steps=0",
     "--val_fraction=0.2",
-    "--eval_prompts=6",
+    "--eval_prompts=2",
 ]
 RULES = '''
 def brief(prompt, answer, row):
@@ -433,7 +433,7 @@ def test_rewards_rise(run, base, tmp_path, flags):
 
 @pytest.mark.slow
 def test_the_kl_coefficient_holds_the_policy_near_the_reference(run, tmp_path):
-    common = ["--max_steps=12", "--prompts_per_step=8", "--eval_every=12", "--eval_prompts=1"]
+    common = ["--max_steps=7", "--prompts_per_step=8", "--eval_every=7", "--eval_prompts=1"]
     for coef in (1e-6, 1.0):
         assert run(*common, f"--kl_coef={coef}", f"--out_dir={tmp_path / str(coef)}") == 0
     free, held = (column(tmp_path / name, "train", "kl_answer")[-1] for name in ("1e-06", "1.0"))
@@ -505,6 +505,7 @@ def test_half_precision_trains(run, tmp_path):
             "--max_steps=1",
             "--eval_prompts=1",
             "--algorithm=ppo",
+            "--prompts_per_step=2",
             f"--out_dir={tmp_path / kind}",
         ]
         assert run(*flags, "--epochs_per_step=2") == 0
@@ -554,13 +555,13 @@ RESUMED = {
 def test_a_run_continues_to_the_bit(run, tmp_path, name):
     """From the checkpoint of step 2, which is all that is left of a run."""
     straight, left = tmp_path / "straight", tmp_path / "left"
-    common = [*RESUMED[name], "--max_steps=5", "--save_every=2", "--eval_every=3", "--keep_last=0"]
+    common = [*RESUMED[name], "--max_steps=4", "--save_every=2", "--eval_every=3", "--keep_last=0"]
     assert run(*common, f"--out_dir={straight}") == 0
     shutil.copytree(
         straight,
         left,
         symlinks=True,
-        ignore=shutil.ignore_patterns("step_000004", "step_000005", "*est*"),
+        ignore=shutil.ignore_patterns("step_000004", "*est*"),
     )
     assert run(*common, f"--out_dir={left}", "--resume=must") == 0
     assert_same_run(straight, left)
@@ -569,7 +570,7 @@ def test_a_run_continues_to_the_bit(run, tmp_path, name):
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_bit(base, tmp_path):
     """kill -9 at a random moment after the first save."""
-    common = [*RESUMED["ppo"], "--max_steps=6", "--save_every=2", "--eval_every=6"]
+    common = [*RESUMED["ppo"], "--max_steps=4", "--save_every=2", "--eval_every=4"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(out: Path) -> subprocess.Popen:
@@ -608,7 +609,7 @@ def test_a_resume_of_something_else_is_refused(run, base, tmp_path):
 
 # ---- ranks ---------------------------------------------------------------------------------------
 
-STEPS = ["--max_steps=3", "--save_every=2", "--eval_every=3"]
+STEPS = ["--max_steps=2", "--save_every=2", "--eval_every=2"]
 RANK_CASES = {
     "grpo": ["--minibatches=2", "--epochs_per_step=2", "--scale_rewards=group"],
     "dr_grpo zero1": [
@@ -639,7 +640,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
         return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), STEPS)), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
-    flags = ["--max_steps=6", *RANK_CASES["ppo"]]
+    flags = ["--max_steps=4", *RANK_CASES["ppo"]]
     jobs += [job("straight", flags, False), job("stopped", flags, True)]
     for part in (jobs, [job("stopped", flags, False)]):
         run_on_ranks(2, "rl.py", part, folder)
@@ -690,15 +691,15 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
         two_ranks / "straight",
         tmp_path / "out",
         symlinks=True,
-        ignore=shutil.ignore_patterns("step_000006", "*est*"),
+        ignore=shutil.ignore_patterns("step_000004", "*est*"),
     )
-    flags = ["--max_steps=6", "--resume=must", *RANK_CASES["ppo"]]
+    flags = ["--max_steps=4", "--resume=must", *RANK_CASES["ppo"]]
     assert run(*tp.flags_with_defaults(tuple(flags), STEPS)) == 0
     for key in ("loss", "value_loss", "reward", "kl_answer"):
         mine, theirs = (
             column(out, "train", key) for out in (tmp_path / "out", two_ranks / "straight")
         )
-        assert len(mine) == 6 and mine[-2:] == pytest.approx(theirs[-2:], rel=2e-3, abs=1e-5), key
+        assert len(mine) == 4 and mine[-2:] == pytest.approx(theirs[-2:], rel=2e-3, abs=1e-5), key
 
 
 # ---- a teacher -----------------------------------------------------------------------------------
@@ -708,7 +709,7 @@ TAUGHT = ["--reward=", "--unfinished_reward=0", "--kl_coef=1", "--learning_rate=
 
 def test_a_student_comes_close_to_its_teacher_without_a_reward(run, base, tmp_path):
     """With a teacher of even probabilities the divergence is log(V) minus the entropy."""
-    flags = [*TAUGHT, f"--teacher={base / 'teacher'}", "--max_steps=12", "--eval_every=12"]
+    flags = [*TAUGHT, f"--teacher={base / 'teacher'}", "--max_steps=8", "--eval_every=8"]
     flags += ["--schedule=constant", "--prompts_per_step=8"]
     assert run(*flags) == 0
     first, last = column(tmp_path / "out", "eval", "kl_teacher")
@@ -737,16 +738,16 @@ def test_a_run_with_tools_goes_on_to_the_bit(run, base, tmp_path, monkeypatch, f
         monkeypatch.setattr(module, "read_calls", read_calls)
     (tmp_path / "own.py").write_text(DOUBLE)
     flags = [*flags, f"--tools={tmp_path / 'own.py'}", "--block_size=640", "--max_new_tokens=60"]
-    flags += ["--save_every=2", "--max_steps=4", "--group_size=2", "--prompts_per_step=2"]
+    flags += ["--save_every=1", "--max_steps=2", "--group_size=2", "--prompts_per_step=2"]
     assert run(*flags) == 0
     out = tmp_path / "out"
     assert any(column(out, "train", "calls")) and max(column(out, "train", "turns")) > 1
     assert min(column(out, "train", "turns")) >= 1
     want = column(out, "train", "loss"), column(out, "train", "calls"), load_train_state(out / "latest", 0)[0]
-    shutil.rmtree(out / "step_000004")
+    shutil.rmtree(out / "step_000002")
     assert run(*flags) == 0
     found = column(out, "train", "loss"), column(out, "train", "calls"), load_train_state(out / "latest", 0)[0]
-    assert found[0][-2:] == want[0][-2:] and found[1][-2:] == want[1][-2:]
+    assert found[0][-1] == want[0][-1] and found[1][-1] == want[1][-1]
     assert plain(found[2]) == plain(want[2])
 
     (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text() + "\n")

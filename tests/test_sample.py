@@ -31,8 +31,8 @@ from groundup.errors import printable, report
 from groundup.generate import chat, sampling
 from groundup.generate.beam import BeamParams, search_each
 from groundup.generate.chat import Chat
-from groundup.generate.completion import Token, never_sampled
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate, never_sampled
+from groundup.generate.engine import Token
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import Tools
 from groundup.tokens.training import train
@@ -92,7 +92,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    return dict(os.environ, OMP_NUM_THREADS="1", HOME=str(home), TERM="dumb", LC_ALL="C.UTF-8")
+    return dict(os.environ, OMP_NUM_THREADS="1", HOME=str(home), TERM="dumb")
 
 
 def run(cwd: Path, *arguments: str, said: bytes = b"") -> Ended:
@@ -421,7 +421,7 @@ class Terminal:
         if self.pid == 0:
             os.chdir(cwd)
             line = [sys.executable, *command(*arguments)]
-            os.execve(sys.executable, line, environment(cwd))
+            os.execve(sys.executable, line, environment(cwd) | {"LC_ALL": "C.UTF-8"})
         self.seen = b""
         self.output = select.poll()  # select() takes no file above 1,023
         self.output.register(self.fd, select.POLLIN)
@@ -567,12 +567,13 @@ def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expecte
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
     ended = run(tmp_path, *flags, "--batch_size=4")
     assert ended.code == 0
-    *lines, summary = ended.out.splitlines()
-    asked = [" ".join(row["question"].split()) for row in rows]
-    assert [line.split("  ->  ")[0] for line in lines] == [
-        f"{'wrong' if i == 2 else 'right'}  {question}" for i, question in enumerate(asked)
-    ]
-    assert lines[2].endswith("(expected: 不对)") and summary == f"{n - 1} of {n} answers are the expected ones"
+    header, *lines, summary = ended.out.splitlines()
+    assert header.split(" | ") == [f"{name:40}" for name in ("question", "expected")] + ["answer"]
+    for i, (row, line) in enumerate(zip(rows, lines, strict=True)):
+        question, expected, _, right = (cell.strip() for cell in line.split(" | "))
+        assert [question, expected] == [" ".join(row[key].split()) for key in ("question", "answer")]
+        assert right == ("wrong" if i == 2 else "right")
+    assert summary == f"{n - 1} of {n} answers are the expected ones"
 
 
 def test_a_conversation_that_ends_with_its_answer_is_answered_from_what_precedes(runs, tuned, tmp_path):
@@ -646,8 +647,8 @@ def test_half_a_surrogate_pair_survives(runs, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_continued_after_an_interruption(runs, tmp_path, number, code):
-    rows = write_prompts(tmp_path / "q.jsonl", 60)
-    flags = ["--prompts=q.jsonl", "--max_new_tokens=16", f"--init_from={runs / 'tuned/chat'}"]
+    rows = write_prompts(tmp_path / "q.jsonl", 30)
+    flags = ["--prompts=q.jsonl", "--max_new_tokens=8", f"--init_from={runs / 'tuned/chat'}"]
     whole = run(tmp_path, *flags, "--out=whole.jsonl")
     line = [sys.executable, *command(*flags, "--out=a.jsonl", "--batch_size=2")]
     out = tmp_path / "a.jsonl"
@@ -657,19 +658,19 @@ def test_continued_after_an_interruption(runs, tmp_path, number, code):
             time.sleep(0.002)
         process.send_signal(number)
         line = "" if number == signal.SIGKILL else "sample: interrupted; run the same command again\n"
-        assert process.stderr.read().decode() == head(60, 0, 2048, batch_size=2) + line
+        assert process.stderr.read().decode() == head(30, 0, 2048, batch_size=2) + line
         assert process.wait() == code
     before = out.read_bytes()
     assert 3 <= before.count(b"\n") < len(rows)
     with open(out, "ab") as f:
-        f.write(b'{"index": 59, "prompt": "ro')  # cut short
+        f.write(b'{"index": 29, "prompt": "ro')  # cut short
     ended = run(tmp_path, *flags, "--out=a.jsonl", "--batch_size=5")
     complete = before[: before.rfind(b"\n") + 1]
-    assert whole == Ended(0, "", head(60, 0, 2048))
-    assert ended == Ended(0, "", head(60, complete.count(b"\n"), 2048, batch_size=5))
+    assert whole == Ended(0, "", head(30, 0, 2048))
+    assert ended == Ended(0, "", head(30, complete.count(b"\n"), 2048, batch_size=5))
     assert out.read_bytes().startswith(complete)
     by_index = sorted(read_answers(out), key=lambda answer: answer["index"])
-    assert [answer["index"] for answer in by_index] == list(range(60))
+    assert [answer["index"] for answer in by_index] == list(range(30))
     assert by_index == sorted(read_answers(tmp_path / "whole.jsonl"), key=lambda answer: answer["index"])
 
 
@@ -849,7 +850,8 @@ def test_mistakes_are_one_line(runs, arguments, words):
 @pytest.mark.slow
 def test_a_mistake_on_a_real_command_line(runs):
     line = [sys.executable, *command("--prompt=The", "--top_p=2")]
-    done = subprocess.run(line, cwd=runs, env=environment(runs), capture_output=True, encoding="utf-8", timeout=120)
+    env = environment(runs) | {"LC_ALL": "C.UTF-8"}
+    done = subprocess.run(line, cwd=runs, env=env, capture_output=True, encoding="utf-8", timeout=120)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("sample: top_p")
 

@@ -23,11 +23,12 @@ from groundup import errors
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.generate import openai_format, sampling
-from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
+from groundup.generate.completion import generate, never_sampled, prompt_ids
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, generate
+from groundup.generate.engine import Engine, Request, Sample
 from groundup.generate.http import bounded_protocol
-from groundup.generate.openai_format import Choice, Position, Refused, parse
+from groundup.generate.openai_answer import Choice, Position
+from groundup.generate.openai_format import Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
 from groundup.train import huggingface
@@ -543,6 +544,66 @@ def test_fields_of_vllm_are_obeyed(client, alone, directory):
     ):  # fmt: skip
         assert text_of(client, **sent) == alone("The cat", **greedy | ours).completions[0].text
     assert tokenizer.decode(ids).startswith(text_of(client, max_tokens=3))
+
+
+# All fields of vLLM's chat and completion requests (its main branch, November 2026), each with a body that asks for
+# something, by what becomes of them.
+PLAIN = {"stream": True, "seed": 5}
+OF_CHATS = "messages logprobs top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning"
+OF_CHATS += " parallel_tool_calls add_generation_prompt continue_final_message documents chat_template"
+OF_CHATS += " chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text"
+OF_COMPLETIONS = "prompt suffix prompt_embeds"
+BEGUN = [*ASKED, {"role": "assistant", "content": "I"}]
+ACCEPTED = {
+    "messages": {}, "prompt": {}, "model": {"model": "a"}, "frequency_penalty": {"frequency_penalty": 1},
+    "logprobs": {"logprobs": True}, "top_logprobs": {"logprobs": True, "top_logprobs": 3},
+    "max_tokens": {"max_tokens": 3}, "max_completion_tokens": {"max_completion_tokens": 3}, "n": {"n": 2},
+    "presence_penalty": {"presence_penalty": 1}, "response_format": {"response_format": {"type": "json_object"}},
+    "seed": {"seed": 3}, "stop": {"stop": "a"}, "stream": {"stream": False}, "temperature": {"temperature": 0.1},
+    "stream_options": {"stream_options": {"include_usage": True}}, "top_p": {"top_p": 0.1},
+    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]}, "top_k": {"top_k": 3},
+    "reasoning_effort": {"reasoning_effort": "low"}, "min_p": {"min_p": 0.1}, "ignore_eos": {"ignore_eos": True},
+    "repetition_penalty": {"repetition_penalty": 2}, "stop_token_ids": {"stop_token_ids": [3]},
+    "min_tokens": {"min_tokens": 2}, "skip_special_tokens": {"skip_special_tokens": False},
+    "continue_final_message": {"messages": BEGUN, "continue_final_message": True},
+    "chat_template_kwargs": {"chat_template_kwargs": {"a": 1}}, "echo": {"echo": True},
+}  # fmt: skip
+REFUSED = {
+    "logit_bias": {"5": 1}, "suffix": "a", "use_beam_search": True, "watermarking": True, "bad_words": ["a"],
+    "include_stop_str_in_output": True, "truncate_prompt_tokens": 5, "prompt_logprobs": 1, "logprob_token_ids": [1],
+    "allowed_token_ids": [1], "documents": [{"text": "a"}], "chat_template": "a", "structured_outputs": {"regex": "a"},
+    "priority": 1, "cache_salt": "a", "repetition_detection": {}, "thinking_token_budget": 5, "prompt_embeds": "a",
+    "include_reasoning": False, "tool_choice": "required", "add_generation_prompt": False,
+}  # fmt: skip
+NAMED_ONCE = "length_penalty spaces_between_special_tokens truncation_side media_io_kwargs mm_processor_kwargs"
+NAMED_ONCE += " request_id session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start"
+NAMED_ONCE += " return_prompt_text return_token_offsets return_mm_kwargs kv_transfer_params ec_transfer_params"
+NAMED_ONCE += " vllm_xargs stream_interval"
+
+
+def parsed(chat: bool, **fields) -> openai_format.ParsedRequest:
+    prompt = {"messages": ASKED} if chat else {"prompt": "a"}
+    return parse(json.dumps(prompt | PLAIN | fields).encode(), chat, {}, 1)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_every_field_of_vllm_is_accepted_refused_or_named(chat, capfd):
+    plain, others = parsed(chat), (OF_COMPLETIONS if chat else OF_CHATS).replace("logprobs ", "", not chat).split()
+    for name in sorted({*ACCEPTED, *REFUSED, *NAMED_ONCE.split(), "user", "parallel_tool_calls"} - {*others}):
+        openai_format.logged.clear()
+        capfd.readouterr()
+        fields = ACCEPTED.get(name, {name: REFUSED.get(name, 2)})
+        fields = {"logprobs": 3} if name == "logprobs" and not chat else fields
+        if name in REFUSED or chat and name == "echo":
+            with pytest.raises(Refused, match="not supported|must be true") as error:
+                parsed(chat, **fields)
+            assert error.value.status == 400 and error.value.body["error"]["param"] in (name, "continue_final_message")
+            continue
+        assert (parsed(chat, **fields) == plain) == (name not in ACCEPTED or not fields), name
+        assert (repr(name) in capfd.readouterr().err) == (name in NAMED_ONCE.split()), name
+    assert parsed(chat, add_special_tokens=not chat, priority=0, bad_words=[], logit_bias={}) == plain
+    with pytest.raises(Refused, match="add_special_tokens"):
+        parsed(chat, add_special_tokens=chat)
 
 
 def test_the_newer_name_of_the_limit_wins(client):

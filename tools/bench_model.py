@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from timing import Line, Options
 
 import ddp
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate
 from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import compile_loss, cross_entropy

@@ -472,7 +472,7 @@ def what_became(job: Job, counts: Counts) -> dict:
     """Return the entries that prepare.py's manifest has, after the same check."""
     sums = (np.sum([one[what] for one in counted(job)], axis=0) for what in ("documents", "bytes"))
     capped = [read_json(file)["not_compared"] for file in (job.work / "near").glob("*.json")]
-    return report.what_became(counts, *sums) | {"near": {"not_compared": sum(capped)}}
+    return report.what_became(job.inputs, counts, *sums) | {"near": {"not_compared": sum(capped)}}
 
 
 def counted(job: Job) -> list[dict]:

@@ -150,7 +150,7 @@ class Check:
                     last, plan = events[-1], re.search(r"memory +([\d.]+) GiB", said)
                     rows.append({
                         "model": shape, "optimizer": kind, "batch": f"{batch} x {cfg.block_size}",
-                        "tokens/s": f"{last['tokens_per_s']:,.0f}", "MFU": f"{100 * last['mfu']:.1f} %",
+                        "tokens/s": f"{last['tokens_per_s']:,.0f}", "MFU": f"{100 * last.get('mfu', 0):.1f} %",
                         "GiB": f"{last['memory_gib']:.1f}", "GiB planned": plan[1] if plan else "",
                         "loss": f"{events[0]['loss']:.3f} to {last['loss']:.3f}",
                     })  # fmt: skip

@@ -1,18 +1,19 @@
 """Curves of training runs, from their log.jsonl, in one picture.
 
-    python tools/plot.py --runs=out/demo                                 # plot.png: loss, bits per byte, lr, ...
+    python tools/plot.py --runs=out/demo                                 # plot.png
     python tools/plot.py --runs='out/a,out/b' --x=hours --out=two.png    # two runs in one picture
     python tools/plot.py --runs=out/dpo --y='rewards/chosen+rewards/rejected,rewards/margins'
-    python tools/plot.py --runs=out/mine --reference=True                # beside the curve of the nearest config
-    watch -n 60 python tools/plot.py --runs=out/big                      # while it trains: a viewer shows the new one
+    python tools/plot.py --runs=out/mine --reference=True    # beside the curve of the nearest config
+    watch -n 60 python tools/plot.py --runs=out/big          # while it trains
 
-A run is its directory or its log.jsonl, or a pattern of such names. In y, `+` puts keys into one panel and `*` matches
-any letters: --y='val_bpb/*'. Each run has a color, each key of a panel a line style. Markers are evaluations; pale
-lines are training values, thick ones their average over the neighbours on both sides.
+A run is its directory or its log.jsonl, or a pattern of such names. In y, `+` puts keys into one
+panel and `*` matches any letters: --y='val_bpb/*'. Each run has a color, each key of a panel a line
+style. Markers are evaluations; pale lines are training values, thick ones a local fit to them.
 """
 
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -20,34 +21,56 @@ from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+if __name__ == "__main__":  # before the imports of packages: one that is missing is one line
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import curves
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
 from groundup.errors import UserError
 from groundup.train.log import read_events
 
-# ---- config ---------------------------------------------------------------------------------------------------------
+# ---- config ----------------------------------------------------------------------------------
 runs = ""  # run directories, log.jsonl files, patterns, comma-separated; "" = newest of out/*
 out = "plot.png"  # the picture: .png, .svg or .pdf
 x = "steps"  # steps | tokens | hours (of training, without evaluations and saves)
 y = ""  # panels, comma-separated; keys joined by + share one; patterns allowed; "" = the usual
 reference = False  # also draw the curve of the nearest config (docs/curves) and compare
-smooth = 0.8  # weight of the neighbours in the average of training values; 0 = none
+smooth = 0.05  # a training value is fitted to this share of them on each side; 0 = not smoothed
 
 X_LABELS = {"steps": "step", "tokens": "tokens", "hours": "hours of training"}
 PANELS = (
-    "loss+val_loss,val_bpb,val_loss/*,val_bpb/*,lr,grad_norm,tokens_per_s,"
-    "mean_token_accuracy,rewards/accuracies,rewards/margins,rewards/chosen+rewards/rejected,accuracy,margin,reward,"
-    "kl_answer,entropy"
+    "reward,loss+val_loss,val_bpb,val_loss/*,val_bpb/*,mean_token_accuracy,"
+    "rewards/accuracies,rewards/margins,rewards/chosen+rewards/rejected,accuracy,margin,"
+    "finished,length,kl_answer,entropy,grad_norm,lr,tokens_per_s"
 )
+# What repeats another key of the same run: rl.py's val_loss is minus the reward.
+REPEATS = {"accuracy": "rewards/accuracies", "margin": "rewards/margins", "val_loss": "reward"}
+TITLES = {
+    "bpb": "bits per byte",
+    "mean_token_accuracy": "token accuracy",
+    "finished": "answers that stop on their own",
+    "length": "length of answers, tokens",
+    "kl_answer": "KL to the reference, nats per answer",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tokens_per_s": "tokens per second",
+}
 NOT_SMOOTHED = ("lr", "tokens", "epoch")  # these have no noise
+MOST_NEIGHBOURS = 200  # on each side
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 4)))  # of the keys of a panel
 REFERENCE = "reference "  # how the name of a curve in docs/curves begins
 MARKERS = "osv^Dp*"  # of their evaluations
-CHINESE_FONTS = ("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei")
+# Fonts with Chinese characters, by their names and by their files' names.
+CHINESE_FONTS = re.compile(
+    r"CJK|Source ?Han|WenQuanYi|wqy|PingFang|YaHei|msyh|Sim(Hei|Sun)|Heiti|Hiragino|Droid ?Sans ?Fallback",
+    re.IGNORECASE,
+)
 
 
 class Run(NamedTuple):
@@ -61,7 +84,7 @@ class Curve(NamedTuple):
     points: bool  # evaluations, few
     x: np.ndarray
     y: np.ndarray
-    mean: np.ndarray  # the moving average of y, or y
+    smoothed: np.ndarray  # y, if nothing is smoothed
 
 
 class Panel(NamedTuple):
@@ -131,25 +154,31 @@ def run_of(name: str, events: Sequence[dict], kind: str) -> Run:
     return Run(name, kept)
 
 
-def moving_average(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return the mean around each value, with weights decay^distance on both sides.
+def local_fit(values: np.ndarray, share: float) -> np.ndarray:
+    """Return for each value that of a straight line through it and its neighbours.
 
-    An average of the past alone lags: it would draw a falling loss too high. NaN stays NaN and
-    counts nowhere."""
+    share: of the values, on each side; the nearer count more. An average would lie above a falling
+    loss at its beginning and its end. NaN stays NaN and counts nowhere."""
+    reach = min(int(share * len(values)), MOST_NEIGHBOURS)
+    if reach == 0:
+        return values
+    distance = np.arange(-reach, reach + 1)
+    weight = 1 - np.abs(distance) / (reach + 1)
+    known = ~np.isnan(values)
 
-    def sums(values: np.ndarray) -> np.ndarray:  # of each value and all before it: (n, 2)
-        total, found = np.zeros(2), []
-        for value in values:
-            total = decay * total + ([0, 0] if math.isnan(value) else [value, 1])
-            found.append(total)
-        return np.array(found).reshape(-1, 2)
+    def around(terms: np.ndarray, power: int) -> np.ndarray:
+        """Return the weighted sum of terms * distance^power around each place."""
+        return np.convolve(terms, (weight * distance**power)[::-1], "same")
 
-    own = np.stack([np.nan_to_num(values), ~np.isnan(values)], axis=1)
-    both = sums(values) + sums(values[::-1])[::-1] - own  # each value's own is in both
-    return np.where(np.isnan(values), np.nan, both[:, 0] / np.maximum(both[:, 1], 1e-300))
+    # Least squares: the line's value at distance 0.
+    n, d, dd = (around(known, power) for power in (0, 1, 2))
+    y, dy = (around(np.nan_to_num(values), power) for power in (0, 1))
+    spread = n * dd - d * d  # 0 where a value has no neighbour
+    fit = np.where(spread > 1e-9, (dd * y - d * dy) / np.maximum(spread, 1e-9), values)
+    return np.where(known, fit, np.nan)
 
 
-# ---- panels ---------------------------------------------------------------------------------------------------------
+# ---- panels ----------------------------------------------------------------------------------
 
 
 def panels_of(y: str, runs: Sequence[Run], smooth: float) -> list[Panel]:
@@ -158,67 +187,115 @@ def panels_of(y: str, runs: Sequence[Run], smooth: float) -> list[Panel]:
     keys, panels = [key for key in logged if key not in ("event", "x")], []
     for title in filter(None, map(str.strip, (y or PANELS).split(","))):
         patterns = [pattern.strip() for pattern in title.split("+")]
-        chosen = dict.fromkeys(key for pattern in patterns for key in keys if fnmatchcase(key, pattern))
-        if chosen:
-            panels.append(panel_of(title, list(chosen), runs, smooth))
+        chosen = [key for pattern in patterns for key in keys if fnmatchcase(key, pattern)]
+        panel = panel_of(title, list(dict.fromkeys(chosen)), runs, smooth, {} if y else REPEATS)
+        if panel.curves:
+            panels.append(panel)
         elif y and keys:
             raise UserError(f"plot: no log has {title!r}; they have {', '.join(sorted(keys))}")
     return panels
 
 
-def panel_of(title: str, keys: Sequence[str], runs: Sequence[Run], smooth: float) -> Panel:
-    """Return the curves of these keys. Keys of one group, rewards/chosen and rewards/rejected, lose their prefix."""
+def panel_of(
+    title: str, keys: Sequence[str], runs: Sequence[Run], smooth: float, repeats: dict[str, str]
+) -> Panel:
+    """Return the curves of these keys, but for those that repeat another of the same run.
+
+    Keys of one group, rewards/chosen and rewards/rejected, lose their prefix."""
     curves, bases = [], list(dict.fromkeys(key.removeprefix("val_") for key in keys))
     for which, run in enumerate(runs):
+        logged = {key for event in run.events for key in event}
         for key in keys:
+            if repeats.get(key) in logged:
+                continue
+            index = bases.index(key.removeprefix("val_"))
             for kind in ("train", "eval"):
                 points = [(e["x"], e[key]) for e in run.events if e["event"] == kind and key in e]
-                at, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
-                mean = (
-                    moving_average(values, smooth) if kind == "train" and smooth and key not in NOT_SMOOTHED else values
-                )
-                if points:
-                    curves.append(Curve(which, bases.index(key.removeprefix("val_")), kind == "eval", at, values, mean))
+                if not points:
+                    continue
+                at, values = np.array(points, dtype=np.float64).T
+                noisy = kind == "train" and key not in NOT_SMOOTHED
+                fitted = local_fit(values, smooth) if noisy else values
+                curves.append(Curve(which, index, kind == "eval", at, values, fitted))
     one_group = len(bases) > 1 and len({base.rpartition("/")[0] for base in bases}) == 1
-    return Panel(title, [base.rpartition("/")[2] for base in bases] if one_group else bases, curves)
+    names = [base.rpartition("/")[2] for base in bases] if one_group else bases
+    return Panel(title if len(bases) > 1 else names[0] if names else "", names, curves)
 
 
-def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821 - imported in it
-    """Return the panels as a figure, up to three in a row, each with its legend. names: of the runs."""
+# ---- the picture -----------------------------------------------------------------------------
+
+
+def chinese_font() -> str:
+    """Return the name of an installed font with Chinese characters; "" if there is none."""
+    from matplotlib.font_manager import findSystemFonts, fontManager
+
+    known = {font.fname for font in fontManager.ttflist}
+    for path in findSystemFonts():  # some are newer than matplotlib's list
+        if path not in known and CHINESE_FONTS.search(Path(path).name):
+            fontManager.addfont(path)
+    names = {font.name for font in fontManager.ttflist if CHINESE_FONTS.search(font.name)}
+    return min(names, key=lambda name: ("SC" not in name, "Sans" not in name, name), default="")
+
+
+def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821 - imported below
+    """Return the panels as a figure, up to three in a row. names: of the runs."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
-        from matplotlib.font_manager import fontManager
     except ImportError:
         raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib") from None
     n_columns = min(3, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
-    chinese = {font.name for font in fontManager.ttflist} & set(CHINESE_FONTS)
-    with matplotlib.rc_context({"font.family": ["DejaVu Sans", *sorted(chinese)[:1]]}):
+    heading = names[0] if len(names) == 1 else ""
+    texts = "".join([*names, *(key for panel in panels for key in panel.keys)])
+    font = ""
+    if re.search(r"[\u2e80-\uffef]", texts):
+        font = chinese_font()
+        if not font:
+            heading = "no font for Chinese names: apt install fonts-noto-cjk"
+    with matplotlib.rc_context({"font.family": ["DejaVu Sans", *([font] if font else [])]}):
         figure = Figure(figsize=(5 * n_columns, 3.4 * n_rows), layout="constrained")
+        figure.suptitle(heading)
         right = max((curve.x.max() for panel in panels for curve in panel.curves), default=1.0)
         for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)
             for curve in panel.curves:
-                behind = names[curve.run].startswith(REFERENCE)
-                color = "0.7" if behind else f"C{curve.run % 10}"
-                style = {"color": color, "linestyle": DASHES[curve.key % len(DASHES)], "linewidth": 1.6}
-                style |= {"zorder": 1 if behind else 2}
-                if curve.points:
-                    style |= {"marker": MARKERS[curve.key % len(MARKERS)], "markersize": 4, "linewidth": 1}
-                elif curve.mean is not curve.y:
-                    axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.8, alpha=0.35)
-                parts = [names[curve.run]] if len(names) > 1 or len(panel.keys) == 1 else []
-                parts += [panel.keys[curve.key]] if len(panel.keys) > 1 else []
-                if any(other.points != curve.points for other in panel.curves):
-                    parts.append("validation" if curve.points else "training")
-                axes.plot(curve.x, curve.mean, label=" ".join(parts), **style)
-            axes.set_title(panel.title.replace("+", ", "), fontsize=10)
+                draw_curve(axes, curve, names[curve.run], label_of(curve, panel, names))
+            axes.set_title(TITLES.get(panel.title, panel.title.replace("+", ", ")), fontsize=10)
             axes.set_xlabel(x_label, fontsize=9)
             axes.set_xlim(-0.03 * right, 1.03 * right + 1e-9)
+            values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in panel.curves])
+            if values.any() and np.ptp(values) == 0:  # flat: from 0, not a window around it
+                axes.set_ylim(*sorted([0, 1.1 * values[0]]))
             axes.grid(alpha=0.25)
-            axes.legend(fontsize=7)
+            if axes.get_legend_handles_labels()[1]:
+                axes.legend(fontsize=7)
     return figure
+
+
+def label_of(curve: Curve, panel: Panel, names: Sequence[str]) -> str:
+    """Return what the legend says of a curve: only what tells it from the others."""
+    parts = [names[curve.run]] if len(names) > 1 else []
+    parts += [panel.keys[curve.key]] if len(panel.keys) > 1 else []
+    if any(other.points != curve.points for other in panel.curves):
+        parts.append("validation" if curve.points else "training")
+    return " ".join(parts)
+
+
+def draw_curve(axes: "Axes", curve: Curve, name: str, label: str) -> None:  # noqa: F821 - imported in draw
+    """Draw the values, and a thick line of what is smoothed."""
+    behind = name.startswith(REFERENCE)
+    style = {
+        "color": "0.7" if behind else f"C{curve.run % 10}",
+        "linestyle": DASHES[curve.key % len(DASHES)],
+        "linewidth": 1.6,
+        "zorder": 1 if behind else 2,
+    }
+    if curve.points:
+        style |= {"marker": MARKERS[curve.key % len(MARKERS)], "markersize": 4, "linewidth": 1}
+    elif curve.smoothed is not curve.y:
+        axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.8, alpha=0.35)
+    axes.plot(curve.x, curve.smoothed, label=label, **style)
 
 
 def references(logs: Sequence[str]) -> list[tuple[str, list[dict]]]:
@@ -227,22 +304,34 @@ def references(logs: Sequence[str]) -> list[tuple[str, list[dict]]]:
     for log in logs:
         directory = Path(log).parent
         beside = curves.reference_of(directory)
-        print("\n".join([f"{directory}:", *curves.compare(without_repeats(read_events(Path(log))), beside)]))
+        print(
+            "\n".join([
+                f"{directory}:",
+                *curves.compare(without_repeats(read_events(Path(log))), beside),
+            ])
+        )
         found[REFERENCE + beside.name] = beside.events
     return list(found.items())
 
 
 def main(config: dict) -> None:
-    if not 0 <= config["smooth"] < 1:
-        raise UserError(f"config: smooth must be at least 0 and less than 1, got {config['smooth']}")
+    if not 0 <= config["smooth"] < 0.5:
+        raise UserError(f"config: smooth must be from 0 to below 0.5, got {config['smooth']}")
     logs = find_logs(config["runs"])
     names = [Path(log).parent.name for log in logs]
     names = names if len(set(names)) == len(names) else logs
-    drawn = [run_of(name, read_events(Path(log)), config["x"]) for log, name in zip(logs, names, strict=True)]
+    drawn = [
+        run_of(name, read_events(Path(log)), config["x"])
+        for log, name in zip(logs, names, strict=True)
+    ]
     for events in references(logs) if config["reference"] else ():
         drawn.append(run_of(events[0], events[1], config["x"]))
         names.append(events[0])
-    panels, label, path = panels_of(config["y"], drawn, config["smooth"]), X_LABELS[config["x"]], config["out"]
+    panels, label, path = (
+        panels_of(config["y"], drawn, config["smooth"]),
+        X_LABELS[config["x"]],
+        config["out"],
+    )
     figure = draw(panels, names, label)
     try:
         figure.savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)

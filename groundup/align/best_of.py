@@ -15,7 +15,8 @@ import torch
 
 from groundup.align.reward_model import RewardModel, drawn_ids, score_ids
 from groundup.errors import UserError
-from groundup.generate.completion import Completion, Result, asked_messages
+from groundup.generate.completion import asked_messages
+from groundup.generate.engine import Completion, Result
 from tokenizer import Tokenizer
 
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.align.rewards import Rewards, Rollout
-from groundup.generate.completion import check
-from groundup.generate.engine import Engine, generate
+from groundup.generate.completion import generate
+from groundup.generate.engine import Engine, check
 from groundup.generate.kv_cache import cache_bytes, row_length
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools, read_calls

@@ -28,6 +28,7 @@ MAX_DEPTH = 100  # of JSON; code that walks a deeper value would exhaust Python'
 PIECE_CHARS = 2**21  # a longer text file is read in pieces: each character may take four bytes
 LINE_BYTES = 2**22  # a longer line of a text file, too
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
+BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
 
 
 class Record(NamedTuple):
@@ -86,7 +87,7 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     parquet, csv, tsv, array, values (JSON values over several lines), jsonl, or the txt_split of
     plain text."""
     suffix = os.path.splitext(unpacked_name(path))[1]
-    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\n\r\x1e")
     if head.startswith(b"PAR1") or suffix == ".parquet":
         return "parquet"
     if suffix in (".csv", ".tsv"):
@@ -375,11 +376,16 @@ def character_end(raw: bytes) -> int:
 
 
 def delimiter_of(kind: str, head: bytes) -> str:
-    """Return what separates the fields of a CSV or TSV file: a spreadsheet may write ; for ,"""
-    first = head.partition(b"\n")[0]
+    """Return what separates the fields of a CSV or TSV file: what makes most of its first line."""
     if kind == "tsv":
         return "\t"
-    return ";" if b";" in first and b"," not in first else ","
+    first = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")[0].decode("utf-8", "replace")
+
+    def n_fields(delimiter: str) -> int:
+        return len(next(csv.reader([first], delimiter=delimiter)))
+
+    csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
+    return max(",;\t|", key=n_fields)  # of equals the first
 
 
 def quotes_of_tsv(head: bytes) -> bool:
@@ -435,7 +441,6 @@ def csv_records(
     """Yield the rows as {column: text}; the first row names the columns if `names` does not. A
     quoted field may hold line ends. After a row that cannot be read, go on at the next of its
     lines that is a row by itself."""
-    csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
     waiting: deque[Record] = deque()  # lines to read again
     held: list[Record] = []  # the lines of the row at hand
 
@@ -496,11 +501,12 @@ def is_row(line: str, names: Sequence[str], delimiter: str) -> bool:
 # ---- JSON --------------------------------------------------------------------------------------
 
 
-def too_deep(text: str, value: object) -> bool:
-    """Return whether a JSON value is nested too deep. Counting brackets is faster than looking."""
+def too_deep(text: str, values: list) -> bool:
+    """Return whether one of the JSON values in a text is nested too deep. Counting brackets is
+    faster than looking."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
-    level = [value]
+    level = values
     for _ in range(MAX_DEPTH):
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = [
@@ -521,7 +527,7 @@ def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
             values, detail = [json.loads(record.value)], ""
         except (ValueError, RecursionError) as error:
             values, detail = several_values(record.value), str(error)
-        if any(too_deep(record.value, value) for value in values if isinstance(value, dict | list)):
+        if too_deep(record.value, values):
             values, detail = [], f"nested more than {MAX_DEPTH} deep"
         for value in values:
             yield Record(value, record.line, record.offset, record.encoding)
@@ -531,15 +537,16 @@ def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
 
 
 def several_values(text: str) -> list:
-    """Return the JSON values that stand in a text one behind the other; [] if not all is JSON."""
+    """Return the JSON values that stand in a text one behind the other, or with commas between
+    them; [] if not all is JSON."""
     values, end, decoder = [], 0, json.JSONDecoder()
-    while text := text[end:].lstrip():
+    while (begin := BETWEEN.match(text, end).end()) < len(text):
         try:
-            value, end = decoder.raw_decode(text)
+            value, end = decoder.raw_decode(text, begin)
         except (ValueError, RecursionError):
             return []
         values.append(value)
-    return values if len(values) > 1 else []
+    return values
 
 
 def json_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
@@ -587,7 +594,7 @@ class JsonStream:
     an array of gigabytes, not the rest of it."""
 
     DECODER = json.JSONDecoder()
-    WHITE_SPACE = re.compile("[ \t\n\r\ufeff]*")
+    WHITE_SPACE = re.compile("[ \t\n\r\x1e\ufeff]*")
     OPENING = re.compile(r'[\[{ \t\n\r]*(?<=[\[{ \t\n\r])"(?:[^"\\]|\\.){0,200}"\s*:|(?=["\d\-])')
     LONGEST = 2**11  # characters of an opening
     UNDECODED = re.compile("[\udc80-\udcff]")
@@ -595,7 +602,7 @@ class JsonStream:
     def __init__(self, chunks: Iterator[str], decoder: Decoder | None = None) -> None:
         self.chunks, self.decoder = chunks, decoder or Decoder()
         self.text, self.pos = "", 0  # what is held; how much of it is used
-        self.line, self.offset = 1, 0  # of text[pos]: from 1; bytes in UTF-8
+        self.line, self.offset = 1, 0  # of text[pos]: from 1; in bytes
         self.space = ""  # white space before text[pos]
         self.openings: set[str] = set()  # patterns: how elements began so far
 
@@ -629,7 +636,7 @@ class JsonStream:
             if array and behind:
                 raise ValueError("text after the end of the array")
             value, end = self._parse()
-            if too_deep(self.text[self.pos : end], value):
+            if too_deep(self.text[self.pos : end], [value]):
                 raise ValueError(f"nested more than {MAX_DEPTH} deep")
             after = self.WHITE_SPACE.match(self.text, end).end()
             if (
@@ -717,16 +724,15 @@ class JsonStream:
 
     def _use(self, end: int) -> int:
         """Go on to `end`; return how many bytes before it could not be decoded."""
-        used, n_undecoded = self.text[self.pos : end], 0
+        used = self.text[self.pos : end]
         self.pos = end
         self.line += used.count("\n")
         try:
-            self.offset += len(used.encode())
-        except UnicodeEncodeError:
-            n_undecoded = len(self.UNDECODED.findall(used))
-            # These are one byte
-            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded
-        return n_undecoded
+            self.offset += len(used.encode(self.decoder.name))
+        except UnicodeEncodeError:  # a byte that could not be decoded becomes one again
+            self.offset += len(used.encode(self.decoder.name, "replace"))
+            return len(self.UNDECODED.findall(used))
+        return 0
 
     def rest(self) -> bool:
         """Return whether any text is left."""

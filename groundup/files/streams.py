@@ -26,11 +26,23 @@ BOMB_FACTOR = 200  # compressed text grows 3 to 30 times
 ZSTD_WINDOW = 2**31  # zstd --long=31, as the dumps of Pushshift have it
 XZ_MEMORY = 2**31  # bytes; xz -9 needs 64 MiB, a dictionary of 1.5 GiB (the largest) somewhat more
 MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+UNPACK = {
+    "gz": "gzip -d FILE",
+    "bz2": "bzip2 -d FILE",
+    "xz": "xz -d FILE",
+    "zst": "zstd -d --long=31 FILE",
+}
 # Git LFS leaves a small file in place of a large one.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
 NOT_TEXT = {  # first bytes: what it is, and what to do
     b"PK\x03\x04": "a zip archive; unpack it: unzip {name}",
+    b"WARC/": "a web archive; write its texts as JSON lines, as with warcio and trafilatura",
+    b'<doc id="': "pages of WikiExtractor; run it with --json, and let the names end in .jsonl",
+    b"{\\rtf": "RTF; write it as text: pandoc -t plain {name}",
+    b"\x04\x22\x4d\x18": "packed with lz4; unpack it: lz4 -d {name}",
+    b"\x1f\x9d": "packed with compress; unpack it: uncompress {name}",
+    b"\xd0\xcf\x11\xe0": "an old file of Office; write it as text, as with LibreOffice",
     b"PK\x05\x06": "an empty zip archive",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it: 7z x {name}",
     b"Rar!\x1a\x07": "a rar archive; unpack it: unrar x {name}",
@@ -110,20 +122,15 @@ def open_stream(
     if first.startswith(LFS_POINTER):
         raise UserError(f"data: {shown_name(path)} is {POINTER_HINT}")
 
-    compression = compression_of(first, path)
     chunks = iter(lambda: file.read(READ_BYTES), b"")
-    head, damage = first, None
+    chunks = chunks if begin else itertools.chain([first], chunks)
+    head, compression = first, compression_of(first, path)
     if compression:
         if check and compression == "gz" and file.seekable():
-            chunks = checked_gzip(itertools.chain([first], chunks), file, path)
+            chunks = checked_gzip(chunks, file, path)
         else:
-            chunks = decompress(itertools.chain([first], chunks), path, compression)
-        head, damage = read_head(chunks)
-    elif not begin:
-        chunks = itertools.chain([first], chunks)
-
-    if compression:
-        chunks = then_damage(itertools.chain([head], chunks), damage)
+            chunks = decompress(chunks, path, compression)
+        head, chunks = with_head(chunks)
 
     plain, verdict, reason = not compression, Verdict(), "bad_encoding"
     if what := no_text(head, path, compression):
@@ -131,12 +138,10 @@ def open_stream(
     elif codec := encodings.wide_codec(head):
         plain, chunks = False, transcode(chunks, codec)
     elif not head.startswith(b"PAR1"):
-        packed = compression or path == "-"
-        sample = (
-            whole_lines(head, False, len(head) >= READ_BYTES)
-            if packed
-            else spaced_sample(file, first)
-        )
+        if compression or path == "-":
+            sample = whole_lines(head, False, len(head) >= READ_BYTES)
+        else:
+            sample = spaced_sample(file, first)
         verdict = encodings.judge(sample, encoding)
     if verdict.refused:
         n_bytes = len(head) if path == "-" else os.fstat(file.fileno()).st_size - begin
@@ -157,8 +162,7 @@ def unpacked_head(first: bytes, path: str) -> bytes:
     compression = compression_of(first, path)
     if not compression:
         return first
-    head, _ = read_head(decompress(iter([first]), path, compression))
-    return head
+    return with_head(decompress(iter([first]), path, compression))[0]
 
 
 def hash_part(file: BinaryIO, begin: int, end: int | None, digest: Any) -> None:
@@ -172,21 +176,22 @@ def hash_part(file: BinaryIO, begin: int, end: int | None, digest: Any) -> None:
     file.seek(position)
 
 
-def read_head(chunks: Iterator[bytes]) -> tuple[bytes, Damage | None]:
-    """Return the first READ_BYTES or more, and the damage behind them if there is any."""
-    head = b""
+def with_head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """Return the first READ_BYTES or more, as far as they can be read, and all chunks."""
+    head, damages = b"", []
     try:
         while len(head) < READ_BYTES and (chunk := next(chunks, None)) is not None:
             head += chunk
     except Damage as damage:
-        return head, damage
-    return head, None
+        damages.append(damage)
 
+    def all_of_them() -> Iterator[bytes]:
+        yield head
+        yield from chunks
+        for damage in damages:
+            raise damage
 
-def then_damage(chunks: Iterator[bytes], damage: Damage | None) -> Iterator[bytes]:
-    yield from chunks
-    if damage:
-        raise damage
+    return head, all_of_them()
 
 
 def refusal(reason: str, detail: str, n_bytes: int) -> Iterator[bytes]:
@@ -200,6 +205,10 @@ def no_text(head: bytes, path: str, compression: str) -> str:
     if head[257:262] == b"ustar":
         flags = {"gz": "-xzf", "bz2": "-xjf", "xz": "-xJf", "zst": "--zstd -xf"}
         return f"a tar archive; unpack it: tar {flags.get(compression, '-xf')} {name}"
+    if compression and any(map(head.startswith, MAGIC)):
+        return f"packed twice; unpack it once: {UNPACK[compression].replace('FILE', name)}"
+    if head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype":
+        return f"a zip archive of a document; write it as text: pandoc -t plain {name}"
     for magic, what in NOT_TEXT.items():
         if head.startswith(magic):
             return what.format(name=name)
@@ -279,37 +288,29 @@ def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tu
             while piece := piece.lstrip(b"\0") if decompressor.eof else piece:
                 if decompressor.eof:
                     decompressor = new()
+                made, problem = b"", ""
                 try:
                     made = decompressor.decompress(piece)
                 except errors as error:
-                    detail = f"damaged {compression} data: {error}"
+                    problem = f"damaged {compression} data: {error}"
                     if isinstance(error, MemoryError) or "emory" in str(error):
-                        detail = (
-                            f"unpacking it takes more memory than there is or may be used: {error}"
+                        problem = (
+                            f"unpacking it takes more memory than there is or may be used: {error};"
+                            f" unpack it yourself, and give the result: {UNPACK[compression]}"
                         )
-                        detail += (
-                            f"; unpack it yourself, and give the result: {UNPACK[compression]}"
-                        )
-                    lost = len(chunk) - begin + sum(map(len, chunks))
-                    raise Damage("truncated_file", detail, lost) from None
                 n_made += len(made)
                 if n_made > max(BOMB_BYTES, BOMB_FACTOR * n_read):
-                    detail = f"the {compression} data become over {BOMB_FACTOR} times larger"
+                    problem = (
+                        f"the {compression} data become over {BOMB_FACTOR} times larger, like a "
+                        "bomb; to use them, decompress the file"
+                    )
+                if problem:
                     lost = len(chunk) - begin + sum(map(len, chunks))
-                    hint = "like a bomb; to use them, decompress the file"
-                    raise Damage("truncated_file", f"{detail}, {hint}", lost)
+                    raise Damage("truncated_file", problem, lost)
                 yield made, decompressor.eof
                 piece = decompressor.unused_data
     if not decompressor.eof:
         raise Damage("truncated_file", f"the {compression} data end too early", 1)
-
-
-UNPACK = {
-    "gz": "gzip -d FILE",
-    "bz2": "bzip2 -d FILE",
-    "xz": "xz -d FILE",
-    "zst": "zstd -d --long=31 FILE",
-}
 
 
 def checked_gzip(chunks: Iterator[bytes], file: BinaryIO, path: str) -> Iterator[bytes]:
@@ -402,11 +403,10 @@ def sound_bytes(raw: bytes, codec: str, width: int, line_end: bytes) -> tuple[in
         bad, problem = place, f"a byte of {codec} is missing here or before"
     elif len(raw) % width:
         problem = f"the {codec} text ends within a character"
-    else:
-        try:
-            raw.decode(codec, "surrogatepass")
-        except UnicodeDecodeError as error:
-            bad, problem = error.start, f"{error.reason} in {codec}"
+    try:
+        raw[: bad // width * width].decode(codec, "surrogatepass")
+    except UnicodeDecodeError as error:
+        bad, problem = error.start, f"{error.reason} in {codec}"
     if not problem:
         return len(raw), ""
     return aligned_rfind(raw[:bad], line_end, width) + width, problem

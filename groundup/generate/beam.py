@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groundup.generate.completion import Request, Result, Sample, check
 from groundup.generate.decode import CHUNK_TOKENS
-from groundup.generate.engine import Engine
+from groundup.generate.engine import Engine, Request, Result, Sample, check
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import RowParams, SamplingParams, Seen, check_logits, process
 from model import Transformer

@@ -1,19 +1,18 @@
-"""Generation: plain functions from (model, tokenizer, prompts, parameters) to texts, ids and
-log-probabilities.
+"""Requests that generate together, a token of each at every step.
 
-    generate(...)       -> a Result for each prompt
-    generate_each(...)  -> results in the order of finishing, for files of prompts of any length
-    Engine.stream(...)  -> the tokens of one text as they are drawn; only what is new of the prompt is read
-    Engine.add, .step, .cancel: requests that come and go while others generate
+    engine = Engine(model, tokenizer, rows)
+    engine.add(check(...)), .step(), .cancel(...)  # requests come and go while others generate
+    engine.run(requests)                           # the tokens of all, as rows become free
+    engine.stream(ids, params)                     # those of one text; only what is new of the prompt is read
 
-Each step draws a token of each text that generates; a text that ends makes room for the next
-(continuous batching). Each sample of a prompt draws from its own generator, seeded by a hash of the
+A Request has samples, and a Sample that generates has a Row of the cache. A sample that ends makes
+room for the next (continuous batching). Each draws from its own generator, seeded by a hash of the
 seed, the prompt's ids and the sample's number: independent of other prompts, samples and seeds.
 torch's global generators are not touched.
 
 On a CPU a step is a single call of step.c, in which a row is computed to the bit as if it were
-alone. Elsewhere, and in the pieces in which a prompt is read, the number of rows changes the
-rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16, so another id is
+alone. Elsewhere, and in the pieces in which a prompt is read (prefill), the number of rows changes
+the rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16, so another id is
 next to never drawn in float32, now and then in bfloat16 and float16. Products and cache have the
 dtype of the autocast around the call, else that of the weights.
 """
@@ -21,102 +20,257 @@ dtype of the autocast around the call, else that of the weights.
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.generate import sampling
-from groundup.generate.completion import Params, Request, Result, Sample, Token, check
 from groundup.generate.decode import (
     CHUNK_TOKENS,
     decoding_step,
     for_inference,
     is_native,
 )
-from groundup.generate.json_mode import drawn_orders
+from groundup.generate.json_mode import JsonText, drawn_orders
 from groundup.generate.kv_cache import KVCache, Part, Row, Rows, cache_bytes, free_bytes, row_length
 from groundup.generate.sampling import RowParams, SamplingParams, Seen
 from groundup.kernels import compute_dtype
 from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
+from groundup.tokens.mixture import hash_words
 from groundup.train.device import autocast
-from model import Transformer
-from tokenizer import Tokenizer
+from model import ModelConfig, Transformer
+from tokenizer import StreamDecoder, Tokenizer
 
 CHUNK_ROWS = 16  # prompts that are read at once
 MIN_SHARED = 8  # copying the cache of fewer tokens gains nothing over reading them
 
 
-def generate(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    prompts: list[list[int]],
-    params: Params,
-    batch_size: int = 0,
-    compile: bool = False,
-    copies: bool = True,
-    stop: Callable[[], bool] | None = None,
-) -> list[Result]:
-    """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a
-    time, 0 = all. copies=False: use the matrices as they are, without faster copies of them, in
-    half the memory. stop: asked before each token; if it is true, no result is returned.
-
-    tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows, if
-    step.c does not do it; this takes 5 to 30 s and pays off from some thousand tokens."""
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    if not prompts or len(each) != len(prompts) or batch_size < 0:
-        raise UserError(
-            f"sample: cannot take {len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
-        )
-    requests = [
-        check(i, ids, p, model.cfg, tokenizer)
-        for i, (ids, p) in enumerate(zip(prompts, each, strict=True))
-    ]
-    n_samples = sum(request.params.n_samples for request in requests)
-    rows = min(batch_size or n_samples, n_samples)
-    results = dict(run_all(model, tokenizer, requests, rows, compile, copies, stop))
-    if stop and stop():
-        return []
-    return [results[i] for i in range(len(requests))]
+# ---- what it is asked and what it answers --------------------------------------------------------
 
 
-def generate_each(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    prompts: Iterable[list[int]],
+class Completion(NamedTuple):
+    text: str  # up to the stop string; "" without a tokenizer
+    ids: list[int]  # including the stop id, if one ended it
+    finish_reason: str  # stop | length
+    stop_reason: int | str | None  # the stop id or stop string
+    # At each token: its own and the highest, before any processor
+    logprobs: list[dict[int, float]] | None
+    cumulative_logprob: float  # sum over all tokens
+    reward: float | None = None  # of a reward model, see best_of.py
+
+
+class Result(NamedTuple):
+    prompt_ids: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[dict[int, float] | None] | None  # None for the first token
+
+
+class Token(NamedTuple):
+    id: int
+    text: str  # what may be shown now: whole characters, no beginning of a stop string
+    finish: str  # "" = it goes on | stop | length
+    logprobs: dict[int, float]  # of it and of the likeliest, before any processor
+    is_end: bool = False  # it ends the text and is no part of it
+    begin: int = 0  # characters of the text before it
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, its parameters, and its finished samples."""
+
+    index: int
+    ids: list[int]
+    params: SamplingParams
+    limit: int  # tokens that a sample may get
+    completions: dict[int, Completion] = field(default_factory=dict)
+    logits: Tensor | None = None  # (V,) after the prompt, once it has been read
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
+
+    @property
+    def length(self) -> int:
+        """Positions of the cache that a sample needs: its last token is not fed back."""
+        return len(self.ids) + self.limit - 1
+
+    def seed_of(self, sample: int) -> int:
+        """Return the seed of a sample's random numbers. Not seed + sample: then all prompts
+        would draw the same noise, and neighbouring seeds the same samples."""
+        return int(hash_words(1, "sample", self.params.seed, sample, *self.ids)[0])
+
+    def result(self) -> Result:
+        """Return the n best samples, best first; without best_of all samples in their order."""
+        samples = [self.completions[s] for s in sorted(self.completions)]
+        if self.params.best_of > self.params.n:
+            mean = self.params.best_of_by == "mean"
+            samples.sort(
+                key=lambda c: c.cumulative_logprob / (len(c.ids) if mean else 1), reverse=True
+            )
+        scored = self.params.prompt_logprobs >= 0
+        return Result(self.ids, samples[: self.params.n], self.prompt_logprobs if scored else None)
+
+
+def check(
+    index: int,
+    ids: list[int],
     params: SamplingParams,
-    batch_size: int,
-    compile: bool = False,
-) -> Iterator[tuple[int, Result]]:
-    """Yield (index of the prompt, Result) in the order of finishing; take prompts as rows become
-    free.
-
-    A bad prompt raises UserError when its turn comes."""
-    requests = (check(i, ids, params, model.cfg, tokenizer) for i, ids in enumerate(prompts))
-    return run_all(model, tokenizer, requests, batch_size, compile)
-
-
-def run_all(
-    model: Transformer,
+    cfg: ModelConfig,
     tokenizer: Tokenizer | None,
-    requests: Iterable[Request],
-    rows: int,
-    compile: bool,
-    copies: bool = True,
-    stop: Callable[[], bool] | None = None,
-) -> Iterator[tuple[int, Result]]:
-    """Yield (index, Result) in the order of finishing. rows: of the engine that draws samples."""
-    engine = Engine(model, tokenizer, rows, compile, copies)
-    for sample, _ in engine.run(requests, stop):
-        if sample.last:
-            yield sample.request.index, sample.request.result()
+) -> Request:
+    """Return the request. Raise UserError if this model cannot serve it."""
+    name, V = f"sample: prompt {index}", cfg.vocab_size
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise UserError(
+            f"{name} is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids"
+        )
+    if not ids:
+        raise UserError(f"{name} has no tokens; begin an empty one with <|endoftext|>")
+    if len(ids) > cfg.block_size:
+        raise UserError(f"{name} has {len(ids)} tokens, block_size is {cfg.block_size}; shorten it")
+    if foreign := [i for i in ids if not 0 <= i < V]:
+        raise UserError(
+            f"{name} has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer"
+        )
+    if params.json_object and tokenizer is None:
+        raise UserError(f"{name} asks for json_object, but there is no tokenizer")
+    if params.stop and tokenizer is None:
+        raise UserError(f"{name} has stop strings {params.stop}, but there is no tokenizer")
+    RowParams([params], V)  # raises UserError for ids that the model does not have
+    # Prompt and result together may be one longer than the context: the last token is not fed back.
+    return Request(
+        index, list(ids), params, min(params.max_new_tokens, cfg.block_size - len(ids) + 1)
+    )
+
+
+class StopStrings:
+    """Finds strings in a growing text (Knuth, Morris and Pratt, 1977).
+
+    The time for a character does not depend on the length of the strings."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+        self.matched = [0] * len(words)  # characters of each with which the text ends
+        # borders[i][n - 1]: the longest beginning of word[:n] that also ends it, but not all of it;
+        # known for the n that have matched so far
+        self.borders: list[list[int]] = [[0] for _ in words]
+
+    def push(self, char: str) -> str:
+        """Return the longest of the strings that the text now ends with, "" if there is none."""
+        found = ""
+        for i, (word, borders) in enumerate(zip(self.words, self.borders, strict=True)):
+            n = longer(word, borders, self.matched[i], char)
+            if n > len(borders):
+                borders.append(longer(word, borders, borders[-1], char))
+            if n == len(word):
+                found = max(found, word, key=len)
+                n = borders[n - 1]
+            self.matched[i] = n
+        return found
+
+    @property
+    def n_pending(self) -> int:
+        """Characters at the end of the text that may become one of the strings."""
+        return max(self.matched, default=0)
+
+
+def longer(word: str, borders: list[int], n: int, char: str) -> int:
+    """Return how much of `word` a text ends with that ended with word[:n] before `char`."""
+    while n and word[n] != char:
+        n = borders[n - 1]
+    return n + (word[n] == char)
+
+
+def n_pending(text: str, marks: Sequence[str]) -> int:
+    """Return how many characters at the end of `text` may begin one of these short marks."""
+    begun = (k for mark in marks for k in range(1, len(mark)) if text.endswith(mark[:k]))
+    return max(begun, default=0)
+
+
+class Sample:
+    """Sample `index` of a request, while a row of the cache generates it."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        tokenizer: Tokenizer | None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.request, self.index, self.generator = request, index, generator
+        self.row: Row | None = None  # once the prompt is being read
+        self.ids: list[int] = []
+        self.tokenizer = tokenizer
+        self.decoder = StreamDecoder(tokenizer) if tokenizer else None
+        self.n_chars = 0  # of all ids
+        self.text = ""  # that may be shown
+        self.pending = ""  # behind it: what may become a stop string
+        self.stops = StopStrings(request.params.stop)
+        self.json = JsonText(tokenizer) if request.params.json_object else None
+        self.logprobs: list[dict[int, float]] = []
+        self.sum = 0.0
+        self.last = False  # whether it is the last of its request to end
+
+    def push(self, ids: list[int], logps: list[float]) -> Token:
+        """Take the next token, ids[0]; the others are the likeliest ones. logps: of each of
+        them."""
+        params, token, begin = self.request.params, ids[0], self.n_chars
+        self.ids.append(token)
+        self.sum += logps[0]
+        k = 1 + params.logprobs
+        found = dict(zip(ids[:k], logps[:k], strict=True))
+        self.logprobs.append(found)
+        is_end = token in params.stop_ids
+        piece, reason = ("", token) if is_end else self.grow(token)
+        finish = "length" if len(self.ids) == self.request.limit else ""
+        if reason is not None or (self.json and self.json.push(token)):
+            finish = "stop"  # it wins over length
+        if finish:
+            piece += "" if isinstance(reason, str) else self.flush()
+            logprobs = self.logprobs if params.logprobs >= 0 else None
+            completion = Completion(self.text, self.ids, finish, reason, logprobs, self.sum)
+            self.request.completions[self.index] = completion
+            self.last = len(self.request.completions) == params.n_samples
+        return Token(token, piece, finish, found, is_end, begin)
+
+    def grow(self, token: int) -> tuple[str, str | None]:
+        """Return what may be shown now, and the stop string that ends the text before it, if any."""
+        may_stop = len(self.ids) >= self.request.params.min_new_tokens
+        chars = self.decode(token)
+        self.n_chars += len(chars)
+        for char in chars:
+            self.pending += char
+            stop = self.stops.push(char)
+            if stop and may_stop:
+                return self.show(len(self.pending) - len(stop)), stop
+        return self.show(len(self.pending) - self.stops.n_pending), None
+
+    def decode(self, token: int) -> str:
+        if self.tokenizer is None or token >= self.tokenizer.vocab_size:
+            return ""
+        if token in self.tokenizer.special_ids and not self.request.params.skip_special_tokens:
+            return self.decoder.flush() + self.tokenizer.decode([token])
+        return self.decoder.push(token)
+
+    def show(self, n: int) -> str:
+        piece, self.pending = self.pending[:n], self.pending[n:]
+        self.text += piece
+        return piece
+
+    def flush(self) -> str:
+        """Return what was held back, as nothing follows; U+FFFD for a broken character."""
+        self.pending += self.decoder.flush() if self.decoder else ""
+        return self.show(len(self.pending))
+
+
+# ---- the engine -----------------------------------------------------------------------------------
 
 
 class Engine:
-    """Texts that generate together. Requests come (`add`) and go (`cancel`) between steps (`step`).
+    """The rows of a cache and the requests that have them, or wait for them.
 
     A prompt is read in pieces, between which the others go on. What the cache has of it already
     is copied: the beginning of a text that runs, or of one of the last that ended; requests that
@@ -131,7 +285,9 @@ class Engine:
         compile: bool = False,
         copies: bool = True,
     ) -> None:
-        """rows: the most texts at a time; copies: see `generate`."""
+        """rows: the most texts at a time. copies=False: use the matrices as they are, without faster
+        copies of them, in half the memory. compile: compile the decoding step for each number of
+        rows, if step.c does not do it."""
         self.device = model.embed_tokens.weight.device
         matrices = (p for p in model.layers.parameters() if p.ndim == 2)  # none with 8 bits
         self.dtype = compute_dtype(next(matrices, model.embed_tokens.weight))

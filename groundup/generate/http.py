@@ -1,20 +1,16 @@
-"""What serve.py needs of HTTP: bounds of connections and bodies, who may ask, clients that go away,
-counts. Nothing here knows what is asked.
+"""What stands between a socket and serve.py's routes: bounds of connections, who may ask, errors in
+OpenAI's shape, counts. Nothing here knows what is asked.
 """
 
 import asyncio
-import contextlib
 import hmac
-import json
 import re
 from collections import Counter
-from collections.abc import Awaitable
 from typing import Any
 
 from groundup.generate.openai_format import Refused
 
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
-BODY_S = 20  # for a client to send its body
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
 KEEP_S = 30
@@ -82,38 +78,6 @@ def bounded_protocol(most: int) -> type:
     return BoundedProtocol
 
 
-class CancelOnDisconnect:
-    """A stream that ends when its client goes away, also while it waits for a token."""
-
-    def __init__(self, response: Any, cancelling: contextlib.AbstractContextManager) -> None:
-        self.response, self.cancelling = response, cancelling
-
-    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
-        with self.cancelling:
-            await or_disconnect(self.response.stream_response(send), receive)
-
-
-async def or_disconnect(work: Awaitable, receive: Any) -> Any:
-    """Return what `work` does, None if the client goes away before."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def sse(body: dict) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
 # ---- requests ------------------------------------------------------------------------------------
 
 
@@ -158,31 +122,6 @@ def auth_error(scope: dict, config: dict) -> Refused | None:
         words = f"this server answers to {config['host']}, not to {name[:80]!r}"
         return Refused(403, words)
     return None
-
-
-async def read_body(http: Any, max_kb: int) -> bytes:
-    """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
-    whole."""
-    from starlette.requests import ClientDisconnect
-
-    most = 1024 * max_kb
-    # A page of another site may send a form without asking, but not this type.
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        what = "send the body as JSON, with the header Content-Type: application/json"
-        raise Refused(400, what)
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in http.stream():
-                raw += chunk
-                if len(raw) > most:
-                    raise Refused(413, f"the body is larger than {most:,} bytes")
-    except TimeoutError:
-        raise Refused(408, f"the body did not come within {BODY_S} s") from None
-    except ClientDisconnect:
-        raise Refused(400, "the client went away") from None
-    return bytes(raw)
 
 
 def error_response(http: Any, error: Exception) -> Any:

@@ -1,4 +1,5 @@
-"""OpenAI's formats: the body of a request -> prompts and parameters; tokens -> choices. No HTTP.
+"""The body of a request in OpenAI's format -> prompts and parameters. No HTTP. Answers are in
+openai_answer.py.
 
 A field that is known and would change the answer, but cannot be served, is refused. A field that is
 not known changes nothing: it is named once in the log.
@@ -9,32 +10,21 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from groundup.errors import UserError, printable
 from groundup.files.row_formats import turns_at, with_system
 from groundup.files.streams import mended
 from groundup.files.turns import BadRow
-from groundup.generate.completion import Request, Token, begin_prompt, begin_with
+from groundup.generate.completion import begin_prompt
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
-from groundup.generate.text_parts import CallReader, ThoughtReader
-from groundup.generate.tools import ToolTurn
-from tokenizer import StreamDecoder, Tokenizer
+from tokenizer import Tokenizer
 
 # Names of sampling parameters. Those from top_k on are not OpenAI's but vLLM's.
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "min_tokens": "min_new_tokens",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-}
+SAMPLING = "temperature top_p presence_penalty frequency_penalty top_k min_p repetition_penalty"
+SAMPLING += " ignore_eos skip_special_tokens"
+SAMPLING = {name: name for name in SAMPLING.split()} | {"min_tokens": "min_new_tokens"}
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
 REFUSED = {  # fields that would change the answer, with the values that change nothing
     "logit_bias": ({},),
@@ -45,17 +35,32 @@ REFUSED = {  # fields that would change the answer, with the values that change 
     "functions": ([],),
     "function_call": ("none", "auto"),
     "use_beam_search": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "structured_outputs": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
+    "chat_template": (),
+    "documents": ([],),
+    "priority": (0,),
+    "cache_salt": (),
 }
+REFUSED |= {f"guided_{kind}": () for kind in ("json", "regex", "choice", "grammar")}
+REFUSED_IN_CHATS = {"echo": (False,), "add_special_tokens": (False,)}
+REFUSED_IN_COMPLETIONS = {"add_special_tokens": (True,)}
 # Fields that change no answer. Others that are not known are named in the log.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier")
 WITHOUT_EFFECT += ("prompt_cache_key", "cache_prompt", "parallel_tool_calls")
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "id")
 MESSAGE += ("reasoning_content", "reasoning")  # thoughts of earlier answers are not read
+THOUGHT = "<think>", "</think>"
 MAX_N, MAX_TOP_LOGPROBS, MAX_STOPS = 16, 20, 16
 MAX_LOGGED = 100  # names of unknown fields
 logged: set[str] = set()
@@ -109,10 +114,12 @@ def parse(
     server, for chats without tools. Raise Refused."""
     body = read_object(raw)
     as_json = body.get("response_format") == {"type": "json_object"}
-    for name, allowed in REFUSED.items():
+    refused = REFUSED | (REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS)
+    for name, allowed in refused.items():
         value = body.pop(name, None)
         if value is not None and value not in allowed:
-            raise Refused(400, f"{name}={value!r:.80} is not supported", name)
+            fine = "".join(f", or give {one!r}" for one in allowed)
+            raise Refused(400, f"{name}={value!r:.80} is not supported: leave it out{fine}", name)
 
     tools, settings, echo, proceeds, runs_tools = [], {}, False, False, False
     if chat:
@@ -174,7 +181,7 @@ def sampling_values(body: dict, seed: int) -> dict:
     values = {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
     asked = take(body, "seed", int, -1)
     values["seed"] = seed if asked == -1 else asked % 2**63
-    values["stop"] = stop_strings(body.pop("stop", ()))
+    values["stop"] = stop_strings(body.pop("stop", []))
     stop_ids = body.pop("stop_token_ids", [])
     if stop_ids and not is_ids(stop_ids):
         raise Refused(400, f"stop_token_ids must be ids, got {stop_ids!r:.80}", "stop_token_ids")
@@ -197,9 +204,11 @@ def sampling_params(values: dict, names: dict[str, str]) -> SamplingParams:
 def called_tools(body: dict) -> list[dict]:
     """Return the tools that the answer may call. Raise Refused."""
     tools, choice = take(body, "tools", list, []), body.pop("tool_choice", "auto")
-    if choice not in ("none", "auto") or not all(map(is_tool, tools)):
-        what = "tools must be functions with a name, and tool_choice auto or none"
-        raise Refused(400, what, "tools")
+    if not all(map(is_tool, tools)):
+        raise Refused(400, "tools must be functions with a name", "tools")
+    if choice not in ("none", "auto"):
+        what = f"tool_choice={choice!r:.80} is not supported: it must be 'auto' or 'none'"
+        raise Refused(400, what, "tool_choice")
     return tools if choice == "auto" else []
 
 
@@ -225,9 +234,8 @@ def likeliest(body: dict, chat: bool) -> int:
     else:
         top = take(body, "logprobs", int, -1)
     if top > MAX_TOP_LOGPROBS:
-        raise Refused(
-            400, f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}", "top_logprobs"
-        )
+        what = f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}"
+        raise Refused(400, what, "top_logprobs")
     return top
 
 
@@ -287,9 +295,8 @@ def conversation(messages: Any) -> list[dict]:
 
 
 def is_tool(tool: Any) -> bool:
-    function = (
-        tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    )
+    is_function = isinstance(tool, dict) and tool.get("type") == "function"
+    function = tool.get("function") if is_function else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -298,11 +305,8 @@ def texts_or_ids(prompt: Any) -> list[str] | list[list[int]]:
     prompt = "" if prompt is None else prompt
     listed = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
     if not (all(isinstance(one, str) for one in listed) or all(is_ids(one) for one in listed)):
-        raise Refused(
-            400,
-            "prompt must be a text, a list of texts, token ids or a list of lists of them",
-            "prompt",
-        )
+        what = "prompt must be a text, a list of texts, token ids or a list of lists of them"
+        raise Refused(400, what, "prompt")
     return listed
 
 
@@ -311,16 +315,12 @@ def is_ids(value: Any) -> bool:
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
-    if (
-        not isinstance(stops, tuple)
-        or len(stops) > MAX_STOPS
-        or not all(isinstance(s, str) and s for s in stops)
-    ):
-        raise Refused(
-            400, f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}", "stop"
-        )
-    return stops
+    stops = [stop] if isinstance(stop, str) else stop
+    are_texts = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
+    if not are_texts or len(stops) > MAX_STOPS:
+        what = f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}"
+        raise Refused(400, what, "stop")
+    return tuple(stops)
 
 
 def encode(
@@ -340,10 +340,8 @@ def encode(
             ids = renderer.render(messages, settings)
         else:
             ids = tokenizer.render(messages, add_generation_prompt=True)[0]
-        if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(ThoughtReader.OPEN):
-            begun = (
-                f"\n{ThoughtReader.CLOSE}\n\n{begun}"  # the template opens thoughts: there are none
-            )
+        if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(THOUGHT[0]):
+            begun = f"\n{THOUGHT[1]}\n\n{begun}"  # the template opens thoughts: there are none
         return [ids + tokenizer.encode(begun)]
     except UserError as error:
         where = "messages" if asked.chat else "prompt"
@@ -362,201 +360,5 @@ def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
 def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
     """Return a chat's messages with its system message, which names the tools."""
     (messages,) = asked.prompts
-    if asked.tools:
-        own = messages[0]["role"] == "system"
-        return with_system(messages, {"system": "" if own else system, "tools": asked.tools})
-    return begin_with(system, messages)
-
-
-# ---- answers ------------------------------------------------------------------------------------
-
-
-class Position(NamedTuple):
-    """A token with log-probabilities."""
-
-    id: int
-    logprobs: dict[int, float] | None  # of the token and the likeliest; None = nothing precedes it
-    begin: int  # characters of the text before it
-
-
-class Choice:
-    """A choice of an answer, as its tokens come."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, asked: ParsedRequest, index: int, request: Request
-    ) -> None:
-        self.tokenizer, self.asked, self.index = tokenizer, asked, index
-        self.turns: list[dict] = []  # that called the server's tools, and what these said
-        self.begin(request)
-
-    def begin(self, request: Request) -> None:
-        """Begin a turn."""
-        self.request = request
-        self.decoder = StreamDecoder(self.tokenizer)
-        self.n_decoded = 0  # characters of all tokens so far
-        self.n_shown = 0  # of them, those that were shown
-        self.texts: list[str] = []
-        self.thoughts: list[str] = []
-        self.shown: list[Position] = []
-        self.pending: list[Position] = []  # of tokens whose text is not shown yet
-        self.finish: str | None = None
-        asked = self.asked
-        prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
-        thinks = asked.chat and not asked.params.json_object
-        self.thinker = ThoughtReader(prompt_end.endswith(ThoughtReader.OPEN)) if thinks else None
-        self.caller = CallReader() if asked.tools or asked.runs_tools else None
-        self.calls: list[dict] = []
-
-    def push(self, token: Token) -> dict | None:
-        """Take a token; return what a stream says of it, None = nothing yet."""
-        text, thoughts, last = token.text, "", bool(token.finish)
-        found = self.echo() if not self.texts else []
-        echoed = (
-            self.tokenizer.decode(self.request.ids) if self.asked.echo and not self.texts else ""
-        )
-        if self.asked.scores_only:
-            text = ""
-        else:
-            found += self.positions(token)
-        if self.caller and self.call_mark(token.id):
-            text = self.call_mark(token.id) + text
-        if self.thinker:
-            thoughts, text = self.thinker.push(text, last)
-        if self.caller:
-            text, self.calls = self.caller.push(text, last)
-        text = echoed + text
-        self.texts.append(text)
-        self.thoughts.append(thoughts)
-        self.shown += found
-        self.finish = "tool_calls" if self.calls else token.finish or None
-        if not text and not thoughts and not found and not last:
-            return None
-        if self.asked.chat:
-            delta = {"content": text} if text or found and not thoughts else {}
-            delta |= {"reasoning_content": thoughts} if thoughts else {}
-            calls = [{"index": i, **call} for i, call in enumerate(self.calls)]
-            body = {"delta": delta | ({"tool_calls": calls} if calls else {})}
-        else:
-            body = {"text": text}
-        return self.described(body, found)
-
-    def go_on(self, turn: ToolTurn, request: Request) -> dict:
-        """Take a turn that called tools instead of its last token; return what a stream says of it.
-
-        What it said before is part of the turn."""
-        self.turns += turn.messages
-        self.begin(request)
-        return self.described({"delta": {"turns": turn.messages}}, [])
-
-    def call_mark(self, token: int) -> str:
-        """Return the name of a special token that begins a call: as one, it has no text."""
-        special = token in self.tokenizer.special_ids and self.asked.params.skip_special_tokens
-        name = self.tokenizer.decode([token]) if special else ""
-        return name if name in CallReader.MARKS else ""
-
-    def echo(self) -> list[Position]:
-        """Return the positions of the prompt, if it is repeated before the answer."""
-        if not self.asked.echo:
-            return []
-        ids, found = self.request.ids, []
-        scored = self.request.prompt_logprobs if self.asked.params.logprobs >= 0 else []
-        for token, logprobs in zip(ids, scored, strict=False):
-            found.append(Position(token, logprobs, self.n_decoded))
-            is_special = token in self.tokenizer.special_ids
-            name = self.tokenizer.decode([token]) if is_special else self.decoder.push(token)
-            self.n_decoded += len(name)
-        self.n_decoded = self.n_shown = len(self.tokenizer.decode(ids))
-        self.decoder = StreamDecoder(self.tokenizer)
-        return found
-
-    def positions(self, token: Token) -> list[Position]:
-        """Return the positions of tokens whose text is shown now, not those of a stop string."""
-        self.n_shown += len(token.text)
-        if self.asked.params.logprobs < 0:
-            return []
-        if not token.is_end:
-            self.pending.append(Position(token.id, token.logprobs, self.n_decoded))
-            self.n_decoded += len(self.text_of(token.id))
-        n = sum(position.begin < self.n_shown for position in self.pending)
-        is_cut = token.finish == "stop" and not token.is_end
-        if token.finish and not is_cut:
-            n = len(self.pending)
-        found, self.pending = self.pending[:n], self.pending[n:]
-        return found
-
-    def text_of(self, token: int) -> str:
-        if token >= self.tokenizer.vocab_size:
-            return ""
-        if token in self.tokenizer.special_ids and not self.asked.params.skip_special_tokens:
-            return self.decoder.flush() + self.tokenizer.decode([token])
-        return self.decoder.push(token)
-
-    def whole(self) -> dict:
-        """Return the finished choice."""
-        text, thoughts = "".join(self.texts), "".join(self.thoughts)
-        if not self.asked.chat:
-            return self.described({"text": text}, self.shown)
-        message = {"role": "assistant", "content": text, "refusal": None}
-        if self.turns:
-            message["turns"] = self.turns
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        if self.calls:
-            message |= {"content": text or None, "tool_calls": self.calls}
-        return self.described({"message": message}, self.shown)
-
-    def described(self, body: dict, found: list[Position]) -> dict:
-        logprobs = self.logprobs(found) if self.asked.params.logprobs >= 0 else None
-        return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": self.finish}
-
-    def logprobs(self, found: list[Position]) -> dict:
-        if self.asked.chat:
-            return {"content": [self.chat_entry(position.logprobs) for position in found]}
-        tokens, own, likeliest = [], [], []
-        for token, logprobs, _ in found:
-            tokens.append(piece(self.tokenizer, token))
-            own.append(finite(logprobs[token]) if logprobs else None)
-            # The chosen token comes first; as the last key it wins over others of the same text.
-            pairs = reversed((logprobs or {}).items())
-            likeliest.append({piece(self.tokenizer, i): finite(p) for i, p in pairs} or None)
-        return {
-            "tokens": tokens,
-            "token_logprobs": own,
-            "top_logprobs": likeliest,
-            "text_offset": [position.begin for position in found],
-        }
-
-    def chat_entry(self, logprobs: dict[int, float]) -> dict:
-        """Return a token, the first of `logprobs`, and the k likeliest, among which it may be."""
-        entries = [entry(self.tokenizer, i, logprob) for i, logprob in logprobs.items()]
-        values = list(logprobs.values())
-        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
-        k = self.asked.params.logprobs
-        return entries[0] | {"top_logprobs": [entries[i] for i in order[:k]]}
-
-
-def entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
-    raw = tokenizer.pieces.get(token, b"")
-    text = raw.decode("utf-8", "replace")
-    return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
-
-
-def piece(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of a token; of part of a character its bytes, as OpenAI writes them."""
-    raw = tokenizer.pieces.get(token, b"")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no -Infinity; OpenAI writes this
-
-
-def usage(n_prompt: int, n_new: int) -> dict:
-    return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_new,
-        "total_tokens": n_prompt + n_new,
-    }
+    own = messages[0]["role"] == "system"
+    return with_system(messages, {"system": "" if own else system, "tools": asked.tools})

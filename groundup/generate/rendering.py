@@ -34,10 +34,13 @@ class LineProcess:
         self.seconds = seconds
         self.lock = threading.Lock()
         self.process: subprocess.Popen | None = None
+        self.has_ended = False  # for good
 
     def ask(self, line: str) -> str:
         """Return the answer to a line, "" if the process ends before it."""
         with self.lock:
+            if self.has_ended:
+                return ""
             if self.process is None or self.process.poll() is not None:
                 self.start()
             return self.exchange(line, self.seconds)
@@ -81,6 +84,12 @@ class LineProcess:
         self.process.kill()
         self.process.wait()
 
+    def end(self) -> None:
+        """Answer nothing from now on, nor what another thread waits for."""
+        self.has_ended = True
+        if self.process:
+            self.close()
+
 
 class Renderer:
     """Renders conversations with the template of the tokenizer in `directory`."""
@@ -88,7 +97,9 @@ class Renderer:
     def __init__(self, directory: Path, seconds: float = templates.RENDER_S) -> None:
         where = str(directory.absolute())
         self.seconds = seconds
-        self.helper = LineProcess(__name__, where, str(seconds), seconds=seconds + 2)
+        self.helper = LineProcess(
+            __name__, where, str(seconds), seconds=templates.WAIT * seconds + 2
+        )
 
     def render(self, messages: list[dict], settings: dict, follows: bool = False) -> list[int]:
         """Return the ids of the prompt for an answer; follows: those of `tool_ids`.

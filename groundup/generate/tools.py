@@ -13,6 +13,8 @@ were not drawn. Results and whatever the template writes around them are appende
 import dataclasses
 import json
 import math
+import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,11 +23,10 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
-from groundup.generate.completion import Result, asked_messages, call_ids, check
-from groundup.generate.engine import run_all
+from groundup.generate.completion import asked_messages, call_ids, run_all
+from groundup.generate.engine import Result, check, n_pending
 from groundup.generate.rendering import LineProcess, tool_ids
 from groundup.generate.sampling import SamplingParams
-from groundup.generate.text_parts import CallReader
 from groundup.tokens.templates import CALL_ID
 from model import Transformer
 from tokenizer import Tokenizer
@@ -108,7 +109,8 @@ class Tools:
         return with_system(messages, {"tools": self.schemas})
 
     def close(self) -> None:
-        self.process.close()
+        """End the process, also in the middle of a call."""
+        self.process.end()
 
 
 class ToolAnswers:
@@ -189,3 +191,89 @@ def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
     talk += [{"role": "assistant", "content": call}, {"role": "tool", "content": "7 swans"}]
     if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):
         raise UserError("tools: the chat template does not write the results of tools")
+
+
+# ---- calls in the text of an answer ----------------------------------------------------------------
+
+
+class CallReader:
+    """Divides an answer into what is said and what is called.
+
+    Three forms are calls: <tool_call>{...}</tool_call> (Hermes, Qwen, ours), {...} as the whole
+    answer (Llama 3), [TOOL_CALLS] and a list (Mistral). A list may also be the whole answer."""
+
+    MARKS = ("<tool_call>", "[TOOL_CALLS]")
+    MARK = re.compile("|".join(map(re.escape, MARKS)))
+    CLOSE, SPACE = re.compile(r"\s*(?:</tool_call>)?\s*"), re.compile(r"\s*")
+
+    def __init__(self) -> None:
+        self.pending = ""
+        self.said = False  # whether something was said already
+
+    def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
+        """Return (more of what is said, calls); calls come with the last piece only."""
+        self.pending += text
+        if last:
+            return self.divide(self.pending)
+        if not self.said and self.pending.lstrip()[:1] in ("", "{", "["):
+            return "", []
+        mark = self.MARK.search(self.pending)
+        if mark:
+            cut = mark.start()
+        else:
+            cut = len(self.pending) - n_pending(self.pending, self.MARKS)
+        text, self.pending = self.pending[:cut], self.pending[cut:]
+        self.said |= bool(text)
+        return text, []
+
+    def divide(self, text: str) -> tuple[str, list[dict]]:
+        """Return (what is said, calls). A call that cannot be read makes all of it text."""
+        first = "" if self.said else text.lstrip()
+        is_bare = first[:1] in ("{", "[") and not self.MARK.match(first)
+        begin = self.SPACE.match(text) if is_bare else self.MARK.search(text)
+        said, calls, end = "", [], 0
+        while begin:
+            try:
+                value, after = STRICT.raw_decode(text, self.SPACE.match(text, begin.end()).end())
+                found = calls_in(value)
+            except (ValueError, RecursionError):
+                found = []
+            if not found:
+                return text, []
+            said += text[end : begin.start()]
+            calls += found
+            end = self.CLOSE.match(text, after).end()
+            begin = None if is_bare else self.MARK.search(text, end)
+        rest = text[end:]
+        if not calls or is_bare and rest:
+            return text, []
+        return said + rest if rest else said.rstrip(), calls
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+STRICT = json.JSONDecoder(parse_constant=refuse_constant)  # without NaN
+
+
+def calls_in(value: object) -> list[dict]:
+    """Return the calls in a JSON object or list of them in OpenAI's form, [] if it is none."""
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        name = call.get("name") if isinstance(call, dict) else None
+        arguments = call.get("arguments", call.get("parameters")) if isinstance(name, str) else None
+        if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own form
+            arguments = STRICT.decode(arguments or "{}")
+        if not isinstance(arguments, dict):
+            return []
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
+        function = {"name": name, "arguments": written}
+        own = call.get("id")  # Mistral's models write one, which the result is to have
+        is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
+        calls.append({
+            "id": own if is_own else f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": function,
+        })
+    return calls

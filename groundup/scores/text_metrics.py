@@ -16,8 +16,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.generate.completion import prompt_ids
-from groundup.generate.engine import generate_each
+from groundup.generate.completion import generate_each, prompt_ids
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import split_over_ranks
 from groundup.text import clean

@@ -19,15 +19,7 @@ from pathlib import Path
 
 from groundup.errors import UserError
 from groundup.files import answer_files, records
-from groundup.files.answer_files import (
-    NoPair,
-    conversation_of,
-    is_answers,
-    reward_of,
-    row_of,
-    text_of,
-)
-from groundup.files.records import Record
+from groundup.files.answer_files import NoPair, conversation_of, reward_of, row_of, text_of
 from groundup.files.text_keys import as_score
 from groundup.files.turns import BadRow
 from groundup.text.inputs import Input
@@ -46,7 +38,7 @@ def replace_answers(
     for file in inputs:
         if answer_files.is_settings_file(file.path):
             continue
-        if file.problem or not is_answers(file.path):
+        if file.problem or not answer_files.is_answers(file.path):
             found.append(file)
             continue
         if file.name == "-":
@@ -75,74 +67,50 @@ def write_pairs(
 
     score: also keep the numbers of these keys. Raise UserError if pair_by is reward and no answer
     has one, if `strict` and a line is no answer, or if FILE.config.json is missing or damaged."""
-    keys = [one.key for one in parse_score(score)]
-    maker, counts = PairMaker(path, parse_pair_by(pair_by), keys), Counts()
+    by, settings = parse_pair_by(pair_by), answer_files.need_settings(path)
+    keys = [key for key in PAIR_NUMBERS if key != "margin"]
+    keys += [one.key for one in parse_score(score)]
+    n, counts = Counter(), Counts()  # n: of lines, answers, answers with a reward, pairs
+    lines_left_out, answers_left_out = Counter(), Counter()  # by reason
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as p:
         problems = Problems(path, p, counts.shown, strict)
         for record in records.read_records(path, report=problems):
             problems.lost_bytes += record.lost
+            n["lines"] += 1
             try:
-                for pair in maker.pairs(record):
-                    f.write(json.dumps(pair) + "\n")
-            except NoPair as problem:
-                maker.lines_left_out[str(problem)] += 1
+                row = row_of(record)
+                prompt, own = conversation_of(row, settings)
+                n["answers"] += len(row["completions"])
+                n["scored"] += sum(reward_of(answer) is not None for answer in row["completions"])
+                pairs = pairs_of(row["completions"], own, by, answers_left_out)
             except BadRow as problem:
-                maker.lines_left_out[str(problem)] += 1
-                reason, detail = record.problem or "bad_field", record.detail or str(problem)
-                problems.add(path, record.line, record.offset, reason, detail)
-    if maker.by.how == "reward" and maker.n["answers"] and not maker.n["scored"]:
+                lines_left_out[str(problem)] += 1
+                if not isinstance(problem, NoPair):
+                    reason, detail = record.problem or "bad_field", record.detail or str(problem)
+                    problems.add(path, record.line, record.offset, reason, detail)
+                continue
+            n["pairs"] += len(pairs)
+            if not pairs:
+                lines_left_out["no answer to set against the data set's"] += 1
+            numbers = {key: as_score(row, key) for key in keys}
+            of_line = {key: number for key, number in numbers.items() if math.isfinite(number)}
+            of_line |= {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
+            for pair in pairs:
+                f.write(json.dumps(of_line | pair | {"made_by": settings["model"]}) + "\n")
+    if by.how == "reward" and n["answers"] and not n["scored"]:
         hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them"
         what = f"no answer in {path} has a reward, which pair_by=reward needs"
         raise UserError(f"prepare: {what}; {hint}: reward.py --score=FILE")
     n_bad = problems.problems.total()
     info = {
-        "path": path, "settings": maker.settings, "lines": maker.n["lines"],
-        "answers": maker.n["answers"], "pairs": maker.n["pairs"], "lines_bad": n_bad,
-        "lines_left_out": dict(maker.lines_left_out),
-        "answers_left_out": dict(+maker.answers_left_out),
+        "path": path, "settings": settings, "lines": n["lines"], "answers": n["answers"],
+        "pairs": n["pairs"], "lines_bad": n_bad, "lines_left_out": dict(lines_left_out),
+        "answers_left_out": dict(+answers_left_out),
     }  # fmt: skip
     # The pairs are read next, as an input. Together they count as the bytes of the answers.
     problems.n_bytes -= out.stat().st_size
-    counts.add_report(problems, path, maker.n["lines"] - n_bad)
+    counts.add_report(problems, path, n["lines"] - n_bad)
     return info, counts
-
-
-class PairMaker:
-    """Makes the pairs of a file of answers, and counts what gives none. keys: of numbers of a line
-    to keep, besides PAIR_NUMBERS."""
-
-    def __init__(self, path: str, by: PairBy, keys: list[str]) -> None:
-        self.by, self.settings = by, answer_files.need_settings(path)
-        self.keys = [key for key in PAIR_NUMBERS if key != "margin"] + keys
-        self.n = Counter()  # lines, answers, answers with a reward ("scored"), pairs
-        self.lines_left_out, self.answers_left_out = Counter(), Counter()  # by reason
-
-    def pairs(self, record: Record) -> list[dict]:
-        """Return the pairs of a line, as rows. Raise BadRow, NoPair."""
-        self.n["lines"] += 1
-        row = row_of(record)
-        prompt, own = conversation_of(row, self.settings)
-        self.n["answers"] += len(row["completions"])
-        self.n["scored"] += sum(reward_of(answer) is not None for answer in row["completions"])
-        pairs = self.pair_up(usable(row["completions"], self.by.how, self.answers_left_out), own)
-        self.n["pairs"] += len(pairs)
-        if not pairs:
-            self.lines_left_out["no answer to set against the data set's"] += 1
-        numbers = {key: as_score(row, key) for key in self.keys}
-        of_line = {key: number for key, number in numbers.items() if math.isfinite(number)}
-        of_line |= {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
-        return [of_line | pair | {"made_by": self.settings["model"]} for pair in pairs]
-
-    def pair_up(self, answers: list[dict], own: str) -> list[dict]:
-        """Return pairs of finished answers; own: the data set's answer. Raise NoPair."""
-        by, left_out = self.by, self.answers_left_out
-        try:
-            if by.how == "dataset":
-                return pairs_by_dataset(answers, own, by.length_within, left_out)
-            return pairs_by_reward(answers, by.margin, by.length_within, left_out)
-        except NoPair:
-            left_out["in a line that gives no pair"] += len(answers)
-            raise
 
 
 def describe(infos: list[dict]) -> list[str]:
@@ -159,20 +127,30 @@ def describe(infos: list[dict]) -> list[str]:
     return found
 
 
-def usable(completions: list[dict], how: str, left_out: Counter) -> list[dict]:
-    """Return the finished answers (if pairs are made by reward, those with one), without a literal
-    end of turn at their end. Count the others in `left_out`."""
-    found = []
-    for answer in completions:
+# ---- the pairs of one line -----------------------------------------------------------------------
+
+
+def pairs_of(answers: list[dict], own: str, by: PairBy, left_out: Counter) -> list[dict]:
+    """Return the pairs of a line, and count the other answers in `left_out`, by reason. own: the
+    data set's answer. Raise NoPair."""
+    usable = []
+    for answer in answers:
+        text, reward = text_of(answer), reward_of(answer)
         if answer.get("finish_reason") != "stop":
             left_out["unfinished"] += 1
-        elif not answer["text"].strip():
+        elif not text.strip():
             left_out["empty"] += 1
-        elif how == "reward" and reward_of(answer) is None:
+        elif by.how == "reward" and reward is None:
             left_out["no reward"] += 1
         else:
-            found.append(answer | {"text": text_of(answer)})
-    return found
+            usable.append((text, reward))
+    try:
+        if by.how == "reward":
+            return pairs_by_reward(usable, by, left_out)
+        return pairs_by_dataset([text for text, _ in usable], own, by, left_out)
+    except NoPair:
+        left_out["in a line that gives no pair"] += len(usable)
+        raise
 
 
 def lengths_fit(first: str, second: str, within: float) -> bool:
@@ -182,18 +160,18 @@ def lengths_fit(first: str, second: str, within: float) -> bool:
     return not within or most <= least * (1 + within) + 1e-9  # 0.2 * 5 is not exactly 1
 
 
-def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Counter) -> list[dict]:
+def pairs_by_dataset(texts: list[str], own: str, by: PairBy, left_out: Counter) -> list[dict]:
     """Return pairs of the data set's own answer with each different one of the model. Raise
     NoPair."""
     if not own.strip():
         raise NoPair("no answer of the data set")
     pairs, seen = [], set()
-    for text in (answer["text"] for answer in answers):
+    for text in texts:
         if text.strip() == own.strip():
             left_out["equal to the data set's"] += 1
         elif text.strip() in seen:
             left_out["equal to an earlier one"] += 1
-        elif not lengths_fit(own, text, within):
+        elif not lengths_fit(own, text, by.length_within):
             left_out["the lengths differ too much"] += 1
         else:
             pairs.append({"chosen": own, "rejected": text})
@@ -201,27 +179,23 @@ def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Cou
     return pairs
 
 
-def pairs_by_reward(
-    answers: list[dict], margin: float, within: float, left_out: Counter
-) -> list[dict]:
+def pairs_by_reward(answers: list[tuple[str, float]], by: PairBy, left_out: Counter) -> list[dict]:
     """Return the pair whose rewards differ most, of those that differ enough and fit in length.
-    Raise NoPair."""
-    ranked = sorted(answers, key=reward_of, reverse=True)
+    answers: with their rewards. Raise NoPair."""
+    ranked = sorted(answers, key=lambda answer: answer[1], reverse=True)
     pairs = [
-        {
-            "chosen": better["text"],
-            "rejected": worse["text"],
-            "margin": reward_of(better) - reward_of(worse),
-        }
-        for better, worse in itertools.combinations(ranked, 2)
-        if better["text"].strip() != worse["text"].strip()
+        {"chosen": chosen, "rejected": rejected, "margin": high - low}
+        for (chosen, high), (rejected, low) in itertools.combinations(ranked, 2)
+        if chosen.strip() != rejected.strip()
     ]
     if not pairs:
         raise NoPair("fewer than two different answers")
-    pairs = [pair for pair in pairs if pair["margin"] > 0 and pair["margin"] >= margin]
+    pairs = [pair for pair in pairs if pair["margin"] > 0 and pair["margin"] >= by.margin]
     if not pairs:
         raise NoPair("the rewards differ too little")
-    pairs = [pair for pair in pairs if lengths_fit(pair["chosen"], pair["rejected"], within)]
+    pairs = [
+        pair for pair in pairs if lengths_fit(pair["chosen"], pair["rejected"], by.length_within)
+    ]
     if not pairs:
         raise NoPair("the lengths differ too much")
     left_out["neither best nor worst"] += len(answers) - 2

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
@@ -27,7 +28,16 @@ from groundup.tokens.token_files import file_sha256
 
 UNIT_BYTES = 2**26  # a large file is cut into parts of this size
 COLUMNS = ("path", "source", "size", "stamp", "sha256")  # of inputs.tsv
-BEGINS_LIKE_ROW = re.compile(rb'\s*\{\s*"[^"\n]*"\s*:')
+LOOKS_LIKE = {  # what begins so, and what to do if its markup is not meant
+    rb'\s*\{\s*"[^"\n]*"\s*:': (
+        "JSON lines",
+        "if its rows are meant, let its name end in .jsonl",
+    ),
+    rb"\s*<(!doctype|html|\?xml|mediawiki)": (
+        "HTML or XML",
+        "if its text is meant, take that out first, as with pandoc or trafilatura",
+    ),
+}
 BUILT_IN = {  # sources that need no files
     "python-docs": docs_rows,
     "demo-en": partial(demo_rows, "en"),
@@ -45,7 +55,7 @@ class Input(NamedTuple):
     source: int = 0  # index of its source
     problem: str = ""  # why it cannot be opened
     parts: tuple[tuple[int, int | None], ...] = ((0, None),)  # see readers.work_units
-    is_odd: bool = False  # plain text by its name, but it begins like JSON lines
+    looks: tuple[str, str] | tuple[()] = ()  # of plain text by its name: see LOOKS_LIKE
 
 
 def find_inputs(
@@ -57,9 +67,9 @@ def find_inputs(
     inside = f"{out_dir.resolve()}{os.sep}" if out_dir.name else None
     for number, source in enumerate(sources):
         files = list(files_of(source, number, work, kind))
-        for file in [file for file in files if file.is_odd][:1]:
-            hint = "if its rows are meant, let its name end in .jsonl"
-            print(f"prepare: {file.name} looks like JSON lines but is read as plain text; {hint}")
+        odd = {file.looks: file for file in reversed(files) if file.looks}  # the first of a kind
+        for (what, hint), file in odd.items():
+            print(f"prepare: {file.name} looks like {what} but is read as plain text; {hint}")
         for file in files:
             if inside and os.path.realpath(file.path).startswith(inside):
                 continue
@@ -99,9 +109,11 @@ def look(path: str, name: str, number: int, source: Source) -> Input:
     if stat.st_size > UNIT_BYTES or first.startswith(b"PAR1"):
         parts = readers.work_units(path, source.txt_split, UNIT_BYTES, source.encoding)
     head = streams.unpacked_head(first, path)
-    is_odd = bool(BEGINS_LIKE_ROW.match(head)) and records.container(path, head, "file") == "file"
+    looks = ()
+    if records.container(path, head, "file") == "file":
+        looks = next((odd for how, odd in LOOKS_LIKE.items() if re.match(how, head, re.I)), ())
     stamp = str(stat.st_mtime_ns)
-    return Input(path, name, stat.st_size, stamp, number, "", tuple(parts), is_odd)
+    return Input(path, name, stat.st_size, stamp, number, "", tuple(parts), looks)
 
 
 def check_unchanged(inputs: list[Input], work: Path) -> None:
@@ -109,9 +121,11 @@ def check_unchanged(inputs: list[Input], work: Path) -> None:
     for file in inputs:
         if file.problem or Path(file.path).is_relative_to(work):
             continue
-        stat = os.stat(file.path)
-        if (stat.st_size, str(stat.st_mtime_ns)) != (file.size, file.stamp):
-            raise UserError(f"prepare: {file.name} changed while it was read; run again")
+        with suppress(OSError):  # of a file that was removed
+            stat = os.stat(file.path)
+            if (stat.st_size, str(stat.st_mtime_ns)) == (file.size, file.stamp):
+                continue
+        raise UserError(f"prepare: {file.name} changed while it was read; run again")
 
 
 def spool_stdin(work: Path) -> Path:

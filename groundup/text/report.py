@@ -11,16 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from groundup.errors import UserError, listed
+from groundup.errors import UserError
 from groundup.files.row_formats import describe_unread
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
 from groundup.text.select import Selection, SourceDocs
-from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Unit, read_json
+from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Unit
 from groundup.tokens.token_files import ROWS_FORMAT
 
-SHOWN_FILES = 1000  # with losses, in manifest.json; errors.tsv has all
+SHOWN_FILES = 1000  # with losses, or unreadable, in manifest.json; errors.tsv has all
 
 
 # ---- counts --------------------------------------------------------------------------------------
@@ -52,7 +52,9 @@ def problem_lines(counts: Counts) -> list[str]:
     return [f"{where}: {problem}" for problem, where in counts.shown.items()]
 
 
-def what_became(counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray) -> dict:
+def what_became(
+    inputs: list[Input], counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray
+) -> dict:
     """Return what the manifest says about documents, bytes of the files (unpacked) and bytes of
     text, after a check that each adds up. The arrays are of `by_fate`."""
     documents = {
@@ -84,13 +86,16 @@ def what_became(counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray) ->
     }
     left_out = sum(text["dropped"].values()) + text["cleaned"] + text["cut"]
     assert text["read"] == text["kept"] + left_out, f"{text=}"
+    failed = {file.name for file in inputs if file.problem}
+    failed |= {name for name in counts.bad if not counts.passed[name]}
     return {
         "documents": documents,
         "input": files,
         "bytes": text,
         "marked": counts.marked,
         "unread": dict(counts.unread),
-        "failed": sorted(name for name in counts.bad if not counts.passed[name]),
+        "n_failed": len(failed),
+        "failed": sorted(failed)[:SHOWN_FILES],
     }
 
 
@@ -106,13 +111,12 @@ def summarize(
     for name in without:
         print(f"prepare: warning: nothing is left for train of source {name}")
     n_bytes = by_fate(chosen.fates, chosen.rows["n_bytes"])
-    info = what_became(counts, by_fate(chosen.fates), n_bytes)
+    info = what_became(inputs, counts, by_fate(chosen.fates), n_bytes)
     if recipe.near > 0:
         info["near"] = {"not_compared": chosen.capped}
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
-    unreadable = {file.name for file in inputs if file.problem}
-    return info | {"failed": sorted(unreadable.union(info["failed"]))}
+    return info
 
 
 # ---- files of the output -------------------------------------------------------------------------
@@ -171,7 +175,7 @@ def report_samples(chosen: Selection) -> dict[str, list[tuple[int, str, str, str
     random sample."""
     found: dict[str, list[tuple[int, str, str, str]]] = {}
     for unit in chosen.units:
-        for reason, samples in read_json(unit.file(chosen.work, "json"))["samples"].items():
+        for reason, samples in unit.inspected(chosen.work)["samples"].items():
             first = chosen.starts[unit.number]
             own = [(at, chosen.named_place(first + row), *shown) for at, row, *shown in samples]
             found[reason] = sorted(found.get(reason, []) + own)[:SHOWN]
@@ -232,22 +236,23 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     accepted = n_lost <= max_bad_fraction * size and not too_many
     if n_lost:
         shown = [f"{name} ({n:,} bytes)" for name, n in list(files["files"].items())[:3]]
-        what = f"{n_lost:,} of {size:,} bytes ({100 * n_lost / size:.2g} %) are lost"
+        what = f"{n_lost:,} of {size:,} bytes ({100 * n_lost / size:.3g} %) are lost"
         places = f"in {files['files_with_losses']:,} of {n_inputs:,} files: {', '.join(shown)}"
         needed = 1.05 * max(n_lost / size, n_bad / max(1, n_read)) + 1e-6
         ways = f"mend them, or accept the loss with --max_bad_fraction={min(1.0, needed):.2g}"
         hint = "accepted" if accepted else f"errors.tsv says where; {ways}"
         print(f"prepare: {what}, {places}; {hint}")
-    failed = info["failed"]
-    if failed:
-        print(f"prepare: {len(failed)} of {n_inputs} files could not be read: {listed(failed, 3)}")
+    n_failed, names = info["n_failed"], info["failed"]
+    if n_failed:
+        shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
+        print(f"prepare: {n_failed} of {n_inputs} files could not be read: {shown}")
     n_textless = documents["dropped"].get("bad_field", 0)
     if n_textless > n_read / 10:
         hint = "where is their text? --text_key names the key; errors.tsv lists some of them"
         print(f"prepare: warning: {n_textless:,} of {n_read:,} rows have no text; {hint}")
     if too_many:
         print(f"prepare: {n_bad} of {n_read} records could not be read; {max_bad_fraction=}")
-    return int(not accepted or bool(failed and max_bad_fraction < 1))
+    return int(not accepted or bool(n_failed and max_bad_fraction < 1))
 
 
 def print_report(manifest: dict, seconds: float) -> None:

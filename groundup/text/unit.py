@@ -101,6 +101,11 @@ class Unit(NamedTuple):
         decides = repr((version, recipe.for_unit(self.source), parts))
         return hashlib.sha256(decides.encode()).hexdigest()
 
+    def inspected(self, work: Path) -> dict:
+        """Return what `inspect_unit` wrote last. Raise UserError if it is damaged."""
+        path, most = self.file(work, "json"), untrusted.MANIFEST_BYTES
+        return untrusted.read_json(path, "prepare", "run again", most)
+
     def fates(self, work: Path) -> np.ndarray:
         """Return why each document was dropped, or KEPT, after all were compared: (n,) uint8,
         indices of REASONS."""
@@ -598,8 +603,7 @@ def tokenize_unit(
     releases the GIL."""
     done, fates = unit.file(work, "tokenized"), unit.fates(work)
     tokenizer = load_tokenizer(work / "out", fingerprint)
-    inspected = read_json(unit.file(work, "json"))["key"]
-    decides = repr((inspected, fingerprint, dtype)).encode() + fates.tobytes()
+    decides = repr((unit.inspected(work)["key"], fingerprint, dtype)).encode() + fates.tobytes()
     key = hashlib.sha256(decides).hexdigest()
     if read_json(done).get("key") == key:
         return

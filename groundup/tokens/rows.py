@@ -180,11 +180,14 @@ class RowCorpus(Corpus):
         self.found = [self.read(path, 0.0 if val_data else val_fraction) for path in self.paths]
         pairs = zip(self.names, self.found, strict=True)
         self.train = [self.lay_out(name, rows.train) for name, rows in pairs]
-        for data in self.train:
+        for data, rows in zip(self.train, self.found, strict=True):
             if not data.n_rows:
                 reasons = ", ".join(f"{n} {reason}" for reason, n in data.counts.items())
                 why = f"{data.name}: {reasons or 'no row for training'}"
                 how = "give more, or raise block_size"
+                if not reasons and len(rows.val):
+                    why = f"{data.name}: all {len(rows.val)} rows are for validation"
+                    how = "lower val_fraction"
                 raise UserError(f"data: nothing to train on in {why}; {how}")
         self.n_rows = sum(data.n_rows for data in self.train)
         self.stages = [(stage.first_step, self.weights_of(stage)) for stage in stages]

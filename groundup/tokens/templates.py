@@ -23,6 +23,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,7 +46,8 @@ NOT_WRITTEN = {
     "tool": "results of tools",
 }
 OUR_CHARACTERS = re.compile("[\ufdd0-\ufdd5]")
-RENDER_S = 4  # at most, for one conversation; thousands of messages take less than one
+RENDER_S = 4  # of CPU time at most, for one conversation; thousands of messages take less than one
+WAIT = 10  # times as long on the clock
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
 CALL_OF_F = "<tool_call>\n" + '{"name": "f", "arguments": {"x": 1}}' + "\n</tool_call>"
@@ -372,13 +374,19 @@ class ChatTemplate:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after so many seconds. Only the main thread gets signals."""
+    """Raise TimeoutError in the body after so many seconds of this thread's CPU time, or ten times as
+    many on the clock: a busy machine is no reason. Only the main thread gets signals."""
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    began, cpu_began = time.monotonic(), time.thread_time()
+
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"it takes more than {seconds} s")
+        left = seconds - (time.thread_time() - cpu_began)
+        if left <= 0 or time.monotonic() - began > WAIT * seconds:
+            raise TimeoutError(f"it takes more than {seconds} s")
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.01))
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -10,6 +10,7 @@ tokenizer_config.json. Ordinary text never becomes a special token: `encode` can
 The root's tokenizer.py adds conversations.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -180,12 +181,8 @@ class TextTokenizer:
             self.added_tokens = list((config.get("added_tokens_decoder") or {}).values())
             engine = foreign.SentencePieceBPE(self.files["tokenizer.model"], config)
             return "sentencepiece", engine
-        description = parse_object(self.files["tokenizer.json"])
-        self.added_tokens = description.get("added_tokens") or []
-        try:
-            return "bpe", ByteLevelBPE(description)
-        except foreign.Unsupported as why:
-            return "tokenizers", foreign.LibraryTokenizer(description, str(why))
+        backend, engine, self.added_tokens = engine_of(self.files["tokenizer.json"])
+        return backend, engine
 
     def __reduce__(self) -> tuple:
         """Pickle the files: a compiled template cannot be."""
@@ -293,6 +290,20 @@ class TextTokenizer:
         specials = sorted(self.special_tokens.items())
         identity = [self.backend, specials, self.engine.identity()]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=4)
+def engine_of(tokenizer_json: bytes) -> tuple:
+    """Return (backend, engine, added tokens) of a tokenizer.json.
+
+    A run opens the tokenizer of its data, its start and its checkpoint: most often the same one,
+    and checking the merges of 50,000 tokens takes a second."""
+    description = parse_object(tokenizer_json)
+    added = description.get("added_tokens") or []
+    try:
+        return "bpe", ByteLevelBPE(description), added
+    except foreign.Unsupported as why:
+        return "tokenizers", foreign.LibraryTokenizer(description, str(why)), added
 
 
 class Pieces(dict):

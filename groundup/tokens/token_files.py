@@ -140,6 +140,9 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
     Raise UserError if there is none, or it is damaged or of another kind."""
     path = Path(data_dir, "manifest.json")
     how = f"run: python prepare.py --input=... --out_dir={data_dir}"
+    if Path(data_dir).is_file():
+        how = f"run: python prepare.py --input={data_dir} --out_dir=data/{Path(data_dir).stem}"
+        raise UserError(f"data: {data_dir} is a file, not a directory of prepare.py; {how}")
     if not Path(data_dir).is_dir():
         raise UserError(f"data: no directory {data_dir}; {how}")
     if not path.exists():
@@ -235,6 +238,14 @@ def block_sums(tokens: np.ndarray) -> np.ndarray:
     size = BLOCK_BYTES // tokens.itemsize
     blocks = [tokens[k : k + size] for k in range(0, len(tokens), size)]
     return np.array([zlib.crc32(block) for block in blocks], np.uint32)
+
+
+def file_sums(path: Path) -> np.ndarray:
+    """Return the same of a file of token ids."""
+    with open(path, "rb") as f:
+        f.seek(len(npy_header(np.dtype("u1"), 0)))
+        blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
+        return np.fromiter(map(zlib.crc32, blocks), np.uint32)
 
 
 class TokenData:

@@ -62,6 +62,8 @@ OWN_FILES = re.compile(
     r"(\.lock|config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
     r"|\.?latest|\.?best2?|\.?step_\d+)(\.(tmp|old)\d*)?"
 )
+# Users have files of these names too. A run's own have this in their first line.
+FIRST_LINES = {"config.py": b"'Resolved configuration", "README.md": b": a run of "}
 HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see disk.free_name
 # A directory with one of these is a model or a corpus for whoever reads it.
 NO_RUN = ("adapter_config.json", "config.json", "manifest.json")
@@ -121,17 +123,11 @@ def check_bytes(step_dir: Path) -> None:
             fail(f"{path} is damaged, its checksum is not the one in checksums.json")
 
 
-@ranks.on_rank_0
-def resolve(init_from: str | Path) -> Path:
+def find_model(init_from: str | Path) -> Path:
     """Return the model directory that is meant: init_from itself, or a run's newest checkpoint.
 
-    Its checksums are compared. All ranks call it.
+    Its checksums are compared.
     """
-    return find_model(init_from)
-
-
-def find_model(init_from: str | Path) -> Path:
-    """Return what `resolve` does."""
     path = Path(init_from)
     if not str(init_from):
         fail("init_from: give the run, checkpoint or Hugging Face directory to start from")
@@ -152,6 +148,9 @@ def find_model(init_from: str | Path) -> Path:
     if latest is None:
         fail(f"{path} holds no checkpoint: no config.json, no step_*")
     return find_model(latest)
+
+
+resolve = ranks.on_rank_0(find_model)  # all ranks call it; rank 0 reads
 
 
 def why_no_model(path: Path) -> str:
@@ -272,10 +271,10 @@ def check_continues(
     path: Path, saved: dict, config: dict, model_config: ModelConfig, data: dict
 ) -> None:
     """Raise UserError unless the run can continue exactly."""
-    # The same model, the same samples, ...
+    # The same samples, the same model (another corpus may have brought another vocab_size), ...
+    check_data(path, saved["data"], data, saved["step"])
     huggingface.check_same_computation(path)
     check_architecture(path, model_config)
-    check_data(path, saved["data"], data, saved["step"])
     # ... the same parameters, and adapters of the same size.
     before = saved["config"]
     keys = ["trainable"]
@@ -336,22 +335,29 @@ def check_overwrite(config: dict, out: Path) -> None:
 def own_names(out: Path) -> list[str]:
     """Return the names in `out` that a run writes."""
     names = os.listdir(out) if out.exists() else []
-    return sorted(name for name in names if OWN_FILES.fullmatch(name))
+    own = [name for name in names if OWN_FILES.fullmatch(name)]
+    return sorted(name for name in own if name not in FIRST_LINES or is_of_a_run(out / name))
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Return whether a run has written this config.py or README.md."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return FIRST_LINES[path.name] in file.readline(1000)
 
 
 def check_own(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
-    foreign = [name for name in NO_RUN if (out / name).exists()]
-    # The first file of a run is config.py, the second log.jsonl, the last README.md.
-    config = out / "config.py"
-    begun = config.is_file() and config.read_bytes().startswith(b"'Resolved configuration")
-    begun = begun or any(out.glob("step_*/checksums.json"))
-    if not (out / "log.jsonl").exists():
-        # dpo.py checks a reference itself: it may be a copy, so that it is not computed again.
-        maybe = {"README.md"} if begun else {*own_names(out)} - {"reference.safetensors"}
-        found = [name for name in sorted(maybe) if (out / name).exists()]
-        # A hidden or temporary file is what a killed run has left.
-        foreign += [name for name in found if name[0] != "." and not name.endswith(".tmp")]
+    suspects = [*NO_RUN, *(name for name in FIRST_LINES if not is_of_a_run(out / name))]
+    # The first file of a run is config.py, the second log.jsonl.
+    begun = is_of_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
+    if not (begun or (out / "log.jsonl").exists()):
+        # A hidden or temporary file is what a killed run has left. dpo.py checks a reference itself:
+        # it may be a copy, so that it is not computed again.
+        own = [name for name in own_names(out) if name[0] != "." and not name.endswith(".tmp")]
+        suspects += [name for name in own if name != "reference.safetensors"]
+    foreign = [name for name in sorted(suspects) if (out / name).exists()]
     for name in foreign:
         raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
 
@@ -447,7 +453,8 @@ def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int
         # resume_from: delete the steps after it, and the card that tells of them.
         later = [path for path in step_dirs(out) if resumed and step_of(path) > step_of(resumed)]
         if later and config["resume_from"] and not is_restarted():
-            (out / "README.md").unlink(missing_ok=True)
+            if is_of_a_run(out / "README.md"):
+                (out / "README.md").unlink()
             for path in reversed(later):
                 print(f"deleting {path}, a step after resume_from", flush=True)
                 discard(path)

@@ -33,17 +33,18 @@ PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors", "sacre
 PACKAGES += ("rouge-score",)
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
+def choose_device(name: str, local_rank: int = 0, plan_only: bool = False) -> torch.device:
     """Return the device of this process and make it the current one. 'auto' is cuda, then cpu.
 
-    With several GPUs on a machine each rank takes the one of its `local_rank`.
+    With several GPUs on a machine each rank takes the one of its `local_rank`. plan_only: it need
+    not be in this machine.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind = name.partition(":")[0]
     known = kind in ("cuda", "mps", "cpu")
     refuse(not known, f"device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
-    if kind != "cuda":
+    if kind != "cuda" or plan_only:
         return torch.device(name)
 
     # One GPU per rank: NCCL refuses two ranks on one.
@@ -111,22 +112,22 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of one device: a known GPU's from its data sheet, else measured."""
-    if device.type == "cuda":
-        if not torch.cuda.is_available():  # a plan for another machine
-            raise UserError(
-                "config: there is no GPU to measure; give --peak_tflops, its data sheet's"
-            )
-        for part, tflops in GPU_PEAK_TFLOPS.items():
-            # Words: the RTX A1000 is no A100, the T400 no T4.
-            if re.search(rf"\b{part}\b", torch.cuda.get_device_name(device)):
-                return tflops * 1e12
-    # The best of 8 large matrix products, each of 2 n^3 operations; the first ones warm up. Some
-    # CPUs take a hundred times as long in bfloat16, and then one product is enough.
-    n = 4096 if device.type == "cuda" else 512
+    """Return FLOP/s of one GPU, from its data sheet or else measured; 0 of a CPU.
+
+    What a CPU reaches depends on its other work: measured twice, it differed by a factor of 5."""
+    if device.type != "cuda":
+        return 0.0
+    if not torch.cuda.is_available():  # a plan for another machine
+        raise UserError("config: there is no GPU to measure; give --peak_tflops, its data sheet's")
+    for part, tflops in GPU_PEAK_TFLOPS.items():
+        # Words: the RTX A1000 is no A100, the T400 no T4.
+        if re.search(rf"\b{part}\b", torch.cuda.get_device_name(device)):
+            return tflops * 1e12
+    # The best of 8 large matrix products, each of 2 n^3 operations; the first ones warm up.
+    n = 4096
     a = torch.ones(n, n, device=device, dtype=dtype)
     times_s = []
-    while len(times_s) < 8 and (device.type == "cuda" or sum(times_s) < 0.1):
+    for _ in range(8):
         synchronize(device)
         begin = time.perf_counter()
         a @ a

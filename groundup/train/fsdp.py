@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim.adamw import adamw
 
 from ddp import sum_of_squares
-from groundup.errors import UserError, listed
+from groundup.errors import UserError, listed, refuse
 from groundup.train import ranks
 from groundup.train.huggingface import own_rows, put
+from groundup.train.optim import adamw_
 from model import ModelConfig, Transformer, rope_tables
 
 # device_mesh, fsdp and tensor are imported where they are used: that takes long, and every trainer
@@ -50,20 +50,18 @@ NEEDED_SETTINGS = {
 }
 
 
-def conflict(config: Mapping, dtype: torch.dtype) -> str:
-    """Return why these settings cannot be combined with parallel='fsdp', or ""."""
+def check_settings(config: Mapping, dtype: torch.dtype) -> None:
+    """Raise UserError for settings that cannot be combined with parallel='fsdp'."""
     wrong = []
     # A stage may lack a key.
     for key, needed in NEEDED_SETTINGS.items():
         if config.get(key, needed) != needed:
             wrong.append(f"{key}={needed!r} (not {config[key]!r})")
-    if wrong:
-        return f"parallel='fsdp' needs {', '.join(wrong)}"
-    if dtype == torch.float16:
-        return "parallel='fsdp' has no GradScaler for dtype='float16'; use bfloat16 or float32"
-    if "RANK" not in os.environ and not config["plan_only"]:
-        return "parallel='fsdp' needs torchrun; in one process parallel='ddp' resumes the same run"
-    return ""
+    refuse(wrong, f"parallel='fsdp' needs {', '.join(wrong)}")
+    text = "parallel='fsdp' has no GradScaler for dtype='float16'; use bfloat16 or float32"
+    refuse(dtype == torch.float16, text)
+    text = "parallel='fsdp' needs torchrun; in one process parallel='ddp' resumes the same run"
+    refuse("RANK" not in os.environ, text)
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -320,23 +318,12 @@ class AdamW:
         for names, weight_decay in ((matrices, self.weight_decay), (vectors, 0.0)):
             if not names:
                 continue
-            adamw(
-                [local(self.params[name]) for name in names],
-                [local(self.params[name].grad) for name in names],
-                [self.state[name]["exp_avg"] for name in names],
-                [self.state[name]["exp_avg_sq"] for name in names],
-                [],  # max_exp_avg_sqs, of amsgrad
-                [self.steps[name] for name in names],
-                fused=True,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-                amsgrad=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                lr=lr,
-                weight_decay=weight_decay,
-                eps=1e-8,
-                maximize=False,
+            params = [local(self.params[name]) for name in names]
+            grads = [local(self.params[name].grad) for name in names]
+            moments = ([self.state[name][key] for name in names] for key in MOMENTS)
+            steps = [self.steps[name] for name in names]
+            adamw_(
+                params, grads, *moments, steps, self.betas, weight_decay, lr, grad_scale, found_inf
             )
 
     def state_dict(self, gather: None = None, keep: bool = True) -> dict[str, dict[str, Tensor]]:

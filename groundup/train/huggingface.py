@@ -621,8 +621,7 @@ def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> 
     """Call load(model, *args) on rank 0: DDP(model) will send the weights to the others.
 
     With FSDP all ranks call it, because each reads its own rows."""
-    together = ranks.on_all_ranks if ranks.is_sharded(model) else ranks.on_rank_0
-    together(load)(model, *args)
+    ranks.run_on(ranks.rank() == 0 or ranks.is_sharded(model), load, (model, *args), {})
 
 
 def load_with_new_rows(model: Transformer, source: Path, n_known: int, tok: TextTokenizer) -> None:

@@ -24,6 +24,7 @@ from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches
 from groundup.train import ranks
+from groundup.train.checkpoint import is_of_a_run
 from groundup.train.device import hardware, peak_memory_gib, versions
 from groundup.train.track import check_installed, open_tracker
 
@@ -37,7 +38,7 @@ ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    peak_flops: FLOP/s of one device. track: a tracker that gets the values too, see track.py.
+    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too, see track.py.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class RunLog:
         self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
         self.unread: list[TextIO] = []  # of standard output and error: pipes whose reader has ended
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
+        self.n_skipped = 0  # updates, from the beginning of the run
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops * world.world_size or math.inf  # unknown: mfu is 0
+        self.peak_flops = peak_flops * world.world_size
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
@@ -122,19 +124,23 @@ class RunLog:
         """
         # The caller's .item() has waited for the device, so the time is right.
         # mfu: model FLOPs utilisation, the share of the peak that training uses.
+        self.n_skipped = int(values.get("skipped", 0))
         seconds = self.seconds()
         tokens_per_s = n_tokens / seconds
         step_s = seconds / self.n_steps()
         event = dict(values)
         event["tokens_per_s"] = tokens_per_s
-        event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+        mfu = ""
+        if self.peak_flops:
+            event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+            mfu = f" | mfu {100 * event['mfu']:.1f}%"
         event["memory_gib"] = peak_memory_gib(self.device)
         event["step_ms"] = 1000 * step_s
         self.write("train", step, event)
 
         line = (
             f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f} | "
-            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | mfu {100 * event['mfu']:.1f}% | "
+            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu} | "
             f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}"
         )
         # The stage's own values, unless they are 0: most often no step was skipped. Of keys with a
@@ -174,7 +180,8 @@ class RunLog:
             self.file.write(json.dumps(whole) + "\n")
             self.file.flush()
             numbers = {k: value for k, value in values.items() if isinstance(value, int | float)}
-            self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
+            if numbers:
+                self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
 
     def print(self, text: str) -> None:
         """Print a line without disturbing the progress bar."""
@@ -224,19 +231,24 @@ class RunLog:
         """Say how the run ended and what to do next, close the log, and write the card."""
         # data: lines on the data. stopped: by a signal. saved: the last save succeeded.
         out = self.path.parent
+        if self.n_skipped:
+            text = f"{self.n_skipped} of {self.step} updates were skipped: their gradients were not"
+            self.print(f"{text} finite. A few are usual in float16; of more, lower learning_rate")
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
             if saved and config["resume"] == "never":
                 how += ", without --resume=never --overwrite=True"
             elif saved and config["resume_from"]:
                 how += f", without --resume_from={config['resume_from']} --overwrite=True"
-            self.print(f"stopped by a signal after step {self.step}; {how}")
-        elif saved:
-            self.print(f"saved in {out}; next: {next_command}")
+            how = f"stopped by a signal after step {self.step}; {how}"
+        else:
+            how = f"saved in {out}, with a card, README.md; next: {next_command}"
         self.close()
         # A run that had nothing left to do keeps the card it has.
         if self.enabled and (self.step > self.steps_done or not (out / "README.md").exists()):
             self.write_card(script, config, data)
+        if stopped or saved:
+            self.print(how)  # the last line, after a tracker's own
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
         """Write README.md: how well, on what data, where, and how to repeat it."""
@@ -259,6 +271,9 @@ class RunLog:
             data="\n".join(data),
         )
         path, tmp = out / "README.md", out / "README.md.tmp"
+        if path.exists() and not is_of_a_run(path):
+            self.print(f"log: {path} was not written by a run; it stays, and this run has no card")
+            return
         with warn_if_unwritable(path):
             tmp.write_text(text, encoding="utf-8")
             os.replace(tmp, path)

@@ -56,25 +56,29 @@ class AdamWSegment:
         self.betas, self.decay = betas, decay
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Step with gradients / grad_scale. If found_inf is 1 the kernel changes nothing."""
-        adamw(
-            [self.param],  # lists of tensors, here of one each
-            [self.grad],
-            [self.state["exp_avg"]],
-            [self.state["exp_avg_sq"]],
-            [],  # for amsgrad
-            [self.scalars["step"]],
-            fused=True,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=lr,
-            weight_decay=self.decay,
-            eps=EPS,
-            maximize=False,
-        )
+        """Step with gradients / grad_scale. If found_inf is 1 nothing changes."""
+        tensors = self.param, self.grad, *self.state.values(), self.scalars["step"]
+        adamw_(*([t] for t in tensors), self.betas, self.decay, lr, grad_scale, found_inf)
+
+
+def adamw_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],  # how often each parameter was updated, 0-d float32
+    betas: tuple[float, float],
+    decay: float,
+    lr: float,
+    grad_scale: Tensor,
+    found_inf: Tensor,
+) -> None:
+    """Update the parameters by torch's fused kernel: one pass over the memory."""
+    b1, b2 = betas
+    rule = {"amsgrad": False, "beta1": b1, "beta2": b2, "lr": lr, "weight_decay": decay, "eps": EPS}
+    # the kernel divides the gradients by grad_scale, and changes nothing where found_inf is 1
+    rule |= {"grad_scale": grad_scale, "found_inf": found_inf, "maximize": False, "fused": True}
+    adamw(params, grads, exp_avgs, exp_avg_sqs, [], steps, **rule)  # []: for amsgrad
 
 
 # ---- Muon with even rows (NorMuon) ---------------------------------------------------------------

@@ -184,7 +184,7 @@ def describe(
 ) -> str:
     """Return the plan as text.
 
-    batch: a line on the batch. tokens: of all steps. peak: FLOP/s of one rank. note: on the time.
+    batch: a line on the batch. tokens: of all steps. peak: FLOP/s of one rank, 0 = unknown. note: on the time.
     """
     table, trained = parameter_table(model), parameter_table(model, trained=True)
     counts = ", ".join(f"{part} {n:,}" for part, n in table.items() if n and part != "total")
@@ -211,8 +211,11 @@ def describe(
     if device.type == "cpu" and local > memory_limit():
         has = f"this machine or its container has {memory_limit() / GIB:.2f} GiB"
         lines.append(f"warning     needs {local / GIB:.2f} GiB, {has}")
-    # 40 % of the peak is what a well used GPU reaches.
-    seconds = tokens * flops / (0.4 * peak * world_size)
-    speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
-    lines.append(f"time        {note}{clock(seconds)} {speed}")
+    if peak:
+        # 40 % of the peak is what a well used GPU reaches.
+        seconds = tokens * flops / (0.4 * peak * world_size)
+        speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
+        lines.append(f"time        {note}{clock(seconds)} {speed}")
+    else:
+        lines.append("time        not known on a CPU; the lines of the first steps have an eta")
     return "\n".join(lines)

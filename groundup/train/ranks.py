@@ -241,18 +241,11 @@ def on_rank_0(function: Callable) -> Callable:
     return call
 
 
-def on_all_ranks(function: Callable) -> Callable:
-    """Decorate a function that returns nothing: if one rank raises a UserError, all raise it."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
-        run_on(True, function, args, kwargs)
-
-    return call
-
-
 def run_on(this_rank: bool, function: Callable, args: tuple, kwargs: dict) -> list[Any]:
-    """Return what function(*args, **kwargs) returns on every rank, None on those without it."""
+    """Return what function(*args, **kwargs) returns on every rank, None on those without it.
+
+    If one rank raises a UserError, all raise it.
+    """
     result, problem = None, ""
     if this_rank:
         try:

@@ -18,7 +18,7 @@ from groundup.align import rewards
 from groundup.align.best_of import drawn_part
 from groundup.align.rewards import Rewards, Rollout
 from groundup.errors import UserError
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.prompts import Prompt
 from groundup.tokens.training import train

@@ -3,10 +3,12 @@
 import gzip
 import io
 import json
+import lzma
 import pickle
 import random
 import sqlite3
 import tarfile
+import time
 import zipfile
 import zlib
 from pathlib import Path
@@ -82,6 +84,16 @@ OTHERS = {
     "a.pkl": (lambda _: pickle.dumps(["a text", "another"] * 9), "a Python pickle"),
     "a.7z": (lambda _: b"7z\xbc\xaf\x27\x1c" + b"text\n" * 9, "a 7z archive; unpack it: 7z x "),
     "a.pdf": (lambda _: b"%PDF-1.7\n" + b"text\n" * 9, "a PDF; extract its text: pdftotext "),
+    "a.warc.gz": (
+        lambda _: gzip.compress(b"WARC/1.0\r\nWARC-Type: conversion\r\n"),
+        "a web archive",
+    ),
+    "wiki_00": (lambda _: b'<doc id="1" url="u" title="T">\nT\n</doc>\n', "run it with --json"),
+    "a.docx": (lambda _: b"PK\x03\x04" + b"\1" * 26 + b"[Content_Types].xml", "pandoc -t plain"),
+    "a.epub": (lambda _: b"PK\x03\x04" + b"\1" * 26 + b"mimetypeapplication", "pandoc -t plain"),
+    "a.rtf": (lambda _: b"{\\rtf1\\ansi a text}", "pandoc -t plain"),
+    "a.txt.lz4": (lambda _: b"\x04\x22\x4d\x18" + b"text", "packed with lz4; unpack it: lz4 -d "),
+    "a.jsonl.gz": (lambda _: gzip.compress(gzip.compress(b"text")), "packed twice; unpack it once"),
     "random.bin": (
         lambda _: random.Random(1).randbytes(5000),
         "is NUL, and the file is not UTF-16",
@@ -130,6 +142,15 @@ def test_nothing_of_a_gzip_member_with_a_wrong_checksum_is_kept(
     assert len(read(path, report)) > 200 * n_members - 60 and report.problems == {
         "truncated_file": 1
     }
+
+
+def test_xz_that_needs_much_memory_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(streams, "XZ_MEMORY", 2**20)  # the default preset needs 8 MiB
+    path, report = tmp_path / "a.txt.xz", Report()
+    path.write_bytes(lzma.compress(b"A text.\n" * 99))
+    assert read(path, report) == [] and report.problems == {"truncated_file": 1}
+    assert "takes more memory than there is or may be used" in report.places[0][3]
+    assert "unpack it yourself, and give the result: xz -d FILE" in report.places[0][3]
 
 
 def test_a_long_window_of_zstd_is_read(tmp_path: Path) -> None:
@@ -195,11 +216,24 @@ def test_dates_beyond_python_do_not_matter(tmp_path: Path) -> None:
         '[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]\n',
         '[\n{"text": "a"}\n]\n\ufeff[\n{"text": "b"},\n{"text": "c"}\n]\n',
         '\ufeff{"text": "a"}\n\ufeff{"text": "b"}\n{"text": "c"}\n',
+        '\x1e{"text": "a"}\n\x1e{"text": "b"}\n\x1e{"text": "c"}\n',
+        '\x1e{"text":\n "a"}\n\x1e{"text":\n "b"}\n\x1e{"text":\n "c"}\n',
+        '{"text": "a"},\n{"text": "b"},\n{"text": "c"}\n',
     ],
 )
 def test_values_one_after_the_other(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / name).write_text(text, "utf-8")
     assert read(tmp_path / name) == ["a", "b", "c"]
+
+
+def test_many_values_on_a_line_take_linear_time() -> None:
+    def seconds(n: int) -> float:
+        line = records.Record('{"text": "a b"}' * n, 1, 0)
+        start = time.process_time()
+        assert sum(not row.problem for row in records.jsonl_records(iter([line]))) == n
+        return time.process_time() - start
+
+    assert seconds(100_000) < 40 * max(seconds(10_000), 0.005)
 
 
 @pytest.mark.parametrize("depth", [90, 500, 900, 5000])
@@ -234,6 +268,12 @@ def test_tsv_as_csv_writers_write_it(tmp_path: Path) -> None:
 def test_csv_of_spreadsheets_and_columns_of_one_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id;text\n1;a, b\n2;c\n", "utf-8")
     assert read(tmp_path / "a.csv") == ["a, b", "c"]
+    for k, mark in enumerate(",;\t|"):
+        for head in (f"id{mark}text", f'"id"{mark}"text"{mark}"free, or ; or | not"'):
+            line = mark.join(["1", '"a, b; c | d"', "x"][: 2 + head.count("free")])
+            path = tmp_path / f"{k}.csv"
+            path.write_text(f"\ufeff{head}\r\n{line}\r\n", "utf-8")
+            assert read(path) == ["a, b; c | d"]
     (tmp_path / "b.csv").write_text("text,text,n\nfirst,second,1\n", "utf-8")
     (row,) = records.read_records(str(tmp_path / "b.csv"))
     assert row.value == {"text": "first", "text_2": "second", "n": "1"}

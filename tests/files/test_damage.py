@@ -201,7 +201,8 @@ def test_a_file_in_another_encoding_is_read_or_refused_whole(tmp_path: Path, enc
     assert kept == (lines if encoding in READ else [])
     if encoding not in READ:
         assert report.problems.total() == 1 and report.lost_bytes == report.n_bytes == path.stat().st_size
-        assert "; give encoding=" in report.places[0][3]
+        seven_bit = {"iso2022_jp": "iconv -f ISO-2022-JP-2 ", "hz": "iconv -f HZ "}
+        assert seven_bit.get(encoding, "; give encoding=") in report.places[0][3]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -296,6 +297,42 @@ def test_utf16_a_surrogate_costs_a_line_and_a_lost_byte_the_rest(tmp_path: Path,
     assert kept == lines[:100] + lines[101:200] and report.problems == {"bad_encoding": 2}
     lost = raw[raw.index("200: ".encode(encoding)) :]
     assert report.lost_bytes - (len(lines[100].encode()) + 4) == len(lost) - 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_lost_byte_of_shift_jis_may_leave_a_control_character(tmp_path: Path, name: str) -> None:
+    lines = [*PAGES["shift_jis"][:9], "先読みは行われ、システムの他の動作", *PAGES["shift_jis"][9:]]
+    rows = [json.dumps({"text": line}, ensure_ascii=False) for line in lines]
+    raw = ("\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]").encode("shift_jis")
+    raw = raw.replace("テム".encode("shift_jis"), b"\x83\x83\x80")
+    (tmp_path / name).write_bytes(raw)
+    report = Report()
+    kept = [row.value for row in readers.read_documents(str(tmp_path / name), report=report)]
+    assert kept == [*lines[:9], *lines[10:]] and report.problems == {"bad_encoding": 1}
+
+
+def test_bytes_that_an_array_in_another_encoding_loses_are_those_of_the_file(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": line}, ensure_ascii=False) for line in PAGES["gb18030"]]
+    rows[5] = rows[5].replace(":", ";")
+    raw = ("[\n" + ",\n".join(rows) + "\n]\n").encode("gb18030")
+    path, report = tmp_path / "a.json", Report()
+    path.write_bytes(raw)
+    kept = [row.value for row in readers.read_documents(str(path), report=report)]
+    assert kept == PAGES["gb18030"][:5] + PAGES["gb18030"][6:] and report.n_bytes == len(raw)
+    _, line, offset, _ = report.places[0]
+    assert line == 7 and offset == raw.index(rows[5].encode("gb18030"))
+    assert 0 <= report.lost_bytes - len(rows[5].encode("gb18030")) <= len(",\n")
+
+
+def test_utf32_with_no_code_point_and_a_lost_byte_is_no_error(tmp_path: Path) -> None:
+    raw = [f"Line {k}.\n".encode("utf-32") if not k else f"Line {k}.\n".encode("utf-32-le") for k in range(9)]
+    raw[3] = raw[3][:10] + b"\x7f" + raw[3][11:]  # a code point beyond Unicode
+    raw[6], raw[7] = raw[6][1:], raw[7][3:]
+    path, report = tmp_path / "a.txt", Report()
+    path.write_bytes(b"".join(raw))
+    kept = [row.value for row in readers.read_documents(str(path), txt_split="line", report=report)]
+    assert kept == [f"Line {k}." for k in range(3)] and report.problems == {"bad_encoding": 1}
+    assert report.lost_bytes == sum(map(len, raw[3:]))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])

@@ -11,7 +11,7 @@ from groundup.demo.debug_data import make_debug_data
 from groundup.errors import UserError
 from groundup.files import row_formats, turns
 from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, question_of, unread_keys
-from groundup.files.text_keys import columns_of
+from groundup.files.text_keys import columns_of, renamed
 from groundup.generate.answers import asked_of
 from groundup.generate.completion import prompt_ids
 from groundup.tokens.conversations import ChatReader
@@ -197,6 +197,14 @@ def test_malformed_text_keys(text_key: str) -> None:
     with pytest.raises(UserError) as error:
         document_of({"a": "x"}, text_key)
     assert isinstance(error.value, UserError) and "text_key" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("text_key", "mark"), [("标题，正文", "，"), ("question＝问题,answer=回答", "＝")])
+def test_a_full_width_mark_in_a_text_key_is_named(text_key: str, mark: str) -> None:
+    with pytest.raises(UserError, match=f"full-width {mark}"):
+        document_of({"a": "b"}, text_key)
+    with pytest.raises(UserError, match=f"full-width {mark}"):
+        renamed({"a": "b"}, text_key)
 
 
 class Spy(dict):

@@ -14,12 +14,11 @@ from test_model import as_transformers, compile_blocks, random_ids, random_model
 from groundup.errors import UserError
 from groundup.generate import decode, engine, kv_cache
 from groundup.generate.beam import BeamParams, search_each
-from groundup.generate.completion import Text, begin_prompt, check, never_sampled
+from groundup.generate.completion import begin_prompt, generate, generate_each, never_sampled
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, generate, generate_each
+from groundup.generate.engine import Engine, Request, Sample, check
 from groundup.generate.kv_cache import CacheStep, KVCache
 from groundup.generate.sampling import SamplingParams
-from groundup.kernels import decoding
 from groundup.tokens.training import train
 from model import Transformer
 from tokenizer import Tokenizer
@@ -356,7 +355,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
 @pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (2,))])
 def test_compiled_equals_eager(dtype, batch_sizes, monkeypatch):
     """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
-    monkeypatch.setattr(decoding, "kernels", lambda *_: None)
+    monkeypatch.setattr(decode, "step_c", lambda *_: None)
     net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1, qkv_bias=True))
     texts = [prompt(n, seed=n) for n in (3, 50, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
@@ -414,13 +413,14 @@ def tokenizer(request) -> Tokenizer:
 def spell(tokenizer: Tokenizer, ids: list[int], **changes: object) -> tuple[list[str], str, str | None]:
     """(pieces shown, whole text, stop string) for ids that come one by one."""
     params = SamplingParams(**changes)
-    text, pieces = Text(tokenizer, params), []
-    for n, token in enumerate(ids, start=1):
-        pieces.append(text.push(token, n >= params.min_new_tokens))
-        if text.stopped is not None:
+    sample, pieces, stop = Sample(Request(0, [], params, 10**6), 0, tokenizer), [], None
+    for sample.ids in (ids[:n] for n in range(1, len(ids) + 1)):
+        piece, stop = sample.grow(sample.ids[-1])
+        pieces.append(piece)
+        if stop:
             break
-    pieces.append(text.end())
-    return pieces, text.shown, text.stopped
+    pieces.append("" if stop else sample.flush())
+    return pieces, sample.text, stop
 
 
 TEXTS = ["The cat sat.", "从前有一只猫", "𠮷野家🙂👩‍👩‍👧!", "a\r\n\tb  c", "abab abac"]
@@ -657,7 +657,7 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     """For texts that come and go in caches of several lengths, which is a GPU's way."""
     import torch.nn.attention.varlen
 
-    monkeypatch.setattr(decoding, "kernels", lambda *_: None)
+    monkeypatch.setattr(decode, "step_c", lambda *_: None)
     monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)
     net = random_model(tiny_config(n_kv_head=n_kv_head, block_size=400))
     prompts = [ids for ids, _ in traffic(net, 12)]
@@ -882,7 +882,7 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     with pytest.raises(UserError, match="batch_size=-1"):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
     monkeypatch.setattr(decode.shutil, "which", lambda name: None)
-    monkeypatch.setattr(decoding, "kernels", lambda *_: None)
+    monkeypatch.setattr(decode, "step_c", lambda *_: None)
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
         generate(net, None, [[1]], SamplingParams(), compile=True)
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from test_model import random_model, tiny_config
 
-from groundup.generate.completion import never_sampled
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate, never_sampled
 from groundup.generate.json_mode import State, advance
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.training import train

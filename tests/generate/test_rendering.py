@@ -1,6 +1,8 @@
 """rendering.py: the ids of the tokenizer itself, and templates that loop or fill the memory for some conversation."""
 
 import json
+import signal
+import threading
 import time
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from groundup.errors import UserError
 from groundup.generate.openai_format import template_settings
 from groundup.generate.rendering import Renderer
+from groundup.tokens import templates
 from groundup.tokens.foreign import to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
@@ -53,3 +56,24 @@ def test_a_template_that_loops_is_ended_and_others_go_on(directory):
     first.wait()
     assert renderer.render(ask("Hello 你好 <|im_end|>"), {}) == want
     renderer.helper.process.kill()
+
+
+def test_the_time_of_a_template_is_that_of_its_own_work(directory, monkeypatch):
+    """On a busy machine, or in a stopped process, the clock runs on."""
+    with templates.time_limit(0.2):
+        time.sleep(0.5)
+    with pytest.raises(TimeoutError), templates.time_limit(0.1):
+        while True:
+            pass
+    monkeypatch.setattr(templates, "WAIT", 2)
+    with pytest.raises(TimeoutError), templates.time_limit(0.1):
+        time.sleep(5)
+    renderer = Renderer(directory, seconds=0.5)
+    renderer.render(ask("Hello"), {})
+    pause = renderer.helper.process.send_signal
+    pause(signal.SIGSTOP)
+    threading.Timer(0.8, pause, [signal.SIGCONT]).start()
+    assert renderer.render(ask("Hello"), {})
+    renderer.helper.end()
+    with pytest.raises(UserError, match="the chat template"):
+        renderer.render(ask("Hello"), {})

@@ -9,7 +9,9 @@ from test_templates import SPECIALS as NAMES
 from test_templates import TAGGED
 
 from groundup.generate.completion import call_ids, never_sampled
-from groundup.generate.text_parts import CallReader, StopStrings, ThoughtReader
+from groundup.generate.engine import StopStrings
+from groundup.generate.openai_answer import ThoughtReader
+from groundup.generate.tools import CallReader
 from groundup.tokens.foreign import to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, with_specials

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -130,6 +131,20 @@ def test_a_tool_that_does_not_end_is_ended(tools, how):
     text, failed = said(tools, "hang", how=how)
     assert "more than 1 s" in text and failed and time.monotonic() - began < 10
     assert said(tools, "add", a=1) == ("2", 0)
+
+
+def test_calls_under_way_end_with_the_tools(tmp_path):
+    """A server that is stopped waits for no tool."""
+    path, found = tmp_path / "own.py", []
+    path.write_text(FILE, encoding="utf-8")
+    toolbox = Tools(str(path), seconds=60)
+    calls = [{"name": "hang", "arguments": {"how": "asleep"}}] * 8
+    thread = threading.Thread(target=lambda: found.extend(toolbox.run(calls)))
+    thread.start()
+    time.sleep(0.3)
+    toolbox.close()
+    thread.join(10)
+    assert found and found[1] == 8
 
 
 def test_more_calls_than_an_answer_may_have(tools):

@@ -1,4 +1,4 @@
-"""kernels/decoding.py and step.c against the same model in torch."""
+"""generate/decode.py and step.c against the same model in torch."""
 
 import dataclasses
 import shutil
@@ -8,13 +8,11 @@ import torch
 from test_model import random_ids, random_model, tiny_config
 
 from groundup.generate import decode
-from groundup.generate.completion import check
-from groundup.generate.decode import decode_step, for_inference, to_int8
-from groundup.generate.engine import Engine, generate
+from groundup.generate.completion import generate
+from groundup.generate.decode import Int8Linear, NativeStep, decode_step, for_inference, lay_out, quantize, to_int8
+from groundup.generate.engine import Engine, check
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
-from groundup.kernels import decoding
-from groundup.kernels.decoding import Int8Linear, NativeStep, lay_out, quantize
 from model import Transformer
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc") and not shutil.which("clang"), reason="needs a C compiler")
@@ -158,10 +156,10 @@ def test_torch_does_it_without_a_compiler_or_for_another_model(monkeypatch):
     for name, value in changes.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"groundup.{name}", value)
-            decoding.kernels.cache_clear()
+            decode.step_c.cache_clear()
             assert Engine(net, None, 2).decode is decode_step
             assert generate(net, None, [ids], params)[0].completions[0].ids == want
-        decoding.kernels.cache_clear()
+        decode.step_c.cache_clear()
     assert Engine(net, None, 1, copies=False).decode is decode_step
     odd = random_model(dataclasses.replace(net.cfg, ffn_dim=33))
     assert Engine(odd, None, 1).decode is decode_step and decode.is_native(net.cfg, CPU, torch.float32)

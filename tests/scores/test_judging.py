@@ -23,8 +23,7 @@ from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.files import answer_files
 from groundup.generate.answers import Answers
-from groundup.generate.completion import prompt_ids
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate, prompt_ids
 from groundup.generate.sampling import SamplingParams
 from groundup.scores import judging
 from groundup.scores.client import Endpoint, Reply

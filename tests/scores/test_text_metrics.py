@@ -18,8 +18,8 @@ from test_model import random_model, tiny_config
 
 import prepare
 from groundup.errors import UserError
-from groundup.generate.completion import Completion, Result
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate
+from groundup.generate.engine import Completion, Result
 from groundup.generate.sampling import SamplingParams
 from groundup.scores import text_metrics
 from groundup.scores.text_metrics import (

@@ -262,7 +262,7 @@ def test_answers_become_prepared_pairs_beside_rows_that_are_pairs(tmp_path, caps
     assert manifest["info"]["failed"] == [] and manifest["info"]["documents"]["read"] == 11
     assert "8 lines with 8 answers give 8 pairs" in capsys.readouterr().out
     prepared(tmp_path / "out", **settings)
-    assert "is up to date" in capsys.readouterr().out
+    assert "is up to date, with report.md; next: python " in capsys.readouterr().out
     Path(tmp_path / "in" / "a.jsonl.config.json").write_text(json.dumps(SETTINGS | {"seed": 8}), "utf-8")
     settings["overwrite"] = True
     prepared(tmp_path / "out", **settings)

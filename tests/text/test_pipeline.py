@@ -20,7 +20,7 @@ from configurator import defaults_of, is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.files.turns import BadRow
-from groundup.text import select, unit
+from groundup.text import unit
 from groundup.text.recipe import check_config
 from groundup.tokens import conversations, pairs
 from groundup.tokens.token_files import TokenData
@@ -432,11 +432,13 @@ def test_files_that_are_not_what_their_name_says_are_named(tmp_path, tok, capsys
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
     (tmp_path / "a.jsonl.gz").write_text(pointer, "utf-8")
     write_rows(tmp_path / "b.txt", [{"text": text} for text in pieces(3)])
-    assert run(tmp_path / "out", input=f"{tmp_path}/a.jsonl.gz,{tmp_path}/b.txt", tokenizer_dir=tok) == 1
+    (tmp_path / "c.html").write_text("<!DOCTYPE html>\n<p>A text on a page.</p>", "utf-8")
+    assert run(tmp_path / "out", input=f"{tmp_path}/*.*", tokenizer_dir=tok) == 1
     printed = capsys.readouterr().out
     assert "a.jsonl.gz: cannot be read: a pointer of Git LFS, not the file; run git lfs pull" in printed
     hint = "if its rows are meant, let its name end in .jsonl"
     assert f"b.txt looks like JSON lines but is read as plain text; {hint}" in printed
+    assert "c.html looks like HTML or XML but is read as plain text; " in printed
 
 
 @pytest.mark.parametrize("label", ["label", "kto_tag"])
@@ -949,7 +951,6 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
     import resource
 
     monkeypatch.setattr(unit, "GROUP_BYTES", 0)
-    monkeypatch.setattr(select.Tokens, "OPEN", 8)
     (tmp_path / "in").mkdir()
     for i, text in enumerate(pieces(90)):
         (tmp_path / "in" / f"{i:03d}.txt").write_text(text, "utf-8")

@@ -383,6 +383,8 @@ def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, t
     long = message(write_talks(tmp_path / "f.jsonl", [[user("q"), assistant("a" * 500)]]))
     assert "nothing to train on in f.jsonl: 1 left out: no answer fits in block_size=64" in long
     good = write_talks(tmp_path / "g.jsonl", talks(5))
+    with pytest.raises(UserError, match="on in g.jsonl: all 5 rows are for validation; lower val_fraction"):
+        ChatCorpus(good, tok, 256, True, 1, val_fraction=1.0)
     with pytest.raises(UserError, match="max_epochs has 'h.jsonl'"):
         ChatCorpus(good, tok, 256, True, 1).order(1, 4, 10, max_epochs="h.jsonl=2")
 

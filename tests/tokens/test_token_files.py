@@ -197,6 +197,12 @@ def test_errors_at_open(tmp_path: Path) -> None:
 
     run = f"run: python prepare.py --input=... --out_dir={tmp_path}/x"
     assert message() == f"data: no directory {tmp_path}/x; {run}"
+    (tmp_path / "x").write_text("a text", encoding="utf-8")
+    assert message() == (
+        f"data: {tmp_path}/x is a file, not a directory of prepare.py; "
+        f"run: python prepare.py --input={tmp_path}/x --out_dir=data/x"
+    )
+    (tmp_path / "x").unlink()
     (tmp_path / "x").mkdir()
     assert message() == f"data: {tmp_path}/x is not prepared, or not completely: no manifest.json; {run}"
     (tmp_path / "x" / "my.txt").write_text("mine", encoding="utf-8")

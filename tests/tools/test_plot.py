@@ -80,29 +80,37 @@ def test_a_resumed_run_has_the_same_curve_as_its_log(tmp_path):
 # ---- smoothing -------------------------------------------------------------------------------------------------------
 
 
-def test_moving_average_by_hand():
-    # decay 1/2: (1 + 2/2 + 6/4) / (7/4); (1/2 + 2 + 6/2) / 2; (1/4 + 2/2 + 6) / (7/4)
-    np.testing.assert_allclose(plot.moving_average(np.array([1.0, 2.0, 6.0]), 0.5), [2, 11 / 4, 29 / 7])
-    assert plot.moving_average(np.array([3.0, 7.0]), 0.0).tolist() == [3, 7]
-    assert plot.moving_average(np.array([]), 0.9).tolist() == []
+def test_local_fit_by_hand():
+    # one neighbour on each side with half the weight: in the middle the mean (1/2 + 2 + 6/2) / 2,
+    # at an end the line through two values, which is the value itself
+    np.testing.assert_allclose(plot.local_fit(np.array([1.0, 2.0, 6.0]), 0.4), [1, 11 / 4, 6])
+    values = np.arange(10.0)
+    assert plot.local_fit(values, 0.05) is values  # ten values are not smoothed
+    assert plot.local_fit(np.array([]), 0.05).tolist() == []
 
 
-def test_moving_average_is_the_weighted_mean_of_both_sides():
+def test_local_fit_is_a_weighted_line():
     values = np.random.default_rng(0).normal(size=50)
-    for decay in (0.3, 0.9, 0.99):
-        for i, smoothed in enumerate(plot.moving_average(values, decay)):
-            weights = decay ** np.abs(np.arange(50) - i)
-            assert smoothed == pytest.approx(np.average(values, weights=weights))
+    values[20] = math.nan
+    places, known = np.arange(50), ~np.isnan(values)
+    for reach in (1, 5, 20):
+        fitted = plot.local_fit(values, reach / 50)
+        for i in places[known]:
+            near = known & (abs(places - i) <= reach)
+            weights = 1 - abs(places - i)[near] / (reach + 1)
+            line = np.polyfit(places[near] - i, values[near], 1, w=np.sqrt(weights))
+            assert fitted[i] == pytest.approx(line[1])
+        assert np.isnan(fitted).nonzero()[0].tolist() == [20]
 
 
-def test_moving_average_does_not_lag():
+def test_local_fit_does_not_lag():
     line = np.linspace(9, 3, 61)
-    np.testing.assert_allclose(plot.moving_average(line, 0.8)[20:40], line[20:40], atol=0.02)
+    np.testing.assert_allclose(plot.local_fit(line, 0.05), line)
 
 
-def test_moving_average_passes_over_gaps():
-    smoothed = plot.moving_average(np.array([math.nan, 1.0, math.nan, 2.0]), 0.5)
-    np.testing.assert_allclose(smoothed, [math.nan, 6 / 5, math.nan, 9 / 5])
+def test_local_fit_passes_over_gaps():
+    smoothed = plot.local_fit(np.array([math.nan, 1.0, math.nan, 2.0]), 0.25)
+    np.testing.assert_allclose(smoothed, [math.nan, 1, math.nan, 2])
 
 
 # ---- x ---------------------------------------------------------------------------------------------------------------
@@ -160,17 +168,23 @@ def test_panels_are_those_that_are_logged():
     pretrained = run_of("a", train(1, loss=3.0, lr=0.1), evaluation(1, val_loss=3.5))
     both = {"loss": 0.5, "accuracy": 0.7, "margin": 1.0, "rewards/accuracies": 0.7, "rewards/margins": 1.0}
     rewarding = run_of("r", train(1, loss=0.5, accuracy=0.7), evaluation(1, accuracy=0.8))
-    assert [panel.title for panel in plot.panels_of("", [pretrained], 0)] == ["loss+val_loss", "lr"]
+    assert [panel.title for panel in plot.panels_of("", [pretrained], 0)] == ["loss", "lr"]
     titles = [panel.title for panel in plot.panels_of("", [run_of("d", train(1, **both))], 0)]
-    assert titles == ["loss+val_loss", "rewards/accuracies", "rewards/margins", "accuracy", "margin"]
+    assert titles == ["loss", "rewards/accuracies", "rewards/margins"]  # one quantity once
     (drawn,) = [panel.curves for panel in plot.panels_of("", [rewarding], 0) if panel.title == "accuracy"]
     assert [(curve.points, curve.y.tolist()) for curve in drawn] == [(False, [0.7]), (True, [0.8])]
     beside = plot.panels_of("", [run_of("d", train(1, **both)), rewarding], 0)
     assert {panel.title: [curve.run for curve in panel.curves] for panel in beside} == {
-        "loss+val_loss": [0, 1], "rewards/accuracies": [0], "rewards/margins": [0], "accuracy": [0, 1, 1],
-        "margin": [0],
+        "loss": [0, 1], "rewards/accuracies": [0], "rewards/margins": [0], "accuracy": [1, 1],
     }  # fmt: skip
     assert [len(panel.curves) for panel in plot.panels_of("accuracy", [run_of("d", train(1, **both))], 0)] == [1]
+
+
+def test_runs_of_rl_begin_with_the_reward():
+    events = [train(1, loss=0.1, reward=0.5, lr=0.1), evaluation(1, val_loss=-0.5, reward=0.5)]
+    panels = plot.panels_of("", [run_of("r", *events)], 0)
+    assert [panel.title for panel in panels] == ["reward", "loss", "lr"]
+    assert [[curve.points for curve in panel.curves] for panel in panels] == [[False, True], [False], [False]]
 
 
 def test_panels_of_several_validation_texts_are_among_the_usual():
@@ -178,7 +192,7 @@ def test_panels_of_several_validation_texts_are_among_the_usual():
     run = run_of("a", evaluation(5, **dict.fromkeys(names, 1.0)))
     panels = {panel.title: panel.keys for panel in plot.panels_of("", [run], 0)}
     assert panels == {
-        "loss+val_loss": ["loss"], "val_bpb": ["bpb"], "val_loss/*": ["中文", "code"], "val_bpb/*": ["中文", "code"],
+        "loss": ["loss"], "bpb": ["bpb"], "val_loss/*": ["中文", "code"], "val_bpb/*": ["中文", "code"],
     }  # fmt: skip
 
 
@@ -186,7 +200,7 @@ def test_panels_that_are_asked_for():
     event = evaluation(5, **{"val_bpb": 1.0, "val_bpb/中文": 2.0, "val_bpb/code": 3.0, "val_loss": 4.0})
     panels = plot.panels_of("val_bpb/* , nope+val_loss", [run_of("a", event)], 0.9)
     assert [(panel.title, panel.keys) for panel in panels] == [
-        ("val_bpb/*", ["中文", "code"]), ("nope+val_loss", ["loss"]),
+        ("val_bpb/*", ["中文", "code"]), ("loss", ["loss"]),
     ]  # fmt: skip
     assert [(curve.key, curve.points, curve.y.tolist()) for curve in panels[0].curves] == [
         (0, True, [2]), (1, True, [3]),
@@ -199,13 +213,13 @@ def test_panels_that_are_asked_for():
 
 
 def test_curves_of_two_runs_have_their_numbers_and_the_schedule_is_not_smoothed():
-    runs = [run_of(name, train(1, loss=4.0, lr=1.0), train(2, loss=2.0, lr=3.0), evaluation(2, val_loss=3.0))
-            for name in "ab"]  # fmt: skip
-    drawn = plot.panel_of("", ["loss", "val_loss"], runs, 0.5).curves
+    events = [train(step, loss=loss, lr=step) for step, loss in ((1, 4.0), (2, 2.0), (3, 3.0))]
+    runs = [run_of(name, *events, evaluation(3, val_loss=3.0)) for name in "ab"]
+    drawn = plot.panel_of("", ["loss", "val_loss"], runs, 0.4, {}).curves
     assert [(c.run, c.key, c.points) for c in drawn] == [(0, 0, False), (0, 0, True), (1, 0, False), (1, 0, True)]
-    assert drawn[0].mean.tolist() == pytest.approx([10 / 3, 8 / 3]) and drawn[0].y.tolist() == [4, 2]
-    schedule = plot.panel_of("", ["lr"], runs, 0.5).curves[0]
-    assert drawn[1].mean is drawn[1].y and schedule.mean is schedule.y
+    assert drawn[0].smoothed.tolist() == pytest.approx([4, 11 / 4, 3]) and drawn[0].y.tolist() == [4, 2, 3]
+    schedule = plot.panel_of("", ["lr"], runs, 0.4, {}).curves[0]
+    assert drawn[1].smoothed is drawn[1].y and schedule.smoothed is schedule.y
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -216,16 +230,41 @@ def test_picture_has_what_the_log_has(tmp_path):
     one = [train(step, loss=5.0 - step / 10, lr=0.1) for step in (1, 2, 3, 4)]
     again = [train(step, loss=4.0 - step / 10, lr=0.1) for step in (3, 4, 5)]
     events = [*one, *again, evaluation(5, val_loss=3.0)]
-    panels = plot.panels_of("", [run_of("run 一", *events)], 0.5)
+    panels = plot.panels_of("", [run_of("run 一", *events)], 0.25)
     figure = plot.draw(panels, ["run 一"], "step")
     losses, rates = figure.axes
     raw, mean, points = losses.lines
     assert raw.get_xdata().tolist() == [1, 2, 3, 4, 5]  # no jump backwards
     np.testing.assert_allclose(raw.get_ydata(), [4.9, 4.8, 3.7, 3.6, 3.5])
-    np.testing.assert_allclose(mean.get_ydata(), plot.moving_average(raw.get_ydata(), 0.5))
+    np.testing.assert_allclose(mean.get_ydata(), plot.local_fit(raw.get_ydata(), 0.25))
     assert (points.get_xdata().tolist(), points.get_ydata().tolist()) == ([5], [3])
     assert len(rates.lines) == 1 and losses.get_xlim() == rates.get_xlim()
-    assert [text.get_text() for text in rates.get_legend().get_texts()] == ["run 一"]
+    assert rates.get_legend() is None  # one curve, and the run's name is above
+    assert figure.get_suptitle() == ("run 一" if plot.chinese_font() else NO_FONT)
+
+
+NO_FONT = "no font for Chinese names: apt install fonts-noto-cjk"
+
+
+def test_a_font_for_chinese_is_found_or_the_title_says_why(monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import font_manager
+
+    panels = plot.panels_of("", [run_of("诗", train(1, loss=1.0))], 0)
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda *given, **named: [])
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", [])
+    assert plot.chinese_font() == ""
+    assert plot.draw(panels, ["诗"], "step").get_suptitle() == NO_FONT
+    fonts = [font_manager.FontEntry(name=name) for name in ("Arial", "Noto Serif CJK SC", "Noto Sans CJK JP", "SimHei")]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
+    assert plot.chinese_font() == "Noto Serif CJK SC"
+
+
+def test_a_flat_curve_is_drawn_from_zero():
+    pytest.importorskip("matplotlib")
+    run = run_of("a", *[train(step, margin=1.0) for step in range(4)])
+    (axes,) = plot.draw(plot.panels_of("", [run], 0), ["a"], "step").axes
+    assert axes.get_ylim() == (0, 1.1)
 
 
 def test_a_color_is_a_run_and_a_style_of_lines_a_key():
@@ -256,14 +295,14 @@ def test_picture_of_a_log_with_next_to_nothing(tmp_path, monkeypatch, capsys, te
     assert capsys.readouterr().out == "wrote x.png\n"
 
 
-DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.8, "reference": False}
+DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.05, "reference": False}
 
 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
         ({"x": "hours"}, "hours need step_ms"),
-        ({"smooth": 1.0}, "smooth must be"),
+        ({"smooth": 0.5}, "smooth must be"),
         ({"out": "x.doc"}, "cannot write x.doc: .*doc"),
         ({"y": "los"}, "no log has 'los'; they have loss, step"),
         ({"runs": "run,missing"}, "no log matches 'missing/log.jsonl'"),

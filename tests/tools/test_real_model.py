@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from groundup.generate.engine import generate
+from groundup.generate.completion import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import score_tokens
 from groundup.train import huggingface

@@ -812,8 +812,9 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return out
 
 
-def find(out: Path, data: dict = DATA, max_steps: int = 0, **changes: object) -> Path | None:
-    return checkpoint.find(settings(out, **changes), tiny().cfg, data, max_steps)
+def find(out: Path, data: dict = DATA, max_steps: int = 0, n_ids: int = 0, **changes: object) -> Path | None:
+    cfg = tiny(**{"vocab_size": n_ids} if n_ids else {}).cfg
+    return checkpoint.find(settings(out, **changes), cfg, data, max_steps)
 
 
 def config_error(*args: object, **kwargs: object) -> str:
@@ -830,6 +831,19 @@ def test_what_resume_allows(tmp_path: Path, begun: Path) -> None:
     assert "needs resume='never'" in config_error(begun, overwrite=True)
     assert find(begun, resume="never", overwrite=True) is None
     assert names(begun) == ["config.py", "latest", "step_000003"]
+
+
+@pytest.mark.parametrize("name", ["config.py", "README.md"])
+def test_a_file_of_ones_own_beside_a_log_is_neither_replaced_nor_deleted(tmp_path: Path, begun: Path, name) -> None:
+    mine, flags = tmp_path / "new" / name, {"resume": "never", "overwrite": True}
+    mine.parent.mkdir()
+    (mine.parent / "log.jsonl").write_text("", encoding="utf-8")
+    (begun / name).write_text("mine", encoding="utf-8")
+    mine.write_text("mine", encoding="utf-8")
+    for out in (mine.parent, begun):
+        for changes in ({}, flags) if out != begun else (flags,):
+            assert f"{out} holds {name!r}, which no run made" in config_error(out, **changes)
+    assert find(begun) == begun / "step_000003"
 
 
 def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monkeypatch) -> None:
@@ -858,7 +872,7 @@ def test_a_step_to_resume_from(begun: Path, monkeypatch) -> None:
     changes = {"resume_from": 3, "overwrite": True}
     path = find(begun, **changes)
     assert path == begun / "step_000003" and len(checkpoint.step_dirs(begun)) == 3
-    (begun / "README.md").write_text("Complete: step 8 of 8", encoding="utf-8")
+    (begun / "README.md").write_text("# out: a run of pretrain.py\n\nComplete: step 8 of 8", encoding="utf-8")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the same command, after an error
     assert find(begun, **changes) == begun / "step_000008"
     checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", begun / "step_000008")
@@ -899,6 +913,7 @@ def test_what_a_resume_says(begun: Path, capsys: pytest.CaptureFixture) -> None:
     [
         ({"data": DATA | {"seed": 2}}, "was trained with seed=1 (asked 2); continue with the same"),
         ({"data": DATA | {"data": ["b"]}}, "was trained with another corpus"),
+        ({"data": DATA | {"data": ["b"]}, "n_ids": 640}, "was trained with another corpus"),  # its tokenizer too
         ({"trainable": "embed"}, "was trained with trainable='all', not 'embed'"),
     ],
 )

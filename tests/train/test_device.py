@@ -1,6 +1,5 @@
 """device.py: the choice of device and dtype, and the random state."""
 
-import itertools
 import os
 from types import SimpleNamespace
 
@@ -101,14 +100,9 @@ def test_the_random_state_comes_back():
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_a_slow_processor_shows_its_speed_in_one_product(monkeypatch):
-    """Some compute bfloat16 a hundred times slower: eight products would take half a minute."""
-    looks, clock = [], itertools.count(0.0)
-    monkeypatch.setattr(devices, "synchronize", looks.append)
-    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(clock))  # a second each
-    assert devices.peak_flops(CPU, torch.float32) == 2 * 512**3 and len(looks) == 2
+def test_the_peak_of_a_cpu_is_not_known():
+    assert devices.peak_flops(CPU, torch.float32) == 0
 
 
-def test_peak_flops_and_memory_are_measured_on_a_cpu():
-    assert 1e8 < devices.peak_flops(CPU, torch.float32) < 1e15
+def test_memory_is_measured_on_a_cpu():
     assert 0.01 < devices.peak_memory_gib(CPU) < 1000

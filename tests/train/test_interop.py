@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from groundup.align import reward_model
-from groundup.generate.completion import begin_prompt
-from groundup.generate.engine import generate
+from groundup.generate.completion import begin_prompt, generate
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import score_tokens
 from groundup.tokens.conversations import ChatCorpus

@@ -1,6 +1,7 @@
 """The log of a run and its card: what is printed, written, dropped and read again."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -230,15 +231,20 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     out.mkdir()
     config = {"max_steps": 1, "resume": "auto", "resume_from": 0}
 
-    def end(config: dict, stopped: bool = False, saved: bool = True) -> str:
+    def end(config: dict, stopped: bool = False, saved: bool = True, skipped: int = 0) -> str:
         log = RunLog(str(out), 1, 0)
         log.advance()
+        if skipped:
+            log.train(1, {"loss": 1.0, "lr": 1.0, "grad_norm": math.nan, "skipped": skipped}, 1)
         log.finish(script, config, ["the data"], "python serve.py --init_from=out", stopped, saved)
         return capsys.readouterr().out
 
-    assert end(config) == f"saved in {out}; next: python serve.py --init_from=out\n"
+    saved_in = f"saved in {out}, with a card, README.md"
+    assert end(config) == f"{saved_in}; next: python serve.py --init_from=out\n"
     assert "the data" in (out / "README.md").read_text(encoding="utf-8")
     assert end(config, saved=False) == ""
+    skipped = end(config, skipped=2).splitlines()[-2]
+    assert skipped.startswith("2 of 1 updates were skipped: their gradients were not finite")
     assert (
         end(config, stopped=True)
         == "stopped by a signal after step 1; the same command continues\n"
@@ -249,6 +255,17 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     assert "without --resume=never" in end(config | {"resume": "never"}, stopped=True)
     earlier = end(config | {"resume_from": 3}, stopped=True)
     assert earlier.endswith("continues, without --resume_from=3 --overwrite=True\n")
+
+
+def test_a_card_replaces_no_text_of_ones_own(tmp_path, capsys):
+    card = tmp_path / "README.md"
+    for text, stays in (("# thesis", True), ("", True), (logs.CARD, False)):
+        card.write_text(text, encoding="utf-8")
+        log = RunLog(str(tmp_path), 1, 0)
+        log.advance()
+        log.finish(str(ROOT / "sft.py"), {"resume": "auto", "resume_from": 0}, [], "", False, True)
+        assert (card.read_text(encoding="utf-8") == text) == stays
+        assert (f"{card} was not written by a run" in capsys.readouterr().out) == stays
 
 
 @pytest.mark.parametrize("track", ["tensorboard", "trackio", "wandb"])
@@ -275,6 +292,7 @@ def test_a_tracker_gets_the_numbers_of_every_event(track, tmp_path, monkeypatch)
     log = RunLog(str(out), 9, 0, track=track)
     log.write("train", 1, {"loss": 2.5, "note": "x"})
     log.write("eval", 1, {"val_loss": 3.5})
+    log.write("save", 1, {"path": "x"})  # no numbers
     log.close()
     want = [(1, {"train/loss": 2.5}), (1, {"eval/val_loss": 3.5})]
     assert found == [("mine", {"max_steps": 9}), *want, "end"]

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import ddp
 from groundup.errors import UserError
+from groundup.generate.completion import generate
 from groundup.generate.decode import for_inference
-from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.training import train
 from groundup.train import huggingface, lora, ranks

@@ -54,8 +54,9 @@ def shapes(cfg: ModelConfig, trainable: str = "all", kind: type = Transformer) -
 
 def described(world_size: int = 1, cfg: ModelConfig | None = None, **changes: object) -> str:
     net = shapes(cfg or ModelConfig(**SMALL))
+    peak = changes.pop("peak", 1e9)
     config = CONFIG | changes
-    return plan.describe(net, config, "a batch", 10_000, world_size, CPU, torch.float32, 1e9)
+    return plan.describe(net, config, "a batch", 10_000, world_size, CPU, torch.float32, peak)
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -273,6 +274,7 @@ def test_a_plan_says_what_a_run_takes():
     assert lines["time"] == f"0:{seconds // 60:02}:{seconds % 60:02} at 40 % of 1 x 0.00 TFLOP/s"
     sizes = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+) MiB", lines["memory"])]
     assert float(lines["memory"].split()[0]) == pytest.approx(sum(sizes) / 1024, abs=0.01)
+    assert described(peak=0.0).splitlines()[-1].startswith("time        not known on a CPU")
 
 
 def test_several_ranks_are_told_what_each_way_takes():

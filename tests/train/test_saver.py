@@ -375,16 +375,15 @@ def test_kill_at_every_moment_of_a_save(tmp_path: Path) -> None:
             run
         ):  # nothing half-written or half-removed bears such a name
             checkpoint.check_bytes(finished)
-        assert same(weights(huggingface.load_model(path)), weights(models[step]))
-        assert train_state(path)["step"] == step
         assert all((run / link).exists() for link in ("latest", "best"))  # they lead to a directory
-        assert checkpoint.resolve(run / "latest") and checkpoint.resolve(run / "best")
-        checkpoint.repair(run)
-        save(run, 4, models[3], val_loss=0.25, keep_last=1)
-        assert {"best", "best2", "latest", "step_000004"} <= set(names(run)) and len(
-            names(run)
-        ) == 5
-        assert os.readlink(run / "best") == "step_000004"
+        if moment % 4 == 0 or len(set(found[-2:])) > 1:  # the dearer checks, now and then
+            assert same(weights(huggingface.load_model(path)), weights(models[step]))
+            assert train_state(path)["step"] == step
+            assert checkpoint.resolve(run / "latest") and checkpoint.resolve(run / "best")
+            checkpoint.repair(run)
+            save(run, 4, models[3], val_loss=0.25, keep_last=1)
+            assert {"best", "best2", "latest", "step_000004"} <= set(names(run))
+            assert len(names(run)) == 5 and os.readlink(run / "best") == "step_000004"
         shutil.rmtree(run)
         if not killed:
             break
@@ -405,13 +404,14 @@ def test_kill_at_every_moment_of_replacing_a_step(tmp_path: Path) -> None:
         now = weights(huggingface.load_model(checkpoint.find_latest(run, pytest.fail)))
         assert same(now, weights(old)) or same(now, weights(new))
         found.append("old" if same(now, weights(old)) else "new")
-        error_line(
-            lambda run=run: save(run, 7, new, other={"not": random.Random()})
-        )  # the next save fails: as before
-        assert same(now, weights(huggingface.load_model(checkpoint.find_latest(run, pytest.fail))))
-        save(run, 7, new, keep_last=1)
-        assert names(run) == ["latest", "step_000007"]
-        assert same(weights(huggingface.load_model(run / "latest")), weights(new))
+        if moment % 4 == 0 or len(set(found[-2:])) > 1:  # what follows is tried now and then
+            # the next save fails: as before
+            error_line(lambda run=run: save(run, 7, new, other={"not": random.Random()}))
+            path = checkpoint.find_latest(run, pytest.fail)
+            assert same(now, weights(huggingface.load_model(path)))
+            save(run, 7, new, keep_last=1)
+            assert names(run) == ["latest", "step_000007"]
+            assert same(weights(huggingface.load_model(run / "latest")), weights(new))
         shutil.rmtree(run)
         if not killed:
             break
