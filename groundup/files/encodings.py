@@ -43,10 +43,8 @@ ALONE = re.compile(
     f"(?<=[^\0-\x7f]){LETTER}(?![@-~])|(?<![@-~]){LETTER}(?=[^\0-\x7f])|[\uff61-\uff9f]"
 )
 GLUED = re.compile("[\u4e00-\u9fff](?=[A-Za-z])")
-# What a codec has, but no text: private characters, and of one byte controls. In Shift-JIS also the
-# byte that is a space in Latin-1.
-STRAY = re.compile("[\x80-\x9f\ue000-\uf8ff]")
-STRAY_IN = {"cp932": re.compile("[\x80-\xa0\ue000-\uf8ff]")}
+STRAY = re.compile("[\ue000-\uf8ff]")  # private characters: a codec has them, but no standard
+STRAY_IN = {"cp932": re.compile("[\x80-\xa0\ue000-\uf8ff]")}  # also bytes that mean nothing
 ODD = re.compile("[\ue000-\uf8ff\uff61-\uff9f]")  # these, and kana of half width
 UNDECODED = re.compile("[\udc80-\udcff]")
 ACCENT = re.compile("[A-Za-z][\u00c0-\u024f][A-Za-z]")
