@@ -45,6 +45,7 @@ backend = "bpe"  # bpe | sentencepiece
 pattern = "qwen"  # qwen | gpt4 (not in llama.cpp) | gpt2 | cl100k | zh (Chinese): how bpe splits
 vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
 max_mb = 256  # megabytes of text to read; more changes a tokenizer little (at least 1)
+overwrite = False  # replace another tokenizer in out_dir
 extend = ""  # add tokens learned from `input` to this directory's tokenizer, up to vocab_size
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -403,6 +404,18 @@ def check_no_owner(directory: str | Path) -> None:
         raise UserError(f"tokenizer: out_dir={str(directory)!r} {of}; use another out_dir")
 
 
+def check_same(directory: str | Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a directory holds another tokenizer, which data or a model may need."""
+    try:
+        old = Tokenizer.load(directory)
+    except UserError:  # none, or a damaged one
+        return
+    if old.fingerprint() != tokenizer.fingerprint():
+        holds = f"{directory} holds another tokenizer ({old.backend}, {old.vocab_size:,} ids)"
+        hint = "use another --out_dir, or --overwrite=True to replace it"
+        raise UserError(f"tokenizer: {holds}; {hint}")
+
+
 # ---- command line ----------------------------------------------------------------------------
 
 if __name__ == "__main__":
@@ -410,7 +423,7 @@ if __name__ == "__main__":
 
     from configurator import configure
     from groundup.files import text_mix
-    from groundup.files.readers import Report
+    from groundup.files.records import Report
     from groundup.tokens.training import extended, measure, train
 
     SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on
@@ -430,6 +443,8 @@ if __name__ == "__main__":
         tokenizer = extended(old, texts, vocab_size - old.vocab_size)
     else:
         tokenizer = train(texts, vocab_size, backend, pattern)
+    if not overwrite:
+        check_same(out_dir, tokenizer)
     tokenizer.save(out_dir)
 
     seconds = time.perf_counter() - started

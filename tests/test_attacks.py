@@ -19,7 +19,7 @@ import saved
 
 from groundup.align import reward_model
 from groundup.errors import UserError
-from groundup.files import readers, streams, untrusted
+from groundup.files import readers, records, streams, untrusted
 from groundup.tokens import templates
 from groundup.tokens.training import train
 from groundup.train import checkpoint, huggingface
@@ -323,7 +323,7 @@ def test_a_bomb_is_named_and_stopped(tmp_path, monkeypatch):
     rows = gzip.compress(b'{"text": "a"}\n' * 10, mtime=0)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(rows + gzip.compress(b"a" * 2**24, mtime=0))
-    report = readers.Report()
+    report = records.Report()
     found = []
     refusal(lambda: found.extend(readers.read_documents(str(path), report=report)))
     assert len(found) == 10 and any("bomb" in detail for *_, detail in report.places)

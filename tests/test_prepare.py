@@ -297,8 +297,8 @@ def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_w
             self.vocab_size = 512
 
     pieces = [select.Piece(0, "One.\n\n", True), select.Piece(1, "Two", False)]
-    ids, n_bytes = select.ids_of(pieces, None, Spaced(), tmp_path / "ids")
-    assert ids.tolist() == Spaced().encode("One.\n\nTwo") and n_bytes == 9
+    assert select.write_ids(pieces, None, Spaced(), tmp_path / "ids") == 9
+    assert np.fromfile(tmp_path / "ids", np.uint16).tolist() == Spaced().encode("One.\n\nTwo")
 
 
 def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
@@ -814,7 +814,7 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
     for said in ("done", "up to date"):
         assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
         out = capsys.readouterr().out
-        assert f"out is {said}\nprepare: " in out and " are lost, in 2 of 4 files: " in out
+        assert f"out is {said}, with report.md; next: " in out and " are lost, in 2 of 4 files: " in out
         assert f"{source}/latin.txt (7 bytes)" in out and f"{source}/torn.jsonl.gz (" in out
         assert f"prepare: 2 of 4 files could not be read: {source}/broken.txt, {source}/latin.txt" in out
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]

@@ -15,15 +15,15 @@ import pytest
 from golden import record
 
 ROOT = Path(__file__).parent.parent
-FLAGS = ["--max_steps=6", "--eval_every=4", "--save_every=5", "--keep_last=0", "--log_every=1", "--warmup_steps=1"]
+FLAGS = ["--max_steps=3", "--eval_every=2", "--save_every=3", "--keep_last=0", "--log_every=1", "--warmup_steps=1"]
 FLAGS += ["--compile=False", "--batch_size=2"]
 EVALUATION = ["--eval_steps=8"]
 EVALUATION_OF = {"rl": ["--eval_prompts=4", "--prompts_per_step=4", "--group_size=2", "--max_new_tokens=16"]}
-STEP = 4
+STEP = 2
 
 
 def command(trainer: str, out: Path, n_ranks: int, *flags: str, when: str = "", number: int = 0) -> list[str]:
-    """A run of six steps that evaluates at 4 and saves at 5; with `when` a signal comes to the last rank."""
+    """A run of three steps that evaluates at 2 and saves at 3; with `when` a signal comes to the last rank."""
     start = [] if trainer == "pretrain" else ["--init_from=tests/golden/model"]
     mine = FLAGS + EVALUATION_OF.get(trainer, EVALUATION)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"] if n_ranks > 1 else []

@@ -31,7 +31,7 @@ from groundup.files.untrusted import scrub
 from groundup.tokens import foreign
 from groundup.tokens.bpe import count_chunks, train_bpe
 from groundup.tokens.foreign import PATTERNS, TO_CHAR, added_token, blocks
-from groundup.tokens.training import extended, train
+from groundup.tokens.training import advice, extended, train
 from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,6 +93,13 @@ def test_special_ids_differ_and_are_in_the_vocabulary(tok: Tokenizer, hf: transf
     assert len(hf) == tok.vocab_size
     assert (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) == (tok.eot_id, tok.eot_id, tok.pad_id)
     assert hf.convert_tokens_to_ids(list(tok.special_tokens)) == list(tok.special_tokens.values())
+
+
+def test_a_chinese_text_with_a_small_vocabulary_is_advised():
+    chinese, english = {"头痛发热".encode(): 30_000}, {b"a headache ": 40_000}
+    assert "0.4 MB of mostly Chinese text want --vocab_size=4096" in advice(chinese, 1024)
+    assert advice(chinese, 4096) == advice(english, 1024) == advice(english | {"头痛".encode(): 60_000}, 1024) == ""
+    assert advice({"头痛发热".encode(): 300}, 1024) == ""  # too little to tell
 
 
 def test_too_few_merges_are_filled_with_reserved_tokens(capsys):
@@ -1047,6 +1054,19 @@ def test_the_tokenizer_of_a_model_or_of_data_is_not_replaced(run, bpe: Tokenizer
     done = run(f"--input={tmp_path}/en.txt", f"--out_dir={tmp_path}/used", "--vocab_size=512")
     assert done.returncode == 1 and f"holds {owner}, so it is a" in done.stderr and done.stderr.count("\n") == 1
     assert {path.name: path.read_bytes() for path in (tmp_path / "used").iterdir()} == before
+
+
+def test_another_tokenizer_is_replaced_only_when_told(run, tmp_path: Path):
+    (tmp_path / "en.txt").write_text(ENGLISH * 3, encoding="utf-8")
+    command = [f"--input={tmp_path}/en.txt", f"--out_dir={tmp_path}/tok"]
+    for size in ("--vocab_size=512", "--vocab_size=512"):  # the same again
+        assert run(*command, size).returncode == 0
+    before = (tmp_path / "tok" / "tokenizer.json").read_bytes()
+    done = run(*command, "--vocab_size=384")
+    assert done.returncode == 1 and "holds another tokenizer (bpe, 512 ids)" in done.stderr
+    assert (tmp_path / "tok" / "tokenizer.json").read_bytes() == before
+    assert run(*command, "--vocab_size=384", "--overwrite=True").returncode == 0
+    assert Tokenizer.load(tmp_path / "tok").vocab_size == 384
 
 
 def test_command_line_says_what_it_does_not_read(run, tmp_path: Path):

@@ -11,10 +11,15 @@ import shutil
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+if __name__ == "__main__":  # before the imports of packages: one that is missing is one line
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import torch
 from safetensors import SafetensorError
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
 from groundup.errors import UserError, reason_of

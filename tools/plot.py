@@ -21,10 +21,15 @@ from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+if __name__ == "__main__":  # before the imports of packages: one that is missing is one line
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import curves
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
 from groundup.errors import UserError

@@ -20,7 +20,7 @@ import re
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files import readers, records, row_formats, turns
+from groundup.files import records, row_formats, turns
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import read_json
 
@@ -97,7 +97,7 @@ def check_settings(path: str | Path, settings: dict) -> None:
 
 def is_answers(path: str) -> bool:
     """Return whether the first readable row of a file is one of answers."""
-    rows = (record.value for record in readers.read_records(path) if not record.problem)
+    rows = (record.value for record in records.read_records(path) if not record.problem)
     first = next(rows, None)
     return isinstance(first, dict) and "completions" in first
 

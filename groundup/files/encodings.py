@@ -43,7 +43,10 @@ ALONE = re.compile(
     f"(?<=[^\0-\x7f]){LETTER}(?![@-~])|(?<![@-~]){LETTER}(?=[^\0-\x7f])|[\uff61-\uff9f]"
 )
 GLUED = re.compile("[\u4e00-\u9fff](?=[A-Za-z])")
-PRIVATE = re.compile("[\ue000-\uf8ff]")  # characters that a codec has, but no standard
+# What a codec has, but no text: private characters, and of one byte controls. In Shift-JIS also the
+# byte that is a space in Latin-1.
+STRAY = re.compile("[\x80-\x9f\ue000-\uf8ff]")
+STRAY_IN = {"cp932": re.compile("[\x80-\xa0\ue000-\uf8ff]")}
 ODD = re.compile("[\ue000-\uf8ff\uff61-\uff9f]")  # these, and kana of half width
 UNDECODED = re.compile("[\udc80-\udcff]")
 ACCENT = re.compile("[A-Za-z][\u00c0-\u024f][A-Za-z]")
@@ -333,6 +336,7 @@ class Decoder:
         self.own = verdict.own
         self.hint = verdict.hint
         self.strict = STRICT.get(self.other, "")
+        self.stray = STRAY_IN.get(self.other, STRAY)
         # Of the last line that told: ASCII lines are the same in both.
         self.name = self.other if verdict.mostly else "utf-8"
 
@@ -373,7 +377,7 @@ class Decoder:
         odd = (found for found in ALONE.finditer(text) if found[0] not in self.own)
         if self.strict == "gb2312":
             odd = itertools.chain(odd, filter(ate_a_letter, GLUED.finditer(text)))
-        if found := next(odd, None) or PRIVATE.search(text):
+        if found := next(odd, None) or self.stray.search(text):
             place = len(text[: found.start()].encode(self.other))
             why = "a byte before it seems to be missing"
             raise UnicodeDecodeError(self.other, raw, place, place + 1, why)
@@ -397,4 +401,5 @@ class Decoder:
         text = min(texts, key=lambda text: len(UNDECODED.findall(text)))
         if self.other in TRUSTED.values():
             text = ALONE.sub(lambda found: found[0] if found[0] in self.own else "\udc80", text)
+            text = self.stray.sub("\udc80", text)
         return text

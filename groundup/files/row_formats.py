@@ -98,11 +98,13 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
 
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
-    row = as_object(row)
-    found, row = recognise(row, kind), rename(row)
+    row = rename(as_object(row))
+    found = recognise(row, kind)
     sides = [side for side in ("chosen", "rejected") if row.get(side)]
     if kind == "preference" and len(sides) == 1 and not (found and has_all(row, found)):
         missing = "rejected" if sides == ["chosen"] else "chosen"
+        if row.get(missing) == "":
+            raise BadRow("empty answer")
         raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(row)})")
     if found:
         try:
@@ -194,7 +196,8 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 
 
 def has_all(row: dict, known: RowFormat) -> bool:
-    return all(row.get(key) not in (None, "") for key in known.keys.split(","))
+    found = map(row.get, known.keys.split(","))
+    return not any(value is None or value == "" for value in found)
 
 
 def rename(row: dict) -> dict:
@@ -550,6 +553,10 @@ def repeats(answer: list[dict], prompt: list[dict]) -> bool:
 def answer_turns(key: str, row: dict) -> list[dict]:
     """Return an answer given as a text, as a turn, or as a list of turns."""
     value = row[key]
+    if isinstance(value, str) and value.startswith("{"):  # a turn in CSV
+        turn = unpacked(value)
+        is_turn = isinstance(turn, dict) and str(turns.name_of(turn)) in turns.ROLES
+        value = turn if is_turn else value
     if isinstance(value, dict):
         value = [value]
     if listed(value):
@@ -579,8 +586,8 @@ def two_dialogues(row: dict) -> Pair:
     return two_conversations(dialogue_at("chosen", row), dialogue_at("rejected", row))
 
 
-def two_threads(chosen: str, rejected: str, row: dict) -> Pair:
-    return two_conversations(turns_at(chosen, row), turns_at(rejected, row))
+def two_threads(row: dict) -> Pair:
+    return two_conversations(turns_at("messages", row), turns_at("rejected_messages", row))
 
 
 def turns_then_worse(row: dict) -> Pair:
@@ -634,20 +641,18 @@ def preferred(
         raise BadRow("neither answer is preferred")
     better, worse = (first, second) if won else (second, first)
     sides = {"chosen": row[better], "rejected": row[worse]}
-    if prompt:
-        return two_answers(prompt, row | sides)
-    return two_dialogues(row | sides)
+    return two_answers(prompt, row | sides) if prompt else two_dialogues(row | sides)
 
 
 def better_comment(row: dict) -> Pair:
     """Return the comments on a post, the better one first (SHP)."""
-    sides = (
-        ("human_ref_A", "human_ref_B")
-        if as_score(row, "labels")
-        else ("human_ref_B", "human_ref_A")
-    )
-    chosen, rejected = (row[side] for side in sides)
-    return two_answers("prompt", {"prompt": row["history"], "chosen": chosen, "rejected": rejected})
+    asked = {"prompt": row["history"], "history": None}
+    first_wins = partial(as_score, key="labels")
+    return preferred("prompt", "human_ref_A", "human_ref_B", first_wins, row | asked)
+
+
+def second_wins(key: str, row: dict) -> float:
+    return 1 - as_score(row, key)
 
 
 def sign(key: str, row: dict) -> float:
@@ -656,12 +661,18 @@ def sign(key: str, row: dict) -> float:
     return float(score < 0) if score else math.nan
 
 
-def winner(row: dict) -> float:
-    won = [row["winner"] == name for name in ("model_b", "model_a")]
-    return won.index(True) if any(won) else math.nan
+def winner(key: str, row: dict) -> float:
+    return {"model_a": 1.0, "model_b": 0.0}.get(str(row[key]), math.nan)
 
 
 # ---- the formats: the first that fits is taken -----------------------------------------------
+
+
+def telling(name: str, question: str, answer: str, also: str = ASKED) -> RowFormat:
+    """Return a format of documents that are a question and its answer."""
+    read_row = partial(question_and_answer, question, answer)
+    return RowFormat(name, f"{first_key(question)},{answer}", read_row, also)
+
 
 DOCUMENTS = (
     RowFormat("text", "text", partial(text, "text")),
@@ -677,30 +688,11 @@ DOCUMENTS = (
     ),
     RowFormat("questions (medical CSV)", "title,ask,answer", partial(text, "title?,ask?,answer")),
     RowFormat("questions (baike_qa)", "title,answer", partial(text, "title,desc?,answer"), "desc"),
-    RowFormat(
-        "questions and answers",
-        "question,answer",
-        partial(question_and_answer, "question", "answer"),
-        ASKED,
-    ),
-    RowFormat(
-        "prompts and responses",
-        "prompt,response",
-        partial(question_and_answer, "prompt", "response"),
-        ASKED,
-    ),
-    RowFormat(
-        "instructions (Zhihu-KOL, Dolly)",
-        "instruction,response",
-        partial(question_and_answer, "instruction,input?", "response"),
-        f"input,{ASKED}",
-    ),
-    RowFormat(
-        "questions and responses (OpenOrca)",
-        "question,response",
-        partial(question_and_answer, "question", "response"),
-        ASKED,
-    ),
+    telling("questions and answers", "question", "answer"),
+    telling("prompts and responses", "prompt", "response"),
+    telling("instructions (Zhihu-KOL, Dolly)", "instruction,input?", "response", f"input,{ASKED}"),
+    telling("questions and responses (OpenOrca)", "question", "response"),
+    telling("queries and responses (MetaMathQA)", "query", "response"),
     RowFormat("contents", "content", partial(text, "content")),
     RowFormat("responses", "response", partial(text, "response")),
 )
@@ -779,6 +771,13 @@ def answering(name: str, question: str, also: str = ASKED) -> RowFormat:
     return RowFormat(f"{name} with two answers", keys, partial(two_answers, question), also)
 
 
+def better(name: str, keys: str, wins: Callable[[str, dict], float]) -> RowFormat:
+    """Return a format of rows with a question, if any, two answers and which of them is better."""
+    *prompt, first, second, verdict = keys.split(",")
+    read_row = partial(preferred, "".join(prompt), first, second, partial(wins, verdict))
+    return RowFormat(f"the better of two {name}", keys, read_row, ASKED)
+
+
 PAIRS = (
     answering("turns", "conversations"),
     answering("tasks", "instruction,input?", f"input,{ASKED}"),
@@ -787,52 +786,22 @@ PAIRS = (
     answering("inputs", "input"),
     answering("turns (UltraInteract)", "trajectory"),
     answering("messages", "messages"),
-    RowFormat(
-        "two threads (ms-swift)",
-        "messages,rejected_messages",
-        partial(two_threads, "messages", "rejected_messages"),
-    ),
+    RowFormat("two threads (ms-swift)", "messages,rejected_messages", two_threads),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
     RowFormat("two dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected", two_dialogues),
     RowFormat("ranked answers (Nectar)", "prompt,answers", ranked, ASKED),
     RowFormat("rated answers (UltraFeedback, raw)", "instruction,completions", rated, ASKED),
-    RowFormat(
-        "the better of two responses (PKU-SafeRLHF)",
-        "prompt,response_0,response_1,better_response_id",
-        partial(
-            preferred,
-            "prompt",
-            "response_0",
-            "response_1",
-            lambda row: 1 - as_score(row, "better_response_id"),
-        ),
-        ASKED,
+    better(
+        "responses (PKU-SafeRLHF)", "prompt,response_0,response_1,better_response_id", second_wins
     ),
-    RowFormat(
-        "the better of two responses (HelpSteer2)",
-        "prompt,response_1,response_2,preference_strength",
-        partial(
-            preferred, "prompt", "response_1", "response_2", partial(sign, "preference_strength")
-        ),
-        ASKED,
-    ),
-    RowFormat(
-        "the better of two responses (HelpSteer3)",
-        "context,response1,response2,overall_preference",
-        partial(
-            preferred, "context", "response1", "response2", partial(sign, "overall_preference")
-        ),
-    ),
+    better("responses (HelpSteer2)", "prompt,response_1,response_2,preference_strength", sign),
+    better("responses (HelpSteer3)", "context,response1,response2,overall_preference", sign),
     RowFormat(
         "the better of two comments (SHP)",
         "history,human_ref_A,human_ref_B,labels",
         better_comment,
     ),
-    RowFormat(
-        "the better of two conversations (arena)",
-        "conversation_a,conversation_b,winner",
-        partial(preferred, "", "conversation_a", "conversation_b", winner),
-    ),
+    better("conversations (arena)", "conversation_a,conversation_b,winner", winner),
     RowFormat("instructions with two outputs", "instruction,output", two_outputs, f"input,{ASKED}"),
 )
 

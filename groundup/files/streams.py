@@ -238,13 +238,12 @@ def spaced_sample(file: BinaryIO, first: bytes) -> bytes:
 def whole_lines(block: bytes, cut_before: bool, cut_after: bool) -> bytes:
     """Return a block without the lines that it has in part; of one long line the whole words: a
     byte below 0x30 is no part of a character in any encoding."""
-    begin, end = 0, len(block)
-    separator = rb"\n" if b"\n" in block[:-1] else rb"[\x00-\x2f]"
-    places = [found.start() for found in re.finditer(separator, block)]
-    if cut_before and places:
-        begin = places[0] + 1
-    if cut_after and places:
-        end = places[-1]
+    marks = b"\n" if b"\n" in block[:-1] else bytes(range(0x30))
+    firsts = [place for mark in marks if (place := block.find(mark)) >= 0]
+    if not firsts:
+        return block
+    begin = min(firsts) + 1 if cut_before else 0
+    end = max(map(block.rfind, marks)) if cut_after else len(block)
     return block[begin:end]
 
 
@@ -437,5 +436,5 @@ def mended(value: Any) -> Any:
     if isinstance(value, str):
         return scrub(value)
     if isinstance(value, dict):
-        return {mended(key): mended(item) for key, item in value.items()}
+        return {scrub(key): mended(item) for key, item in value.items()}
     return [mended(item) for item in value] if isinstance(value, list) else value

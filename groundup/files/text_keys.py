@@ -31,6 +31,7 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
     title,body   each on a line of its own; an empty one makes no line
     desc?        may be missing, null or empty
     """
+    refuse_wide_marks(text_key)
     names = [piece.strip() for piece in text_key.split(",")]
     for name in names:
         if not re.fullmatch(r"[^.?]+(\.[^.?]+)*\??", name):
@@ -42,11 +43,19 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
 @lru_cache(maxsize=256)
 def parse_names(text_key: str) -> dict[str, tuple[str, ...]]:
     """Return {name: path} of 'question=ask,answer=a.b'. Raise UserError."""
+    refuse_wide_marks(text_key)
     pairs = [tuple(map(str.strip, piece.split("="))) for piece in text_key.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         hint = "for conversations and pairs write question=KEY,answer=KEY"
         raise UserError(f"data: cannot understand text_key={text_key!r}; {hint}")
     return {name: tuple(key.split(".")) for name, key in pairs}
+
+
+def refuse_wide_marks(text_key: str) -> None:
+    """Raise UserError for a comma or = of Chinese typing, which no published key has."""
+    for wide, narrow in (("\uff0c", ","), ("\uff1d", "=")):
+        if wide in text_key:
+            raise UserError(f"data: text_key={text_key!r} has a full-width {wide}; write {narrow}")
 
 
 def renamed(row: object, text_key: str) -> object:

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from groundup.errors import UserError
 from groundup.files import readers
 from groundup.files.paths import split_names, split_weight
-from groundup.files.readers import Report, find_files
+from groundup.files.readers import find_files
+from groundup.files.records import Report
 from groundup.files.untrusted import scrub
 
 MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges

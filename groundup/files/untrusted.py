@@ -108,6 +108,8 @@ def read_json(
 def scrub(text: str) -> str:
     r"""Return `text` as valid Unicode: \ud83d\ude00, two halves in JSON, become the character; half
     of one U+FFFD."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

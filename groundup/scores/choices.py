@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from groundup.errors import UserError, listed
-from groundup.files import readers
+from groundup.files.records import read_records
 from groundup.generate.completion import begin_prompt
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
@@ -238,7 +238,7 @@ def read_questions(
     exam = task.removesuffix("_text")
     columns, questions, encodings = COLUMNS[exam], [], set()
     # Its files name no columns
-    for row in readers.read_records(str(file), names=columns if exam == "mmlu" else ()):
+    for row in read_records(str(file), names=columns if exam == "mmlu" else ()):
         where = f"{file}:{row.line}"
         if row.problem:
             raise UserError(f"choices: {where}: {row.problem}: {' '.join(row.detail.split())}")

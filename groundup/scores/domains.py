@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from groundup.errors import UserError, listed
-from groundup.files import readers
+from groundup.files import readers, records
 from groundup.files.paths import split_names
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
@@ -74,7 +74,7 @@ def parse_domains(spec: str) -> list[Domain]:
     return domains
 
 
-def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> Iterator[str]:
+def read_texts(domain: Domain, settings: Settings, report: records.Report) -> Iterator[str]:
     """Yield the texts of a domain; empty ones are counted in report.mended."""
     for path in domain.files:
         for document in readers.read_documents(
@@ -178,7 +178,7 @@ def evaluate_domains(
     read as UTF-8."""
     found, everything = {}, []
     for domain in domains:
-        report = readers.Report(max_places=SHOWN_PLACES)
+        report = records.Report(max_places=SHOWN_PLACES)
         texts = islice(read_texts(domain, settings, report), settings.limit or None)
         losses = document_losses(model, tokenizer, texts, settings, device, dtype)
         if not losses:
@@ -189,7 +189,7 @@ def evaluate_domains(
     return {"domains": found, "all": summarize(everything)}
 
 
-def notes_of(report: readers.Report, max_places: int = SHOWN_PLACES) -> list[str]:
+def notes_of(report: records.Report, max_places: int = SHOWN_PLACES) -> list[str]:
     """Return notes for people on how the files were read."""
     kinds = {
         "gb18030": "read as GB18030 (GBK), not UTF-8",

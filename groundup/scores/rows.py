@@ -31,7 +31,7 @@ import torch
 
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError, naming
-from groundup.files import answer_files, readers, row_formats, streams, turns
+from groundup.files import answer_files, readers, records, row_formats, streams, turns
 from groundup.files.answer_files import need_settings, read_settings
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable
@@ -56,12 +56,12 @@ ROWS = 64  # at a time, times batch_size; a kill costs that much
 
 
 def read_rows(
-    paths: Sequence[str], report: readers.Report, txt_split: str = "file"
+    paths: Sequence[str], report: records.Report, txt_split: str = "file"
 ) -> Iterator[tuple[str, object, str]]:
     """Yield (file, row, "") for each row, ({"line": its number} and why) for one that cannot be
     read."""
     for path in paths:
-        for record in readers.read_records(path, txt_split):
+        for record in records.read_records(path, txt_split):
             if record.problem:
                 report.add(path, record.line, record.offset, record.problem, record.detail)
                 yield path, {"line": record.line}, f"{record.problem}: {record.detail}"
@@ -178,7 +178,7 @@ def write_losses(
 
     Return the problems of the rows, counted, and notes on how the files were read. All ranks
     call this."""
-    report = readers.Report(max_places=SHOWN_PLACES)
+    report = records.Report(max_places=SHOWN_PLACES)
     works = (
         Work(row, problem) if problem else work_of(row, tokenizer, settings, report)
         for _, row, problem in read_rows(readers.find_files(source), report, settings.txt_split)
@@ -198,7 +198,7 @@ def write_losses(
     return problems, notes_of(report)
 
 
-def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: readers.Report) -> Work:
+def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: records.Report) -> Work:
     """With a text_key every row is a document; otherwise a row is a conversation if it can be
     read as one."""
     fields = row if isinstance(row, dict) else {"text" if isinstance(row, str) else "row": row}
@@ -285,7 +285,7 @@ def write_rewards(
     paths, settings_of = files_of(source), functools.cache(need_settings)
     talks = (
         Talks(row, [], problem) if problem else talks_of(row, lambda path=path: settings_of(path))
-        for path, row, problem in read_rows(paths, readers.Report())
+        for path, row, problem in read_rows(paths, records.Report())
     )
 
     def score(some: list[Talks]) -> list[dict]:

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files import answer_files, readers
+from groundup.files import answer_files, records
 from groundup.files.answer_files import NoPair, conversation_of, reward_of, row_of, text_of
 from groundup.files.text_keys import as_score
 from groundup.files.turns import BadRow
@@ -74,7 +74,7 @@ def write_pairs(
     lines_left_out, answers_left_out = Counter(), Counter()  # by reason
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as p:
         problems = Problems(path, p, counts.shown, strict)
-        for record in readers.read_records(path, report=problems):
+        for record in records.read_records(path, report=problems):
             problems.lost_bytes += record.lost
             n["lines"] += 1
             try:

@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f]")
+CONTROL_BYTES = bytes(code for code in range(128) if CONTROLS.match(chr(code)))
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x1f"  # control characters that become a line end
 ZERO_WIDTH = re.compile("[\ufeff\u200b\u2060]")
 JOINERS = re.compile("[\u200c\u200d]")
@@ -38,7 +39,9 @@ def clean(text: str, white_space: bool = True, punctuation: bool = False) -> str
     # The quick checks before the steps are faster than the steps.
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = CONTROLS.sub(lambda control: "\n" if control[0] in SEPARATORS else "", text)
+    raw = text.encode("utf-8", "surrogatepass")
+    if len(raw.translate(None, CONTROL_BYTES)) < len(raw):
+        text = CONTROLS.sub(lambda control: "\n" if control[0] in SEPARATORS else "", text)
     if not text.isascii():
         text = ZERO_WIDTH.sub("", text)
         text = JOINERS.sub(

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import readers, streams
+from groundup.files import records, streams
 from groundup.text.clean import code_points
 from groundup.text.dedup import SINGLE, SLICE, UNSPACED, Units, unit_codes, units, windows
 
@@ -157,12 +157,12 @@ class Table:
 def read_items(path: str) -> Iterator[tuple[str, str]]:
     """Yield (question, question and choices) of each item of a file. Raise UserError."""
     with streams.open_stream(path) as stream:
-        kind = readers.container(path, stream.peek(), "file")
+        kind = records.container(path, stream.peek(), "file")
     if kind == "file":
         hint = "evaluation files are .csv, .tsv, .json, .jsonl or .parquet"
         raise UserError(f"decontaminate: {path}: {hint}")
     names = MMLU if kind in ("csv", "tsv") and has_no_head(path) else ()
-    for record in readers.read_records(path, names=names):
+    for record in records.read_records(path, names=names):
         place = f"{path}:{record.line}"
         if record.problem:
             detail = " ".join(record.detail.split())
@@ -172,7 +172,7 @@ def read_items(path: str) -> Iterator[tuple[str, str]]:
 
 def has_no_head(path: str) -> bool:
     """Return whether the first row of a CSV file is a question of MMLU, not names of columns."""
-    first = next(readers.read_records(path, names=MMLU), None)
+    first = next(records.read_records(path, names=MMLU), None)
     if first is None or first.problem or first.value["answer"] not in tuple("ABCD"):
         return False
     return first.value["question"].strip().lower() not in PROMPTS

@@ -22,7 +22,7 @@ from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import paths, readers, streams
+from groundup.files import paths, readers, records, streams
 from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 
@@ -110,7 +110,7 @@ def look(path: str, name: str, number: int, source: Source) -> Input:
         parts = readers.work_units(path, source.txt_split, UNIT_BYTES, source.encoding)
     head = streams.unpacked_head(first, path)
     looks = ()
-    if readers.container(path, head, "file") == "file":
+    if records.container(path, head, "file") == "file":
         looks = next((odd for how, odd in LOOKS_LIKE.items() if re.match(how, head, re.I)), ())
     stamp = str(stat.st_mtime_ns)
     return Input(path, name, stat.st_size, stamp, number, "", tuple(parts), looks)
@@ -135,7 +135,7 @@ def spool_stdin(work: Path) -> Path:
     with open(path, "wb") as f:
         shutil.copyfileobj(sys.stdin.buffer, f, 2**20)
     with streams.open_stream(str(path)) as stream:
-        kind = readers.container("-", stream.peek(), "file")
+        kind = records.container("-", stream.peek(), "file")
     return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
 
 

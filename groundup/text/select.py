@@ -8,7 +8,6 @@ of one that is kept.
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -325,8 +324,6 @@ def training_texts_of(
 class Tokens:
     """The ids, or the masks, of a source's kept documents, on disk."""
 
-    OPEN = 64  # files at once: a system allows a process some 1,000
-
     def __init__(self, docs: SourceDocs, dtype: np.dtype, work: Path, what: str = "tokens") -> None:
         lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in docs.units]
         empty = np.zeros(0, np.int64)
@@ -334,14 +331,20 @@ class Tokens:
         self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # in its unit
         self.length = np.concatenate([empty, *lengths])
         assert len(self.length) == len(docs.rows), f"{len(self.length)=} {len(docs.rows)=}"
-        self.empty = np.zeros(0, dtype)
-        self.map = lru_cache(self.OPEN)(
-            lambda unit: np.memmap(docs.units[unit].file(work, what), dtype, "r")
-        )
+        self.paths = [unit.file(work, what) for unit in docs.units]
+        self.dtype = np.dtype(dtype)
+        self.number, self.file = -1, None  # the unit whose file is open: most ask in order
 
     def of(self, i: int) -> np.ndarray:
-        begin, length = int(self.begin[i]), int(self.length[i])
-        return self.map(int(self.unit[i]))[begin : begin + length] if length else self.empty
+        if self.number != (number := int(self.unit[i])):
+            self.close()
+            self.number, self.file = number, open(self.paths[number], "rb")
+        self.file.seek(int(self.begin[i]) * self.dtype.itemsize)
+        return np.frombuffer(self.file.read(int(self.length[i]) * self.dtype.itemsize), self.dtype)
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
 
 
 def write_splits(
@@ -360,23 +363,25 @@ def write_splits(
             pieces = cut_document(k, part, chosen, recipe)
             for split, own in groupby(pieces, key=lambda pair: pair[0]):
                 path = work / f"document_{k}_{split}.tmp"
-                writers[split].add(*ids_of((piece for _, piece in own), tokens, tokenizer, path))
+                size = write_ids((piece for _, piece in own), tokens, tokenizer, path)
+                writers[split].begin(path.stat().st_size // dtype.itemsize, size)
+                with open(path, "rb") as f:  # mapped, it would fill the memory
+                    while len(block := np.fromfile(f, dtype, 2**20)):
+                        writers[split].extend(block)
                 path.unlink()
         if not len(part.starts):
             for i, split in enumerate(part.splits.tolist()):
                 writers[split].add(tokens.of(i), int(n_bytes[i]))
+        tokens.close()
         for writer in writers:
             shards += writer.close()
     weights = {part.source.name: part.source.weight for part in parts if part.source.weight}
     return write_manifest(work / "out", *ids, tokenizer.fingerprint(), shards, info, weights)
 
 
-def ids_of(
-    pieces: Iterable[Piece], tokens: Tokens, tokenizer: Tokenizer, path: Path
-) -> tuple[np.ndarray, int]:
-    """Return the ids of the pieces of a document, mapped from a file, and their bytes of text.
-    Pieces that were not cut have their ids already, unless this tokenizer begins each text with a
-    space."""
+def write_ids(pieces: Iterable[Piece], tokens: Tokens, tokenizer: Tokenizer, path: Path) -> int:
+    """Write the ids of the pieces of a document; return their bytes of text. Pieces that were not
+    cut have their ids already, unless this tokenizer begins each text with a space."""
     dtype, n_bytes = token_dtype(tokenizer.vocab_size), 0
     if tokenizer.encode("\n\nb") != tokenizer.encode("\n\n") + tokenizer.encode("b"):
         pieces = [Piece(0, "".join(piece.text for piece in pieces), False)]
@@ -386,7 +391,7 @@ def ids_of(
             ids = tokens.of(piece.index) if whole else tokenizer.encode_array(piece.text)
             f.write(np.asarray(ids).astype(dtype).data)
             n_bytes += len(piece.text.encode())
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype), n_bytes
+    return n_bytes
 
 
 def write_rows(
@@ -413,12 +418,12 @@ def write_rows(
                     row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
                     f.write(f"{row}\n")
                 if writer:
-                    ids, masks = (
-                        Tokens(part, dtype, work),
-                        Tokens(part, np.dtype("u1"), work, "mask"),
-                    )
+                    ids = Tokens(part, dtype, work)
+                    masks = Tokens(part, np.dtype("u1"), work, "mask")
                     for i in own.tolist():
                         writer.add(ids.of(i), masks.of(i))
+                    ids.close()
+                    masks.close()
         entry = {"file": path.name, "rows": int(n_rows), "bytes": path.stat().st_size}
         entry["sha256"] = file_sha256(path)
         if writer:

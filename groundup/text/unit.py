@@ -30,7 +30,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams, text_keys, turns, untrusted
-from groundup.files.records import PIECE_CHARS, piece_end
+from groundup.files.records import PIECE_CHARS, Report, piece_end, read_records
 from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
 from groundup.files.text_keys import as_score
 from groundup.text import clean, dedup, quality
@@ -175,7 +175,7 @@ class Counts:
                 mine += theirs
                 setattr(self, item.name, mine)
 
-    def add_report(self, report: readers.Report, name: str, n_passed: int) -> None:
+    def add_report(self, report: Report, name: str, n_passed: int) -> None:
         """Add what reading a part of a file reported. n_passed: documents that it gave."""
         n_problems = report.problems.total()
         self.records += n_problems
@@ -190,7 +190,7 @@ class Counts:
             self.lost_bytes[name] += report.lost_bytes
 
 
-class Problems(readers.Report):
+class Problems(Report):
     """Writes every problem to a file as it comes. shown: gets the first place of each."""
 
     def __init__(
@@ -269,7 +269,7 @@ class Judge:
         UserError."""
         found = set()
         for path in readers.find_files(self.recipe.prompts_from):
-            for record in readers.read_records(path):
+            for record in read_records(path):
                 messages, problem = row_formats.messages_of(streams.mended(record.value))
                 question = self.clean(first_question(messages)).strip()
                 if not question:

@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 
 from groundup.files import row_formats, turns
 from groundup.files.splits import dialogue_text
+from groundup.files.turns import BadRow
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
 from groundup.tokens.corpus import spread
@@ -41,7 +42,6 @@ from groundup.tokens.rows import (
     RowCorpus,
     RowReader,
     SourceRows,
-    Unusable,
     read_source,
 )
 from groundup.tokens.token_files import (
@@ -174,9 +174,9 @@ class ChatReader(RowReader):
     ) -> tuple[str, list[dict] | tuple[np.ndarray, np.ndarray]]:
         messages, detail = row_formats.messages_of(row)
         if detail:
-            raise Unusable(STRANGE, detail)
+            raise BadRow(STRANGE, detail)
         if problem := turns.chat_problem(messages, row):
-            raise Unusable(problem)
+            raise BadRow(problem)
         answered = turns.trim_chat(messages)
         self.trimmed += len(answered) < len(messages)
         if not self.tokenizer:

@@ -28,11 +28,12 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.files import row_formats, text_keys, turns
 from groundup.files.splits import dialogue_text
+from groundup.files.turns import BadRow
 from groundup.tokens.batches import map_tensors
 from groundup.tokens.conversations import columns_for, fingerprint_of, sha256_of
 from groundup.tokens.corpus import spread
 from groundup.tokens.mixture import Sampler, hash_words, permute
-from groundup.tokens.rows import STRANGE, RowCorpus, RowReader, Unusable
+from groundup.tokens.rows import STRANGE, RowCorpus, RowReader
 from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer, split_answer
 
@@ -86,13 +87,13 @@ def tokenize_answer(
 
 
 def read_pair(row: object) -> turns.Pair:
-    """Return the pair in a row of any format. Raise Unusable."""
+    """Return the pair in a row of any format. Raise BadRow."""
     pair, detail = row_formats.pair_of(row)
     if not pair:
         reason = PROBLEMS.get(detail, STRANGE)
-        raise Unusable(reason, detail if reason == STRANGE else "")
+        raise BadRow(reason, detail if reason == STRANGE else "")
     if problem := turns.pair_problem(row, pair):
-        raise Unusable(problem)
+        raise BadRow(problem)
     return pair
 
 
@@ -106,9 +107,9 @@ class PairReader(RowReader):
         ids = tokenize_pair(pair, self.tokenizer)
         length = len(ids.prompt) + max(len(ids.chosen), len(ids.rejected))
         if length > self.longest:
-            raise Unusable(f"does not fit in block_size={self.longest}", f"{length} tokens")
+            raise BadRow(f"does not fit in block_size={self.longest}", f"{length} tokens")
         if np.array_equal(ids.chosen, ids.rejected):
-            raise Unusable("equal answers", "as tokens")
+            raise BadRow("equal answers", "as tokens")
         margin = text_keys.as_score(row, "margin")
         ids = ids._replace(margin=margin if math.isfinite(margin) else 0.0)
         return dialogue_text(pair.prompt), ids
@@ -366,20 +367,20 @@ class LabelReader(PairReader):
 
         messages, detail = row_formats.messages_of(row)
         if detail:
-            raise Unusable(STRANGE, detail)
+            raise BadRow(STRANGE, detail)
         every = [message | {"learn": True} for message in messages]  # the label is of the last one
         if problem := turns.chat_problem(every):
-            raise Unusable(problem)
+            raise BadRow(problem)
         *prompt, answer = turns.trim_chat(messages)
         if not turns.is_learned(answer) or not turns.is_learned(row, turns.ROW_WEIGHTS):
-            raise Unusable("bad answer", "its weight is 0")
+            raise BadRow("bad answer", "its weight is 0")
         if not prompt:
-            raise Unusable("answer without a prompt")
+            raise BadRow("answer without a prompt")
         self.trimmed += len(messages) > len(prompt) + 1
         before, learned = tokenize_answer(prompt, answer["content"], self.tokenizer)
         length = len(before) + len(learned)
         if length > self.longest:
-            raise Unusable(f"does not fit in block_size={self.longest}", f"{length} tokens")
+            raise BadRow(f"does not fit in block_size={self.longest}", f"{length} tokens")
         ids = Tokenized(before, learned, learned[:0], 1.0 if label else -1.0)
         return dialogue_text(prompt), [ids]
 
@@ -430,4 +431,5 @@ def with_other(answers: Sequence[Tokenized], i: int, longest: int, name: str) ->
         if not np.array_equal(other.prompt, prompt):
             return answers[i]._replace(rejected=other.chosen[: longest - len(prompt)])
     need = "kto needs answers to two prompts at least, for training and for validation"
-    raise UserError(f"data: {name}: {need}")
+    how = "give more rows, or raise val_fraction until two prompts are held out"
+    raise UserError(f"data: {name}: {need}; {how}")

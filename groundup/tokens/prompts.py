@@ -20,7 +20,7 @@ from groundup.files.answer_files import conversation_of
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow, with_system
 from groundup.tokens.mixture import Mixture
-from groundup.tokens.rows import RowCorpus, RowReader, Unusable
+from groundup.tokens.rows import RowCorpus, RowReader
 from groundup.tokens.templates import take_tools
 from tokenizer import Tokenizer
 
@@ -37,11 +37,11 @@ class Prompt(NamedTuple):
 def prompt_of(row: object) -> list[dict]:
     """Return the messages to answer in a row of any format that sample.py reads, too.
 
-    Raise Unusable."""
+    Raise BadRow."""
     try:
         return conversation_of(row if isinstance(row, dict) else {"row": row}, {})[0]
     except BadRow as problem:
-        raise Unusable("no prompt", problem.detail) from None
+        raise BadRow("no prompt", problem.detail or problem.reason) from None
 
 
 class PromptReader(RowReader):
@@ -56,12 +56,12 @@ class PromptReader(RowReader):
         messages = prompt_of(row)
         if self.tools:
             if take_tools(messages)[1] is not None:
-                raise Unusable("tools of its own", "--tools offers others")
+                raise BadRow("tools of its own", "--tools offers others")
             messages = with_system(messages, {"tools": list(self.tools)})
         ids, _ = self.tokenizer.render(messages, add_generation_prompt=True)
         if len(ids) > self.longest:
             reason = f"longer than {self.longest} tokens: no room for an answer"
-            raise Unusable(reason, f"{len(ids)} tokens")
+            raise BadRow(reason, f"{len(ids)} tokens")
         kept = row if isinstance(row, dict) else {"row": row}
         return dialogue_text(messages), Prompt(messages, ids, kept, place)
 

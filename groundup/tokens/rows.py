@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from groundup.errors import UserError, say
-from groundup.files import readers, row_formats, streams
+from groundup.files import readers, records, row_formats, streams
 from groundup.files.splits import assign, split_position
+from groundup.files.turns import BadRow
 from groundup.tokens.corpus import Corpus, names_of
 from groundup.tokens.mixture import Sampler, Stage, parse_data_dir, parse_weights
 from groundup.tokens.token_files import read_manifest, verify_sha256
@@ -24,14 +25,6 @@ from tokenizer import Tokenizer
 
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
-
-
-class Unusable(Exception):
-    """A row that cannot be used: Unusable(reason to count it under, detail for people)."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason = reason
-        self.detail = detail
 
 
 class Items(list):
@@ -70,25 +63,25 @@ class RowReader:
         return Items()
 
     def item(self, row: object, place: str) -> tuple[str, Any]:
-        """Return (the text whose hash decides the split, the item) of a row. Raise Unusable."""
+        """Return (the text whose hash decides the split, the item) of a row. Raise BadRow."""
         raise NotImplementedError
 
     def read(self, path: str) -> Iterator[tuple[str, Any]]:
         """Yield what `item` returns for each usable row of a file."""
-        for record in readers.read_records(path):
+        for record in records.read_records(path):
             self.n_read += 1
             place = f"{path}:{record.line}"
             try:
                 if record.problem:
-                    raise Unusable(record.problem, record.detail)
+                    raise BadRow(record.problem, record.detail)
                 row = streams.mended(record.value)
                 try:
                     found = self.item(row, place)
                 except UserError as error:  # such as turns that a template does not take
-                    raise Unusable("not rendered", str(error)) from None
+                    raise BadRow("not rendered", str(error)) from None
                 self.unread.update(row_formats.unread_keys(row, *(self.kinds or (self.kind,))))
                 yield found
-            except Unusable as problem:
+            except BadRow as problem:
                 detail = " ".join(problem.detail.split())
                 said = f"{problem.reason}{detail and f': {detail}'}"
                 # what is wrong with every row is said once

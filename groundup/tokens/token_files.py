@@ -240,6 +240,14 @@ def block_sums(tokens: np.ndarray) -> np.ndarray:
     return np.array([zlib.crc32(block) for block in blocks], np.uint32)
 
 
+def file_sums(path: Path) -> np.ndarray:
+    """Return the same of a file of token ids."""
+    with open(path, "rb") as f:
+        f.seek(len(npy_header(np.dtype("u1"), 0)))
+        blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
+        return np.fromiter(map(zlib.crc32, blocks), np.uint32)
+
+
 class TokenData:
     """One split of a data directory, or of one source, as one long row of tokens.
 

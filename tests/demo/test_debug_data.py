@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 
 import forks
@@ -24,7 +25,14 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_rows_of_each_kind(folder):
+@pytest.fixture(scope="module")
+def talks() -> list:
+    """What docs_conversations begins with: to read the sources takes a second each time."""
+    return list(islice(debug_data.docs_conversations(), 1400))
+
+
+def test_rows_of_each_kind(folder, talks, monkeypatch):
+    monkeypatch.setattr(debug_data, "docs_conversations", lambda: iter(talks))
     kinds = {"chats": "chat", "prompts": "rl", "pairs": "dpo"}
     for kind, name in kinds.items():
         path = folder / f"{name}.jsonl"
@@ -64,7 +72,8 @@ def test_several_processes_make_the_model_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["pretrain", "sft", "dpo", "reward", "rl"])
-def test_the_configurations_make_what_they_name(script, tmp_path, monkeypatch, folder):
+def test_the_configurations_make_what_they_name(script, tmp_path, monkeypatch, folder, talks):
+    monkeypatch.setattr(debug_data, "docs_conversations", lambda: iter(talks))
     (tmp_path / "data").mkdir()
     (tmp_path / "data/debug").symlink_to(folder)
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,13 +22,21 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def conversations():
-    return list(python_talks.docs_conversations())
+def described():
+    """All subjects: to read the sources takes seconds."""
+    return list(python_talks.described())
 
 
 @pytest.fixture(scope="module")
-def pairs():
-    return list(python_talks.docs_pairs())
+def conversations(described):
+    with mock.patch.object(python_talks, "described", lambda: iter(described)):
+        return list(python_talks.docs_conversations())
+
+
+@pytest.fixture(scope="module")
+def pairs(described):
+    with mock.patch.object(python_talks, "described", lambda: iter(described)):
+        return list(python_talks.docs_pairs())
 
 
 def phrasings(kind):

@@ -19,7 +19,7 @@ import pytest
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.encodings import check_codec
-from groundup.files.readers import Report
+from groundup.files.records import Report
 from groundup.text import unit
 
 
@@ -194,7 +194,7 @@ def test_dates_beyond_python_do_not_matter(tmp_path: Path) -> None:
         "day": days,
     })
     pq.write_table(table, tmp_path / "a.parquet")
-    rows = list(readers.read_records(str(tmp_path / "a.parquet")))
+    rows = list(records.read_records(str(tmp_path / "a.parquet")))
     assert [(row.problem, row.value["question"], row.value["answer"]) for row in rows] == [
         ("", "a", "c"),
         ("", "b", "d"),
@@ -275,7 +275,7 @@ def test_csv_of_spreadsheets_and_columns_of_one_name(tmp_path: Path) -> None:
             path.write_text(f"\ufeff{head}\r\n{line}\r\n", "utf-8")
             assert read(path) == ["a, b; c | d"]
     (tmp_path / "b.csv").write_text("text,text,n\nfirst,second,1\n", "utf-8")
-    (row,) = readers.read_records(str(tmp_path / "b.csv"))
+    (row,) = records.read_records(str(tmp_path / "b.csv"))
     assert row.value == {"text": "first", "text_2": "second", "n": "1"}
 
 

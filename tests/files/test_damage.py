@@ -12,7 +12,7 @@ import pytest
 import prepare
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
-from groundup.files.readers import Report
+from groundup.files.records import Report
 from groundup.files.row_formats import messages_of
 from groundup.text.clean import clean
 
@@ -297,6 +297,18 @@ def test_utf16_a_surrogate_costs_a_line_and_a_lost_byte_the_rest(tmp_path: Path,
     assert kept == lines[:100] + lines[101:200] and report.problems == {"bad_encoding": 2}
     lost = raw[raw.index("200: ".encode(encoding)) :]
     assert report.lost_bytes - (len(lines[100].encode()) + 4) == len(lost) - 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_lost_byte_of_shift_jis_may_leave_a_control_character(tmp_path: Path, name: str) -> None:
+    lines = [*PAGES["shift_jis"][:9], "先読みは行われ、システムの他の動作", *PAGES["shift_jis"][9:]]
+    rows = [json.dumps({"text": line}, ensure_ascii=False) for line in lines]
+    raw = ("\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]").encode("shift_jis")
+    raw = raw.replace("テム".encode("shift_jis"), b"\x83\x83\x80")
+    (tmp_path / name).write_bytes(raw)
+    report = Report()
+    kept = [row.value for row in readers.read_documents(str(tmp_path / name), report=report)]
+    assert kept == [*lines[:9], *lines[10:]] and report.problems == {"bad_encoding": 1}
 
 
 def test_bytes_that_an_array_in_another_encoding_loses_are_those_of_the_file(tmp_path: Path) -> None:

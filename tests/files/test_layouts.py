@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groundup.files import readers, row_formats
+from groundup.files import records, row_formats
 from groundup.files.row_formats import Pair, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import renamed
 from groundup.files.turns import call_text, chat_problem, pair_problem
@@ -1015,7 +1015,7 @@ def test_the_container_does_not_change_a_row(kind: str, tmp_path: Path) -> None:
         if isinstance(row, list) or isinstance(expected, str):
             continue
         for file in write_containers([row], tmp_path):
-            (record,) = readers.read_records(str(file))
+            (record,) = records.read_records(str(file))
             assert read(record.value) == (expected, ""), file
             n_files += 1
     assert n_files > 3.5 * (40 if kind == "chat" else 14)
@@ -1046,7 +1046,7 @@ def test_nulls_of_parquet_structs_are_no_arguments(tmp_path: Path) -> None:
         for k, (name, key) in enumerate((("f", "x"), ("g", "y")))
     ]
     found = [
-        [messages_of(record.value) for record in readers.read_records(str(file))]
+        [messages_of(record.value) for record in records.read_records(str(file))]
         for file in write_containers(rows, tmp_path)
     ]
     assert len(found) == 4 and all(one == found[0] for one in found)
@@ -1063,7 +1063,7 @@ def test_binary_columns_of_text(tmp_path: Path) -> None:
     rows = {"question": [b"2 + 2?", b"\xff"], "answer": [b"4", b"5"]}
     pq.write_table(pa.table(rows), tmp_path / "x.parquet")
     first, second = (
-        messages_of(one.value) for one in readers.read_records(str(tmp_path / "x.parquet"))
+        messages_of(one.value) for one in records.read_records(str(tmp_path / "x.parquet"))
     )
     assert first == (ASKED, "")
     assert second[1].startswith("bytes, not text, under 'question'")

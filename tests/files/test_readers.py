@@ -16,7 +16,7 @@ import pytest
 
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
-from groundup.files.readers import Report
+from groundup.files.records import Report
 
 TEXTS = [
     "plain English, with \"quotes\" and a \\ backslash",
@@ -435,6 +435,8 @@ def test_find_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert readers.find_files("d/**/*.txt") == sorted(tree)
     with pytest.raises(UserError, match=r"no file matches 'f/\*.txt'"):
         readers.find_files("e.txt,f/*.txt")
+    with pytest.raises(UserError, match="not the full-width ，"):
+        readers.find_files("e.txt，d")
     with pytest.raises(UserError, match=r"cannot read nothing.txt: No such file or directory"):
         read("nothing.txt")
 

@@ -11,7 +11,7 @@ from groundup.demo.debug_data import make_debug_data
 from groundup.errors import UserError
 from groundup.files import row_formats, turns
 from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, question_of, unread_keys
-from groundup.files.text_keys import columns_of
+from groundup.files.text_keys import columns_of, renamed
 from groundup.generate.answers import asked_of
 from groundup.generate.completion import prompt_ids
 from groundup.tokens.conversations import ChatReader
@@ -105,6 +105,7 @@ DOCUMENTS = {
     ),
     "question csv": ({"question": "何谓贫血", "answer": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
     "OpenOrca": ({"question": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
+    "MetaMathQA": ({"query": "何谓贫血", "response": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
     "columns of a joined table": ({"completion": None, "text": "有文", "title": None, "content": None}, "有文"),
 }
 
@@ -196,6 +197,14 @@ def test_malformed_text_keys(text_key: str) -> None:
     with pytest.raises(UserError) as error:
         document_of({"a": "x"}, text_key)
     assert isinstance(error.value, UserError) and "text_key" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("text_key", "mark"), [("标题，正文", "，"), ("question＝问题,answer=回答", "＝")])
+def test_a_full_width_mark_in_a_text_key_is_named(text_key: str, mark: str) -> None:
+    with pytest.raises(UserError, match=f"full-width {mark}"):
+        document_of({"a": "b"}, text_key)
+    with pytest.raises(UserError, match=f"full-width {mark}"):
+        renamed({"a": "b"}, text_key)
 
 
 class Spy(dict):
@@ -534,6 +543,7 @@ def test_pairs(name: str) -> None:
         ({"chosen": HH + "好", "rejected": HH.replace("我先问的", "我后问的") + "坏"}, "answer different prompts"),
         ({"chosen": HH + "好\n\nHuman: 再问", "rejected": HH + "坏"}, "does not end with a question and its answer"),
         ({"prompt": "问", "chosen": None, "rejected": "坏"}, "a rejected answer but none under 'chosen' (keys"),
+        ({"prompt": "问", "chosen": "好", "rejected": ""}, "empty answer"),
         ({"prompt": "问", "chosen": "好"}, "a chosen answer but none under 'rejected' (keys prompt, chosen)"),
         ({"prompt": "问", "response_chosen": "好", "a": 1}, "a chosen answer but none under 'rejected'"),
         ({"prompt": "问", "chosen": 4, "rejected": "坏"}, "int, not an answer under 'chosen'"),

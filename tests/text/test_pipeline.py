@@ -19,10 +19,10 @@ import prepare
 from configurator import defaults_of, is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import select, unit
+from groundup.files.turns import BadRow
+from groundup.text import unit
 from groundup.text.recipe import check_config
 from groundup.tokens import conversations, pairs
-from groundup.tokens.rows import Unusable
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
@@ -403,7 +403,7 @@ def test_prepare_keeps_what_the_trainers_keep(tmp_path, tok):
             ours = not problem and judge.judge(item)[0] == "kept" and not item.text.isspace()
             try:
                 theirs = bool(reader.item(row, ""))
-            except Unusable:
+            except BadRow:
                 theirs = False
             assert ours == theirs, row
             kept[kind, ours] = kept.get((kind, ours), 0) + 1
@@ -951,7 +951,6 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
     import resource
 
     monkeypatch.setattr(unit, "GROUP_BYTES", 0)
-    monkeypatch.setattr(select.Tokens, "OPEN", 8)
     (tmp_path / "in").mkdir()
     for i, text in enumerate(pieces(90)):
         (tmp_path / "in" / f"{i:03d}.txt").write_text(text, "utf-8")

@@ -14,11 +14,11 @@ from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.files.row_formats import Pair
+from groundup.files.turns import BadRow
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import ChatReader
 from groundup.tokens.mixture import Sampler
 from groundup.tokens.pairs import LabelReader, PairBatch, PairCorpus, load_pairs, read_pair, tokenize_pair
-from groundup.tokens.rows import Unusable
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer
@@ -268,7 +268,7 @@ def test_nothing_usable_is_one_clear_line(tok, tmp_path):
     other = [{"chosen": [user("q"), assistant("a")], "rejected": [user("p"), assistant("b")]}]
     with pytest.raises(UserError, match=r"other.jsonl:1: different prompts"):
         PairCorpus(write(tmp_path / "other.jsonl", other), tok, 64, 1)
-    with pytest.raises(Unusable) as problem:
+    with pytest.raises(BadRow) as problem:
         read_pair(["a list"])
     assert problem.value.reason == "not understood"
 
@@ -542,8 +542,8 @@ def test_labels_mean_the_same_to_kto_and_to_sft(tok: Tokenizer) -> None:
                 try:
                     reader.item(row, "")
                     found = 1
-                except Unusable as problem:
+                except BadRow as problem:
                     found = -1 if problem.reason == "bad answer" else 0
                 assert found == expected
-    with pytest.raises(Unusable, match="bad answer"):
+    with pytest.raises(BadRow, match="bad answer"):
         LabelReader(tok, 128).item({"messages": [talk[0], talk[1] | {"weight": 0}], "label": True}, "")

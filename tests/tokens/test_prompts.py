@@ -9,10 +9,10 @@ import pytest
 import prepare
 from groundup.demo import debug_data
 from groundup.errors import UserError
+from groundup.files.turns import BadRow
 from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.pairs import PairCorpus
 from groundup.tokens.prompts import PromptCorpus, prompt_of
-from groundup.tokens.rows import Unusable
 from tokenizer import Tokenizer, chat_ready
 
 
@@ -54,7 +54,7 @@ def test_a_prompt_is_what_stands_before_the_last_answer(row, messages):
     if messages:
         assert prompt_of(row) == messages
         return
-    with pytest.raises(Unusable, match="no prompt"):
+    with pytest.raises(BadRow, match="no prompt"):
         prompt_of(row)
 
 
