@@ -514,7 +514,7 @@ def sse(body: dict) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-# ---- the start ------------------------------------------------------------------------------------
+# ---- the start -----------------------------------------------------------------------------------
 
 
 def directories(value: str) -> dict[str, Path]:

@@ -121,7 +121,7 @@ def is_native(
     return fits and all(map(is_plain, kinds)) and step_c(dtype, int8) is not None
 
 
-# ---- layers of step.c -----------------------------------------------------------------------------
+# ---- layers of step.c ----------------------------------------------------------------------------
 
 
 @functools.cache

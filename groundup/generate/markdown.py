@@ -146,6 +146,7 @@ def render_formula(_: Any, tokens: list, i: int, _options: Any, _env: Any) -> st
 def serve() -> None:
     """Answer the lines of standard input, [text, whole], until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this ends
+    markdown_reader(), cleaner()  # what they import takes long on a busy machine
     with contextlib.suppress(AttributeError, OSError):
         os.nice(10)  # answers that are written go first
     for line in sys.stdin:

@@ -222,7 +222,7 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # JSON has no -Infinity; OpenAI writes this
 
 
-# ---- all choices of a request ----------------------------------------------------------------------
+# ---- all choices of a request --------------------------------------------------------------------
 
 # A token of a sample, or instead of its last token a turn that called the server's tools with the
 # request that goes on.

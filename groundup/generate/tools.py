@@ -193,7 +193,7 @@ def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
         raise UserError("tools: the chat template does not write the results of tools")
 
 
-# ---- calls in the text of an answer ----------------------------------------------------------------
+# ---- calls in the text of an answer --------------------------------------------------------------
 
 
 class CallReader:

@@ -30,6 +30,7 @@ def model_with(dtype: torch.dtype, int8: bool, **changes: object) -> tuple[Trans
     net = random_model(tiny_config(**changes)).to(dtype).eval()
     net = to_int8(net) if int8 else net
     fast = for_inference(net, dtype)
+    assert for_inference(fast, dtype) is fast  # the blocks are held once
     return net, fast, NativeStep(fast)
 
 
