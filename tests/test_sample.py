@@ -138,8 +138,8 @@ def texts(directory: Path, ids: list[int] | str, **changes: object) -> list[str]
 def test_without_arguments_continues_nothing_from_the_newest_run(runs):
     ended = run(runs, "--max_new_tokens=20")
     assert (ended.code, ended.err) == (0, "from out/newer/step_000020, the newest run\n")
-    assert ended.out == texts(runs / "out/newer/step_000020", "", max_new_tokens=20)[0] + "\n"
-    assert ended.out != texts(runs / "out/older/step_000020", "", max_new_tokens=20)[0] + "\n"
+    assert ended.out == printable(texts(runs / "out/newer/step_000020", "", max_new_tokens=20)[0] + "\n")
+    assert ended.out != printable(texts(runs / "out/older/step_000020", "", max_new_tokens=20)[0] + "\n")
 
 
 @pytest.mark.parametrize("init_from", ["out/older", "out/older/step_000020", "out/older/latest"])
@@ -149,7 +149,7 @@ def test_prompt_and_parameters_of_the_command_line(runs, init_from):
     changes = {"n": 3, "max_new_tokens": 12, "temperature": 1.5, "top_k": 50, "top_p": 1.0, "seed": 5}
     want = texts(runs / "out/older/step_000020", "从前 a=b", **changes)
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out == ("-" * 80 + "\n").join(f"从前 a=b{text}\n" for text in want)
+    assert ended.out == printable(("-" * 80 + "\n").join(f"从前 a=b{text}\n" for text in want))
     assert len(set(want)) == 3
 
 
@@ -223,7 +223,7 @@ def test_hugging_face_directory_without_a_run(runs, tmp_path):
     Tokenizer.load(source).save(tmp_path / "hf")
     ended = run(tmp_path, "--init_from=hf", "--prompt=The", "--temperature=0", "--max_new_tokens=8")
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out == "The" + texts(source, "The", max_new_tokens=8, temperature=0.0)[0] + "\n"
+    assert ended.out == printable("The" + texts(source, "The", max_new_tokens=8, temperature=0.0)[0] + "\n")
 
 
 def is_tuned(directory: Path) -> bool:
@@ -260,11 +260,11 @@ def test_a_prompt_to_a_tuned_model_is_a_question(runs, tuned):
     directory = runs / "tuned/chat/step_000020"
     flags = ["--init_from=tuned/chat", "--prompt=猫?", "--max_new_tokens=9"]
     ended = run(runs, *flags, "--system=短")
-    assert ended.out == texts(directory, asked, max_new_tokens=9)[0] + "\n"
+    assert ended.out == printable(texts(directory, asked, max_new_tokens=9)[0] + "\n")
     ended = run(runs, *flags, "--chat=no")
-    assert ended.out == "猫?" + texts(directory, "猫?", max_new_tokens=9)[0] + "\n"
+    assert ended.out == printable("猫?" + texts(directory, "猫?", max_new_tokens=9)[0] + "\n")
     ended = run(runs, "--init_from=out/older", "--prompt=猫?", "--max_new_tokens=9", "--chat=yes", "--system=短")
-    assert ended.out == texts(runs / "out/older/step_000020", asked, max_new_tokens=9)[0] + "\n"
+    assert ended.out == printable(texts(runs / "out/older/step_000020", asked, max_new_tokens=9)[0] + "\n")
 
 
 # ---- chat -----------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_a_scripted_chat_equals_generation_from_whole_prompts(runs, tuned):
     flags = ["--init_from=tuned/chat", "--max_new_tokens=30", "--seed=7"]
     ended = run(runs, *flags, "--system=答", said=lines(*said))
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out == "".join(text + "\n" for text in want)
+    assert ended.out == printable("".join(text + "\n" for text in want))
     assert any("\u4e00" <= character <= "\u9fff" for character in ended.out)
     assert run(runs, *flags, said=lines(*said)).out != ended.out
 
@@ -312,7 +312,7 @@ def test_commands_of_a_chat(runs, tuned):
     kept.params = dataclasses.replace(kept.params, temperature=0.0)
     second = "".join(kept.ask("two"))
     third = by_hand(tuned, ["three"], 0, system="短", temperature=0.0, **options)[0]
-    assert ended.code == 0 and ended.out == "".join(text + "\n" for text in (first, second, third))
+    assert ended.code == 0 and ended.out == printable("".join(text + "\n" for text in (first, second, third)))
     for words in ("temperature is 0", "system message is set", "forgotten", "/reset"):
         assert words in ended.err
 
@@ -327,14 +327,14 @@ def test_commands_of_a_chat(runs, tuned):
 def test_mistakes_in_a_chat_are_one_line_and_it_goes_on(runs, tuned, said, words):
     ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=5", said=lines("", said, "  ", "hello"))
     [want] = by_hand(tuned, ["hello"], sample.seed, max_new_tokens=5)
-    assert (ended.code, ended.out) == (0, want + "\n")
+    assert (ended.code, ended.out) == (0, printable(want) + "\n")
     assert ended.err.count("\n") == 1 and words in ended.err
 
 
 def test_a_path_is_not_a_command_and_bad_bytes_are_replaced(runs, tuned):
     ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=5", said=b"/etc/passwd is\n\xe7\x8c\n")
     want = by_hand(tuned, ["/etc/passwd is", "\ufffd"], 1337, max_new_tokens=5)
-    assert (ended.err, ended.out) == ("", "".join(text + "\n" for text in want))
+    assert (ended.err, ended.out) == ("", printable("".join(text + "\n" for text in want)))
 
 
 FULL = "The context is full, as 30 of 160 tokens are kept for the answer (max_new_tokens): the oldest turn is "
