@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from groundup.errors import UserError, listed
+from groundup.errors import UserError, listed, refuse
 from groundup.train import ranks
 
 if TYPE_CHECKING:
@@ -298,8 +298,7 @@ class DDP:
         bucket_mb: size up to which blocks are merged; 0 = by the size of the model.
         """
         hook = hook or Average()
-        if reason := conflict(getattr(hook, "compress", "this hook"), overlap_step, zero1):
-            raise UserError(f"ddp: {reason}")
+        check_options(getattr(hook, "compress", "this hook"), overlap_step, zero1)
         # All ranks must agree before the first collective: a mismatch hangs or aborts
         values = getattr(hook, "__dict__", {}).items()
         hook_settings = {key: value for key, value in values if isinstance(value, int | str)}
@@ -482,8 +481,7 @@ class DDP:
         only if overlap_step is "backward". Raise UserError on all ranks if one lacks a gradient.
         """
         scaled = scaler is not None and scaler.is_enabled()  # float16
-        if reason := conflict("", self.overlap_step, False, clip, scaled):
-            raise UserError(f"ddp: {reason}")
+        check_options("", self.overlap_step, False, clip, scaled)
         if self._expected not in (None, (optimizer, lr)):
             raise UserError("ddp: step() got another optimizer or lr than expect_step()")
         norm = self._finish_reduction(stop)
@@ -825,15 +823,14 @@ def squares_of_pieces(bucket: Bucket) -> Tensor:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def conflict(
+def check_options(
     compress: str, overlap_step: str, zero1: bool, clip: float = 0.0, scaled: bool = False
-) -> str:
-    """Return why these options cannot be combined, or "". scaled: float16 with a GradScaler."""
-    if overlap_step not in ("off", "forward", "backward"):
-        return f"overlap_step must be one of off, forward, backward, got {overlap_step!r}"
-    if zero1 and compress not in WIRES:
-        text = f"zero1=True uses reduce-scatter, but {compress} needs an all-reduce"
-        return f"{text}; use one of the two"
+) -> None:
+    """Raise UserError for options that cannot be combined. scaled: float16 with a GradScaler."""
+    known = overlap_step in ("off", "forward", "backward")
+    refuse(not known, f"overlap_step must be one of off, forward, backward, got {overlap_step!r}")
+    text = f"zero1=True uses reduce-scatter, but {compress} needs an all-reduce"
+    refuse(zero1 and compress not in WIRES, f"{text}; use one of the two")
     cannot = ""
     if compress == "powersgd":
         cannot = "keep PowerSGD's errors if a step is skipped"
@@ -841,10 +838,8 @@ def conflict(
         cannot = "clip to the global norm (grad_clip)"
     elif scaled:
         cannot = "skip a step that overflows (float16)"
-    if overlap_step == "backward" and cannot:
-        text = "overlap_step='backward' updates a bucket before the others came, so it cannot"
-        return f"{text} {cannot}; use 'forward'"
-    return ""
+    text = "overlap_step='backward' updates a bucket before the others came, so it cannot"
+    refuse(overlap_step == "backward" and cannot, f"{text} {cannot}; use 'forward'")
 
 
 def check_same_model(model: nn.Module, settings: str) -> None:

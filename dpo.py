@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from configurator import configure
-from ddp import DDP, conflict
+from ddp import DDP, check_options
 from groundup.align.losses import (
     REFERENCE_FREE,
     check_losses,
@@ -247,10 +247,7 @@ if __name__ == "__main__":
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
     stop_signal = ranks.StopSignal()  # Ctrl-C, SIGTERM and the like: save, then stop
-    if plan_only and device != "auto":  # a plan may be for a machine that is not here
-        torch_device = torch.device(device)
-    else:
-        torch_device = choose_device(device, world.local_rank)
+    torch_device = choose_device(device, world.local_rank, plan_only)
     torch_dtype = choose_dtype(dtype, torch_device, scaled=True)
     # a plan may be for other ranks than the one that prints it
     world_size = ranks.planned_world_size() if plan_only else world.world_size
@@ -296,8 +293,7 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # of new weights
     if parallel == "fsdp" and not plan_only:
-        if reason := fsdp.conflict(config, torch_dtype):
-            raise UserError(f"config: {reason}")
+        fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
@@ -355,9 +351,7 @@ if __name__ == "__main__":
         ddp = fsdp.FSDP(model)
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
-        fp16 = scaler.is_enabled()
-        if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
-            raise UserError(f"config: {reason}")
+        check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
         hook = make_hook(compress, warmup, seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(

@@ -39,7 +39,6 @@ from groundup.kernels.attention import (
     starts_of,
 )
 from groundup.kernels.cross_entropy import cross_entropy
-from groundup.kernels.linear import each_linear
 
 
 @dataclass
@@ -234,7 +233,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         """x (B, T, C) -> (B, T, C). layout: what each position may see."""
         B, T, _ = x.shape
-        # q_proj(x), k_proj(x), v_proj(x): see kernels/linear.py for why not written so
         q, k, v = each_linear(x, self.q_proj, self.k_proj, self.v_proj)
         q = q.view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
         k = k.view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
@@ -243,6 +241,16 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(k), cos, sin)
         y = attention(q, k, v, layout, self.dropout if self.training else 0.0)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+def each_linear(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
+    """Return layer(x) of each layer: x (..., in) -> (..., out of the layer).
+
+    When a GPU generates, kernels/linear.py has joined their matrices: then it is one product."""
+    joined = getattr(layers[0], "joined", None)
+    if joined is None:
+        return [layer(x) for layer in layers]
+    return list(F.linear(x, *joined).split([layer.weight.shape[0] for layer in layers], dim=-1))
 
 
 class MLP(nn.Module):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import configure, defaults_of
-from ddp import DDP, InTree, conflict
+from ddp import DDP, InTree, check_options
 from groundup.errors import UserError, refuse
 from groundup.kernels.cross_entropy import compile_loss
 from groundup.tokens import IGNORE
@@ -212,10 +212,7 @@ if __name__ == "__main__":
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
     stop_signal = ranks.StopSignal()  # Ctrl-C, SIGTERM and the like: save, then stop
-    if plan_only and device != "auto":  # a plan may be for a machine that is not here
-        torch_device = torch.device(device)
-    else:
-        torch_device = choose_device(device, world.local_rank)
+    torch_device = choose_device(device, world.local_rank, plan_only)
     torch_dtype = choose_dtype(dtype, torch_device, scaled=True)
     # a plan may be for other ranks than the one that prints it
     world_size = ranks.planned_world_size() if plan_only else world.world_size
@@ -264,8 +261,7 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # of new weights
     if parallel == "fsdp" and not plan_only:
-        if reason := fsdp.conflict(config, torch_dtype):
-            raise UserError(f"config: {reason}")
+        fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=not source)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
@@ -319,9 +315,7 @@ if __name__ == "__main__":
         ddp = fsdp.FSDP(model)
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
-        fp16 = scaler.is_enabled()
-        if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
-            raise UserError(f"config: {reason}")
+        check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
         hook = InTree() if reproducible else make_hook(compress, warmup, seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from ddp import DDP, conflict
+from ddp import DDP, check_options
 from groundup.align import reward_model
 from groundup.align.reward_model import LENGTH_BUCKETS, RewardModel, bradley_terry, score_pairs
 from groundup.errors import UserError, refuse
@@ -192,10 +192,7 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    if plan_only and device != "auto":  # a plan may be for a machine that is not here
-        torch_device = torch.device(device)
-    else:
-        torch_device = choose_device(device, world.local_rank)
+    torch_device = choose_device(device, world.local_rank, plan_only)
     torch_dtype = choose_dtype(dtype, torch_device, scaled=not score)
     if score:
         refuse(world.world_size > 1, f"{score=} is the work of one process: start it with python")
@@ -284,8 +281,7 @@ if __name__ == "__main__":
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
-    fp16 = scaler.is_enabled()
-    refuse(reason := conflict(compress, overlap_step, zero1, grad_clip, fp16), reason)
+    check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
     hook = make_hook(compress, warmup, seed, scaler)
     ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
     opt = Optimizer(

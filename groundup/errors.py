@@ -78,9 +78,10 @@ def end_in_one_line() -> None:
         as_is = sys.stdout.isatty() or "PYTHONIOENCODING" in os.environ
         sys.stdout.reconfigure(encoding=None if as_is else "utf-8", errors="replace")
 
-    # No text of a file or a model may command the terminal. A progress bar may use \r.
+    # No text of a file or a model may command the terminal, which may be behind a pipe (| tee). A
+    # progress bar may use \r.
     for stream, keep in ((sys.stdout, ""), (sys.stderr, "\r")):
-        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
+        if isinstance(stream, io.TextIOWrapper):
             write = stream.write
             stream.write = lambda text, write=write, keep=keep: write(printable(text, keep))
 

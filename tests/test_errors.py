@@ -184,7 +184,7 @@ def test_no_character_is_too_strange_for_the_terminal():
 
 
 def test_no_text_drives_the_terminal():
-    """Colours, window titles, a carriage return and reversed text reach a terminal as escapes."""
+    """Colours, window titles, a carriage return and reversed text reach a terminal as escapes, behind a pipe too."""
     for name, kept in (
         ("stdout", rb"\r"),
         ("stderr", b"\r"),
@@ -198,6 +198,8 @@ def test_no_text_drives_the_terminal():
             0,
             rb"a\x1b[31m\x1b]0;t\x07" + kept + rb"b\x9b2J\u202e" + b"\tc\r\n",
         )
+        done = ended(f"print({text}, file=sys.{name})")
+        assert rb"a\x1b[31m\x1b]0;t\x07" + kept + rb"b\x9b2J\u202e" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import torch
 
 from configurator import defaults_of
 from groundup.demo import debug_data
+from groundup.errors import UserError
 from groundup.train import checkpoint, fsdp, ranks, saver
 from model import ModelConfig, Transformer
 
@@ -111,12 +112,15 @@ def test_steps_weights_and_state_are_torchs_adamw_on_the_whole_model(tmp_path):
 def test_settings_that_fsdp_cannot_combine_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     config = defaults_of(tp.ROOT / "pretrain.py") | {"optimizer": "adamw", "sample_prompts": ""}
-    assert not fsdp.conflict(config, torch.float32)
+    fsdp.check_settings(config, torch.float32)
     for key, value in (("compress", "bf16"), ("zero1", True), ("optimizer", "muon"), ("trainable", "lora")):
-        assert f"{key}=" in fsdp.conflict(config | {key: value}, torch.float32)
-    assert "float16" in fsdp.conflict(config, torch.float16)
+        with pytest.raises(UserError, match=f"needs {key}="):
+            fsdp.check_settings(config | {key: value}, torch.float32)
+    with pytest.raises(UserError, match="float16"):
+        fsdp.check_settings(config, torch.float16)
     monkeypatch.delenv("RANK")
-    assert "torchrun" in fsdp.conflict(config, torch.float32)
+    with pytest.raises(UserError, match="torchrun"):
+        fsdp.check_settings(config, torch.float32)
 
 
 # ---- trainers -------------------------------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ def runs(lost, data_dir) -> Path:
     jobs = [job(folder / name, data_dir) for name in ("straight", *LOST)]
     debug_data.make_debug_rows(folder / "data/sft.jsonl", lambda talks: [{"messages": talk} for talk in talks])
     debug_data.make_debug_rows(folder / "data/dpo.jsonl", debug_data.debug_pairs)
-    common = ["--max_steps=4", "--eval_every=4", "--log_every=1", "--eval_steps=0", "--peak_tflops=1"]
+    common = ["--max_steps=2", "--eval_every=2", "--log_every=1", "--eval_steps=0", "--peak_tflops=1"]
     common += ["--block_size=256", "--val_fraction=0.2", "--device=cpu", "--dtype=float32", "--compile=False"]
     for script in ("sft", "dpo"):
         for parallel in ("ddp", "fsdp"):

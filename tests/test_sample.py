@@ -567,12 +567,13 @@ def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expecte
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
     ended = run(tmp_path, *flags, "--batch_size=4")
     assert ended.code == 0
-    *lines, summary = ended.out.splitlines()
-    asked = [" ".join(row["question"].split()) for row in rows]
-    assert [line.split("  ->  ")[0] for line in lines] == [
-        f"{'wrong' if i == 2 else 'right'}  {question}" for i, question in enumerate(asked)
-    ]
-    assert lines[2].endswith("(expected: 不对)") and summary == f"{n - 1} of {n} answers are the expected ones"
+    header, *lines, summary = ended.out.splitlines()
+    assert header.split(" | ") == [f"{name:40}" for name in ("question", "expected")] + ["answer"]
+    for i, (row, line) in enumerate(zip(rows, lines, strict=True)):
+        question, expected, _, right = (cell.strip() for cell in line.split(" | "))
+        assert [question, expected] == [" ".join(row[key].split()) for key in ("question", "answer")]
+        assert right == ("wrong" if i == 2 else "right")
+    assert summary == f"{n - 1} of {n} answers are the expected ones"
 
 
 def test_a_conversation_that_ends_with_its_answer_is_answered_from_what_precedes(runs, tuned, tmp_path):

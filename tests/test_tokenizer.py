@@ -31,7 +31,7 @@ from groundup.files.untrusted import scrub
 from groundup.tokens import foreign
 from groundup.tokens.bpe import count_chunks, train_bpe
 from groundup.tokens.foreign import PATTERNS, TO_CHAR, added_token, blocks
-from groundup.tokens.training import extended, train
+from groundup.tokens.training import advice, extended, train
 from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,6 +93,13 @@ def test_special_ids_differ_and_are_in_the_vocabulary(tok: Tokenizer, hf: transf
     assert len(hf) == tok.vocab_size
     assert (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) == (tok.eot_id, tok.eot_id, tok.pad_id)
     assert hf.convert_tokens_to_ids(list(tok.special_tokens)) == list(tok.special_tokens.values())
+
+
+def test_a_chinese_text_with_a_small_vocabulary_is_advised():
+    chinese, english = {"头痛发热".encode(): 30_000}, {b"a headache ": 40_000}
+    assert "0.4 MB of mostly Chinese text want --vocab_size=4096" in advice(chinese, 1024)
+    assert advice(chinese, 4096) == advice(english, 1024) == advice(english | {"头痛".encode(): 60_000}, 1024) == ""
+    assert advice({"头痛发热".encode(): 300}, 1024) == ""  # too little to tell
 
 
 def test_too_few_merges_are_filled_with_reserved_tokens(capsys):

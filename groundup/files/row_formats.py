@@ -553,6 +553,10 @@ def repeats(answer: list[dict], prompt: list[dict]) -> bool:
 def answer_turns(key: str, row: dict) -> list[dict]:
     """Return an answer given as a text, as a turn, or as a list of turns."""
     value = row[key]
+    if isinstance(value, str) and value.startswith("{"):  # a turn in CSV
+        turn = unpacked(value)
+        is_turn = isinstance(turn, dict) and str(turns.name_of(turn)) in turns.ROLES
+        value = turn if is_turn else value
     if isinstance(value, dict):
         value = [value]
     if listed(value):

@@ -590,14 +590,23 @@ def read_dialogue(text: str) -> list[dict]:
 
 
 def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
-    before, *rest = pattern.split(text)
-    if before or not rest:
-        raise BadRow(
-            "a dialogue does not start with a blank line and Human:; if it is an answer alone, "
-            "prepare.py --text_key='question=KEY' names its question"
-        )
-    names = ("user" if name == "Human" else "assistant" for name in rest[::2])
-    return [message(role, words) for role, words in zip(names, rest[1::2], strict=True)]
+    advice = "; if it is an answer alone, prepare.py --text_key='question=KEY' names its question"
+    cut = cut_dialogue(text, pattern, "a dialogue", f"a blank line and Human:{advice}")
+    return [message(role, words) for role, words in cut]
+
+
+def cut_dialogue(text: object, pattern: re.Pattern, name: str, begin: str) -> list[tuple[str, str]]:
+    """Return [(role, words)] of a text that a pattern cuts at its speakers. Raise BadRow.
+
+    name, begin: what the text is, and what it must begin with."""
+    before, *rest = pattern.split(message("user", text)["content"])
+    if before.strip() or not rest:
+        raise BadRow(f"{name} does not start with {begin}")
+    return [(SPEAKERS[name], said) for name, said in zip(rest[::2], rest[1::2], strict=True)]
+
+
+SPEAKERS = {"Human": "user", "USER": "user", "FUNCTION RESPONSE": "tool"}
+SPEAKERS |= dict.fromkeys(("Assistant", "ASSISTANT", "MOSS"), "assistant")
 
 
 def question_turns(text: str) -> list[dict]:
@@ -619,17 +628,13 @@ GLAIVE_CALL = re.compile(
     r"""(?:,\s*"arguments":\s*(?:'(.*)'|(\{.*\})))?\s*\}\s*\Z""",
     re.DOTALL,
 )
-GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 
 
 def glaive(row: dict) -> list[dict]:
     """Return the turns of a row of glaive-function-calling-v2."""
-    before, *rest = GLAIVE_TURN.split(message("user", row["chat"])["content"])
-    if before.strip() or not rest:
-        raise BadRow("chat does not start with USER:")
     messages = []
-    for name, words in zip(rest[::2], rest[1::2], strict=True):
-        role, words = GLAIVE_ROLES[name], words.replace("<|endoftext|>", "").strip()
+    for role, words in cut_dialogue(row["chat"], GLAIVE_TURN, "chat", "USER:"):
+        words = words.replace("<|endoftext|>", "").strip()
         if role == "assistant":
             words = GLAIVE_CALL.sub(glaive_call, words)
         messages.append(message(role, words))
@@ -644,16 +649,12 @@ def glaive_call(found: re.Match) -> str:
 
 MOSS_TURN = re.compile(r"\[(Human|MOSS)\]: ")
 MOSS_MARK = re.compile(r"\A<\|[^|]*\|>:\s*|\s*<eo[a-z]>\s*\Z")
-MOSS_PARTS = {"Human": "user", "MOSS": "assistant"}
 
 
 def moss_text(row: dict) -> list[dict]:
     """Return the turns of a row of moss-002: '[Human]: ...<eoh> [MOSS]: ...<eoa>'."""
-    before, *rest = MOSS_TURN.split(message("user", row["plain_text"])["content"])
-    if before.strip() or not rest:
-        raise BadRow("plain_text does not start with [Human]:")
-    pairs = zip(rest[::2], rest[1::2], strict=True)
-    turns = [message(MOSS_PARTS[name], MOSS_MARK.sub("", words)) for name, words in pairs]
+    cut = cut_dialogue(row["plain_text"], MOSS_TURN, "plain_text", "[Human]:")
+    turns = [message(role, MOSS_MARK.sub("", words)) for role, words in cut]
     return with_system(turns, row)
 
 
@@ -668,8 +669,8 @@ def moss_chat(row: dict) -> list[dict]:
     for turn in turns:
         for name, words in turn.items():
             words = MOSS_MARK.sub("", words) if isinstance(words, str) else words
-            if name in MOSS_PARTS:
-                messages.append(message(MOSS_PARTS[name], words))
+            if name in ("Human", "MOSS"):
+                messages.append(message(SPEAKERS[name], words))
             elif words not in (None, "", "None"):
                 raise BadRow(f"a turn holds {name}, which is not read")
     return with_system(messages, row)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
 
+CELL = 40  # places of a cell of the table; a longer text is not cut
 # What an answer has beside the fields of its prompt
 OWN_KEYS = ("index", "completions", "prompt_logprobs")
 
@@ -182,7 +184,7 @@ class Answers:
 
 
 class Table:
-    """Answers for people, in the order of the prompts: question, answer, and beside it what the
+    """Answers for people, in the order of the prompts: question, answer, and between them what the
     data set expects, if it says so."""
 
     def __init__(self, settings: dict) -> None:
@@ -201,10 +203,14 @@ class Table:
         self.n_expected += bool(expected)
         self.n_right += right
 
-        mark = "" if not expected else "right  " if right else "wrong  "
-        lines = [f"{mark}{one_line(question)}  ->  {one_line(text)}" for text in texts]
-        if expected and not right:
-            lines[0] += f"  (expected: {one_line(expected)})"
+        if expected:
+            lines = [row("question", "expected", "answer", "")] if number == 0 else []
+            marks = ["right" if right else "wrong", *[""] * (len(texts) - 1)]
+            lines += [
+                row(question, expected, text, mark) for text, mark in zip(texts, marks, strict=True)
+            ]
+        else:
+            lines = [f"{one_line(question)}  ->  {one_line(text)}" for text in texts]
         self.waiting[number] = "".join(f"{line}\n" for line in lines)
         found = ""
         while self.n_printed in self.waiting:
@@ -216,6 +222,15 @@ class Table:
         if not self.n_expected:
             return ""
         return f"{self.n_right} of {self.n_expected} answers are the expected ones\n"
+
+
+def row(*cells: str) -> str:
+    """Return cells of a table beside each other. A Chinese character is two places wide."""
+    padded = []
+    for cell in map(one_line, cells):
+        wide = sum(unicodedata.east_asian_width(c) in "WF" for c in cell)
+        padded.append(cell.ljust(CELL - wide))
+    return " | ".join(padded).rstrip(" |")
 
 
 def one_line(text: str) -> str:

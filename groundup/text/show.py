@@ -8,7 +8,6 @@ import json
 from itertools import groupby
 from pathlib import Path
 
-from groundup.errors import printable
 from groundup.files.row_formats import describe_unread
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
@@ -43,12 +42,12 @@ def show_rows(
         n_rows += len(found)
         for offset, lines in found:
             lines = [f"\n-- {unit.parts[0].name} at byte {offset}", *lines]
-            print(*map(printable, lines), sep="\n   ")  # keys and roles of a file, too
+            print(*lines, sep="\n   ")
     n_kept = int((chosen.fates == KEPT).sum())
     if tokenizer is None:
         print("\nno tokenizer: --tokenizer_dir=DIR shows where its tokens begin and end")
     if counts.unread:
-        print(f"\nkeys not read: {printable(describe_unread(counts.unread))}")
+        print(f"\nkeys not read: {describe_unread(counts.unread)}")
     print(f"\n{n_rows} rows: {n_kept} would be kept, {n_rows - n_kept} not")
     return int(bool(counts.bad))
 

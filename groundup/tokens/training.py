@@ -27,6 +27,9 @@ CONFIG = {  # the part of tokenizer_config.json that both backends share
     "clean_up_tokenization_spaces": False,
     "chat_template": CHAT_TEMPLATE,
 }
+# Measured on 0.58 MB of Chinese: docs/data.md, "A small text".
+FOR_CHINESE = 4096
+SMALLEST_MEASURED = 300_000  # bytes
 SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special tokens
 
 
@@ -58,6 +61,8 @@ def train(
     counts = bpe.count_chunks(texts, PATTERNS[pattern])
     if not counts:
         raise UserError("tokenizer: the input holds no text to learn from")
+    if line := advice(counts, size):
+        print(line)
     n_merges = size - 256 - len(SPECIALS)
     if pattern == "zh":
         counts = bpe.characters_first(counts, n_merges // 2)
@@ -69,6 +74,19 @@ def train(
             "is rare. Phrases that repeat are tokens by now, so a smaller one may learn better"
         )
     return tokenizer
+
+
+def advice(counts: dict[bytes, int], size: int) -> str:
+    """Return a line for a Chinese text with too small a vocabulary, else "". counts: of chunks."""
+    n_bytes = sum(len(chunk) * n for chunk, n in counts.items())
+    # E4 to E9 begin the characters from U+4000 to U+9FFF, in three bytes.
+    n_chinese = sum(3 * n * sum(0xE4 <= b <= 0xE9 for b in chunk) for chunk, n in counts.items())
+    if size >= FOR_CHINESE or n_chinese < n_bytes / 2 or n_bytes < SMALLEST_MEASURED:
+        return ""
+    return (
+        f"tokenizer: {n_bytes / 1e6:.1f} MB of mostly Chinese text want --vocab_size={FOR_CHINESE}: "
+        "with fewer ids many characters are split into bytes (docs/data.md)"
+    )
 
 
 def extended(tokenizer: Tokenizer, texts: Iterable[str], n_new: int) -> Tokenizer:

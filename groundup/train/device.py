@@ -33,17 +33,18 @@ PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors", "sacre
 PACKAGES += ("rouge-score",)
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
+def choose_device(name: str, local_rank: int = 0, plan_only: bool = False) -> torch.device:
     """Return the device of this process and make it the current one. 'auto' is cuda, then cpu.
 
-    With several GPUs on a machine each rank takes the one of its `local_rank`.
+    With several GPUs on a machine each rank takes the one of its `local_rank`. plan_only: it need
+    not be in this machine.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind = name.partition(":")[0]
     known = kind in ("cuda", "mps", "cpu")
     refuse(not known, f"device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
-    if kind != "cuda":
+    if kind != "cuda" or plan_only:
         return torch.device(name)
 
     # One GPU per rank: NCCL refuses two ranks on one.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ddp import sum_of_squares
-from groundup.errors import UserError, listed
+from groundup.errors import UserError, listed, refuse
 from groundup.train import ranks
 from groundup.train.huggingface import own_rows, put
 from groundup.train.optim import adamw_
@@ -50,20 +50,18 @@ NEEDED_SETTINGS = {
 }
 
 
-def conflict(config: Mapping, dtype: torch.dtype) -> str:
-    """Return why these settings cannot be combined with parallel='fsdp', or ""."""
+def check_settings(config: Mapping, dtype: torch.dtype) -> None:
+    """Raise UserError for settings that cannot be combined with parallel='fsdp'."""
     wrong = []
     # A stage may lack a key.
     for key, needed in NEEDED_SETTINGS.items():
         if config.get(key, needed) != needed:
             wrong.append(f"{key}={needed!r} (not {config[key]!r})")
-    if wrong:
-        return f"parallel='fsdp' needs {', '.join(wrong)}"
-    if dtype == torch.float16:
-        return "parallel='fsdp' has no GradScaler for dtype='float16'; use bfloat16 or float32"
-    if "RANK" not in os.environ and not config["plan_only"]:
-        return "parallel='fsdp' needs torchrun; in one process parallel='ddp' resumes the same run"
-    return ""
+    refuse(wrong, f"parallel='fsdp' needs {', '.join(wrong)}")
+    text = "parallel='fsdp' has no GradScaler for dtype='float16'; use bfloat16 or float32"
+    refuse(dtype == torch.float16, text)
+    text = "parallel='fsdp' needs torchrun; in one process parallel='ddp' resumes the same run"
+    refuse("RANK" not in os.environ, text)
 
 
 # ---- the model -----------------------------------------------------------------------------------

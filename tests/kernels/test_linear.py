@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from groundup.kernels.linear import each_linear, join
+from groundup.kernels.linear import join
 from groundup.train.lora import LoRAConfig, LoRALinear
+from model import each_linear
 
 
 def three(bias: bool) -> list[nn.Linear]:
