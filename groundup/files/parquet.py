@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groundup.errors import UserError
-from groundup.files.records import MAX_BYTES, Record
-from groundup.files.streams import BOMB_BYTES, BOMB_FACTOR, Damage, shown_name
+from groundup.files.streams import (
+    BOMB_BYTES,
+    BOMB_FACTOR,
+    MAX_BYTES,
+    Damage,
+    Record,
+    shown_name,
+)
 
 if TYPE_CHECKING:
     import pyarrow.parquet

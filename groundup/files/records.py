@@ -6,6 +6,7 @@ streams.py, encodings in encodings.py, rows of parquet in parquet.py.
 """
 
 import codecs
+import contextlib
 import csv
 import hashlib
 import io
@@ -18,30 +19,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from groundup.errors import UserError
-from groundup.files import streams
+from groundup.files import parquet, streams
 from groundup.files.encodings import Decoder
-from groundup.files.streams import skip_mark, unix_lines
+from groundup.files.streams import MAX_BYTES, Record, skip_mark, unix_lines
 
-MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 MAX_CSV_LINES = 10_000  # of a row: more mean a quote that is never closed
+HEAD_BYTES = 2**16  # of a CSV file: they tell what separates its fields
 MAX_DEPTH = 100  # of JSON; code that walks a deeper value would exhaust Python's stack
 PIECE_CHARS = 2**21  # a longer text file is read in pieces: each character may take four bytes
 LINE_BYTES = 2**22  # a longer line of a text file, too
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
 BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
-
-
-class Record(NamedTuple):
-    """One line, element or row of a file, or a problem in its place."""
-
-    value: object  # what JSON, CSV or parquet holds, or the text; bytes until decoded; None if lost
-    line: int  # from 1, within the part that is read; of parquet: row in the file
-    offset: int  # where it starts, in unpacked bytes of the file; of parquet: row from 0
-    encoding: str = "utf-8"
-    problem: str = ""  # bad_json, bad_encoding, bad_csv, too_long, truncated_file, not_text
-    detail: str = ""
-    lost: int = 0  # unpacked bytes that no record is made of
-    piece: int = 0  # of a long text file: 1, 2, ... for what continues the record before
 
 
 class Report:
@@ -147,12 +135,10 @@ def read_records(
     A line belongs to the part that holds its first byte, a paragraph to the part that holds the
     blank line before it: wherever the cuts are, every record is read once.
     """
-    from groundup.files.parquet import parquet_records  # it imports this file
-
     report = report if report is not None else Report()
     if begin and is_parquet(path):
         report.sha256 = None
-        yield from counted_rows(parquet_records(path, begin, end, columns), report)
+        yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
         return
     stream = streams.open_stream(path, max(begin - 1, 0), encoding, check=True)
     with stream:
@@ -168,7 +154,7 @@ def read_records(
         if report.sha256 and raw.file:  # of parquet the whole file, with its first part
             streams.hash_part(raw.file, begin, None if kind == "parquet" else end, report.sha256)
         if kind == "parquet":
-            yield from counted_rows(parquet_records(path, begin, end, columns), report)
+            yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
             return
         if kind in ("array", "values"):
             yield from json_records(stream, decoder)
@@ -376,15 +362,21 @@ def character_end(raw: bytes) -> int:
 
 
 def delimiter_of(kind: str, head: bytes) -> str:
-    """Return what separates the fields of a CSV or TSV file: what makes most of its first line."""
+    """Return what separates the fields of a CSV or TSV file: of what cuts most of the first rows into
+    as many fields as the first one, what makes most fields; else a comma."""
     if kind == "tsv":
         return "\t"
-    first = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")[0].decode("utf-8", "replace")
+    text = head.removeprefix(codecs.BOM_UTF8)[:HEAD_BYTES].decode("utf-8", "replace")
 
     def n_fields(delimiter: str) -> int:
-        return len(next(csv.reader([first], delimiter=delimiter)))
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        widths = []
+        with contextlib.suppress(csv.Error):  # the last row may be cut
+            widths += (len(row) for row in itertools.islice(rows, 20) if row)
+        if len(head) > HEAD_BYTES and len(widths) < 20:
+            widths = widths[:-1]
+        return widths[0] if widths and 2 * widths.count(widths[0]) > len(widths) else 0
 
-    csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
     return max(",;\t|", key=n_fields)  # of equals the first
 
 
@@ -453,6 +445,7 @@ def csv_records(
                 raise csv.Error(record.detail or "a quote is not closed")
             yield record.value + "\n"
 
+    csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
     reader = csv.reader(texts(), strict=True, delimiter=delimiter)
     while True:
         held.clear()
@@ -506,7 +499,7 @@ def too_deep(text: str, values: list) -> bool:
     faster than looking."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
-    level = values
+    level = [one for one in values if isinstance(one, dict | list)]
     for _ in range(MAX_DEPTH):
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = [

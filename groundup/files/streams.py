@@ -12,13 +12,14 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from groundup.errors import UserError
 from groundup.files import encodings
 from groundup.files.encodings import Verdict
 from groundup.files.untrusted import scrub
 
+MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 READ_BYTES = 2**20
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a large file, evenly spaced: they tell its encoding
 BOMB_BYTES = 2**26  # a packed file may become so large whatever its size
@@ -60,6 +61,19 @@ NOT_TEXT = {  # first bytes: what it is, and what to do
 # Protocol 2 and newer begin with PROTO and a version; 4 and 5 go on with FRAME.
 PICKLE = re.compile(rb"\x80[\x02-\x05][\x95\]}(\x8ccq\x58]")
 UNPICKLE = "a Python pickle; if you trust it, load it and write its texts as JSON lines"
+
+
+class Record(NamedTuple):
+    """One line, element or row of a file, or a problem in its place."""
+
+    value: object  # what JSON, CSV or parquet holds, or the text; bytes until decoded; None if lost
+    line: int  # from 1, within the part that is read; of parquet: row in the file
+    offset: int  # where it starts, in unpacked bytes of the file; of parquet: row from 0
+    encoding: str = "utf-8"
+    problem: str = ""  # bad_json, bad_encoding, bad_csv, too_long, truncated_file, not_text
+    detail: str = ""
+    lost: int = 0  # unpacked bytes that no record is made of
+    piece: int = 0  # of a long text file: 1, 2, ... for what continues the record before
 
 
 class Damage(Exception):
@@ -207,7 +221,8 @@ def no_text(head: bytes, path: str, compression: str) -> str:
         return f"a tar archive; unpack it: tar {flags.get(compression, '-xf')} {name}"
     if compression and any(map(head.startswith, MAGIC)):
         return f"packed twice; unpack it once: {UNPACK[compression].replace('FILE', name)}"
-    if head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype":
+    is_zip = head.startswith(b"PK\x03\x04")
+    if is_zip and (head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype"):
         return f"a zip archive of a document; write it as text: pandoc -t plain {name}"
     for magic, what in NOT_TEXT.items():
         if head.startswith(magic):

@@ -274,6 +274,27 @@ def test_csv_of_spreadsheets_and_columns_of_one_name(tmp_path: Path) -> None:
             path = tmp_path / f"{k}.csv"
             path.write_text(f"\ufeff{head}\r\n{line}\r\n", "utf-8")
             assert read(path) == ["a, b; c | d"]
+    # a mark within a field, or as a byte of a character, is none
+    for rows, codec in (
+        ("text | note;a;b;c,label\nsome,1\nother,2\n", "utf-8"),
+        ("text,\u30dd\u30a4\u30f3\u30c8\n\u3042\u308a\u304c\u3068\u3046,\u6587\n", "cp932"),
+        ("id,text\r1,a\r2,b\r", "utf-8"),
+    ):
+        path = tmp_path / "c.csv"
+        path.write_bytes(rows.encode(codec))
+        found = list(records.read_records(str(path), encoding="" if codec == "utf-8" else codec))
+        assert [sorted(row.value) for row in found if not row.problem] in (
+            [["label", "text | note;a;b;c"]] * 2, [["text", "\u30dd\u30a4\u30f3\u30c8"]], [],
+        )  # fmt: skip
+        assert bool(found[0].problem) == ("\r" in rows)
+    names = ("question", *"ABCD", "answer")
+    path.write_text(
+        "Which equals |ab|?,|a||b|,|a|+|b|,|a|-|b|,|a|/|b|,A\nWhy?,a,b,c,d,B\n", "utf-8"
+    )
+    assert [row.value["answer"] for row in records.read_records(str(path), names=names)] == [
+        "A",
+        "B",
+    ]
     (tmp_path / "b.csv").write_text("text,text,n\nfirst,second,1\n", "utf-8")
     (row,) = records.read_records(str(tmp_path / "b.csv"))
     assert row.value == {"text": "first", "text_2": "second", "n": "1"}
