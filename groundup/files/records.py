@@ -16,7 +16,6 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from groundup.errors import UserError
 from groundup.files import parquet, streams

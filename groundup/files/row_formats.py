@@ -98,21 +98,21 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
 
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
-    row = rename(as_object(row))
-    found = recognise(row, kind)
+    given = as_object(row)
+    row, found = named(given, kind)
     sides = [side for side in ("chosen", "rejected") if row.get(side)]
     if kind == "preference" and len(sides) == 1 and not (found and has_all(row, found)):
         missing = "rejected" if sides == ["chosen"] else "chosen"
         if row.get(missing) == "":
             raise BadRow("empty answer")
-        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(row)})")
+        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(given)})")
     if found:
         try:
             return found.read(row)
         except RecursionError:
             raise BadRow("nested too deeply") from None
     raise BadRow(
-        f"unknown format: {keys_of(row)}{hint_of(row, kind)}; "
+        f"unknown format: {keys_of(given)}{hint_of(row, kind)}; "
         f"{kind} is known by: {known_keys(kind)}"
     )
 
@@ -144,8 +144,9 @@ def hint_of(row: dict, kind: str) -> str:
     name = recognise(row, other).name if other else ""
     hint = f"; this is {name}, of kind={other!r}" if name else ""
     thread = next((key for key, value in row.items() if turns.is_thread(value)), "")
-    if kind == "chat" and thread and not name:
-        found = listed(row[thread])
+    others = [value for key, value in row.items() if key != thread and isinstance(value, str)]
+    found = listed(row[thread]) if thread else None
+    if kind == "chat" and thread and not name and (found or not any(others)):
         names = turns.naming(found) if found else ""  # texts have none
         setting = ",".join(filter(None, (f"messages={thread}", names)))
         return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
@@ -176,13 +177,26 @@ def check_media(messages: list[dict], row: dict | list) -> list[dict]:
 
 
 def recognise(row: object, kind: str) -> RowFormat | None:
+    """Return the format of a row, None if it has none."""
+    return named(row, kind)[1] if isinstance(row, dict) else None
+
+
+def named(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
+    """Return a row and its format. The keys have their most common names if only these fit one."""
+    found = format_of(row, kind)
+    if OTHER_NAMES.keys().isdisjoint(row) or (found and has_all(row, found)):
+        return row, found
+    other = rename(row)
+    better = format_of(other, kind)
+    fits = not found or (better and has_all(other, better))
+    return (other, better) if fits else (row, found)
+
+
+def format_of(row: dict, kind: str) -> RowFormat | None:
     """Return the first format whose keys are all there and neither null nor empty.
 
     (Joined tables have columns of others, without content.) If there is none, return the first
     whose keys are there, so that what is missing is reported as such."""
-    if not isinstance(row, dict):
-        return None
-    row = rename(row)
     two_sides = "rejected" in row and ("chosen" in row or "messages" in row)
     if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
@@ -205,13 +219,11 @@ def has_all(row: dict, known: RowFormat) -> bool:
 
 def rename(row: dict) -> dict:
     """Return a row under the most common names of its keys, unless it has these, too."""
-    if OTHER_NAMES.keys().isdisjoint(row):
-        return row
-    named: dict = {}
+    found: dict = {}
     for key, value in row.items():
         name = OTHER_NAMES.get(key, key)
-        named[key if name in row or name in named else name] = value
-    return named
+        found[key if name in row or name in found else name] = value
+    return found
 
 
 OTHER_NAMES = {
@@ -252,12 +264,13 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
     Those of turns are named like messages.name. Numbers, null, what is empty or about the row, and
     what only repeats a value that is read, are no content."""
     row = {"messages": row} if isinstance(row, list) else row
-    for kind in kinds:
-        if found := recognise(row, kind):
+    given = row
+    for kind in kinds if isinstance(given, dict) else ():
+        row, found = named(given, kind)
+        if found:
             break
     else:
         return []
-    row = rename(row)
     known, others, lists = keys_read(found, kind, tuple(row))
     left = [key for key in others if has_content(row[key])]
     seen = [row[key] for key in known] if left else []
@@ -266,6 +279,9 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
             seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS if left]
             left += unread_of_turns(key, listing)
     left = [key for key in left if "." in key or row[key] not in seen]
+    if row is not given:  # by the names that they have in the file
+        own = {OTHER_NAMES[key]: key for key in given if key in OTHER_NAMES}
+        left = [key if key in given else own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
     return left
@@ -369,8 +385,9 @@ ANSWERED = ",".join(turns.THOUGHT_KEYS)  # by answers
 def one_turn(question: str, answer: str, row: dict) -> list[dict]:
     """Return a question and its answer, from two text_keys, or from turns under their keys."""
     asked = asked_turns(question, row)
-    if is_turns(row[answer]):
-        return with_system([*asked, *read_turns(row[answer])], row)
+    given = row.get(answer)
+    if is_turns(given) and (not isinstance(given, str) or ends_with_answer(given)):
+        return with_system([*asked, *read_turns(given)], row)
     said = without_space(question, answer_text(answer, row), row)
     if thoughts := turns.thoughts_of(row):
         said = turns.with_thoughts("\n".join(thoughts), said)
@@ -392,7 +409,14 @@ def first_key(text_key: str) -> str:
 def is_turns(value: object) -> bool:
     """Return whether a value is a list of turns; a text is one only if it names their roles."""
     found = listed(value)
-    return bool(found) and (not isinstance(value, str) or turns.name_of(found[0]) is not None)
+    roles = (str(turns.name_of(one)) in turns.ROLES for one in found or ())
+    return bool(found) and (not isinstance(value, str) or all(roles))
+
+
+def ends_with_answer(value: str) -> bool:
+    """Return whether the last of the turns in a text is the assistant's. Another text that looks
+    like turns may be an answer that says them."""
+    return turns.ROLES[str(turns.name_of(listed(value)[-1]))] == "assistant"
 
 
 def without_space(question: str, said: str, row: dict) -> str:
@@ -661,7 +685,7 @@ def second_wins(key: str, row: dict) -> float:
 def sign(key: str, row: dict) -> float:
     """Return 1 for a preference below 0, for the first answer, 0 for one above (HelpSteer)."""
     score = as_score(row, key)
-    return float(score < 0) if score else math.nan
+    return math.nan if not score or math.isnan(score) else float(score < 0)
 
 
 def winner(key: str, row: dict) -> float:

@@ -684,3 +684,32 @@ def test_no_row_raises(row: object, text_key: str) -> None:
     assert (pair is None) == bool(problem)
     assert pair is None or pair.prompt
     assert all(isinstance(key, str) for kind in row_formats.FORMATS for key in unread_keys(row, kind))
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"prompt": "2+2?", "answer": "4", "generation": "5"}, "4"),
+        ({"prompt": "2+2?", "completion": "4", "generation": "5"}, "4"),
+        ({"instruction": "2+2?", "generation": "4"}, "4"),  # distilabel
+        ({"instruction": "Write turns.", "output": '[{"role": "user", "content": "hi"}]'},
+         '[{"role": "user", "content": "hi"}]'),
+        ({"instruction": "Write turns.", "output": '[{"from": "bob", "value": "hi"}]'},
+         '[{"from": "bob", "value": "hi"}]'),
+    ],
+)  # fmt: skip
+def test_a_rarer_name_or_an_answer_about_turns_changes_nothing(row, said):
+    assert row_formats.messages_of(row)[0][-1] == {"role": "assistant", "content": said}
+
+
+def test_what_is_refused_is_named_as_in_the_file():
+    cases = [
+        ({"instruction": "q", "instances": [{"input": "x"}]}, "no text under 'output'"),
+        ({"tags": ["a", "b"], "body": "b"}, "question=KEY,answer=KEY"),
+        ({"Question": "", "Answers": 5}, "keys Question, Answers"),
+    ]
+    for row, says in cases:
+        assert not row_formats.messages_of(row)[0] and says in row_formats.messages_of(row)[1], row
+    assert row_formats.unread_keys({"prompt": "q", "answer": "a", "generation": "another"}, "chat") == ["generation"]
+    likert = {"prompt": "Hi", "response_1": "a", "response_2": "b", "preference_strength": "slightly"}
+    assert row_formats.pair_of(likert)[1] == "neither answer is preferred"
