@@ -53,9 +53,10 @@ NamedParams = list[tuple[str, nn.Parameter]]
 #              in backward               in step()                 before its next use, or flush()
 #   off        send                      receive, norm, update
 #   forward    send                      receive, norm             update
-#   backward   send, receive, update     those still on their way  wait for the side stream
-# With ZeRO-1 a rank receives and updates its shard, and the others' shards come before the next use.
-# step() begins with the last column for the PREFETCH buckets that forward needs first.
+#   backward   send, receive, update     those still on their way
+# "backward" needs expect_step(). With ZeRO-1 a rank receives, in backward already, and updates its
+# shard; the others' shards come before the next use. step() ends by starting the last column for
+# the PREFETCH buckets that forward needs first. An update on a side stream is waited for there, too.
 
 
 class State(Enum):

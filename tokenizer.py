@@ -431,7 +431,7 @@ if __name__ == "__main__":
     configure(globals())
     started = time.perf_counter()
     if not overwrite and Path(out_dir, "tokenizer_config.json").exists():
-        print(f"{out_dir} holds a tokenizer; another one will not replace it without --overwrite")
+        print(f"{out_dir} holds a tokenizer; another one needs --overwrite=True to replace it")
     parts = text_mix.parts_of(input)
     if not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES")

@@ -6,7 +6,6 @@ streams.py, encodings in encodings.py, rows of parquet in parquet.py.
 """
 
 import codecs
-import contextlib
 import csv
 import hashlib
 import io
@@ -160,6 +159,7 @@ def read_records(
         elif kind == "file":
             yield from text_records(stream, decoder)
         elif kind in ("csv", "tsv"):
+            csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than an article
             lines = decoded(read_lines(stream), decoder)
             if kind == "tsv" and not quotes_of_tsv(head):
                 yield from plain_rows(lines, names)
@@ -369,12 +369,16 @@ def delimiter_of(kind: str, head: bytes) -> str:
 
     def n_fields(delimiter: str) -> int:
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        widths = []
-        with contextlib.suppress(csv.Error):  # the last row may be cut
+        widths: list[int] = []
+        is_cut = len(head) > HEAD_BYTES  # within the last row
+        try:
             widths += (len(row) for row in itertools.islice(rows, 20) if row)
-        if len(head) > HEAD_BYTES and len(widths) < 20:
+        except csv.Error:
+            is_cut = False  # that row is not among these
+        if is_cut and len(widths) < 20:
             widths = widths[:-1]
-        return widths[0] if widths and 2 * widths.count(widths[0]) > len(widths) else 0
+        most = widths and 2 * widths.count(widths[0]) > len(widths)
+        return widths[0] if most and widths[0] > 1 else 0
 
     return max(",;\t|", key=n_fields)  # of equals the first
 
@@ -444,7 +448,6 @@ def csv_records(
                 raise csv.Error(record.detail or "a quote is not closed")
             yield record.value + "\n"
 
-    csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
     reader = csv.reader(texts(), strict=True, delimiter=delimiter)
     while True:
         held.clear()

@@ -182,11 +182,13 @@ def recognise(row: object, kind: str) -> RowFormat | None:
 
 
 def named(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
-    """Return a row and its format. The keys have their most common names if only these fit one."""
+    """Return a row under the most common names of its keys, and its format. A rarer name of an
+    answer counts where there is no other answer."""
+    row = rename(row, OTHER_NAMES)
     found = format_of(row, kind)
-    if OTHER_NAMES.keys().isdisjoint(row) or (found and has_all(row, found)):
+    if ANSWER_NAMES.keys().isdisjoint(row) or (found and has_all(row, found)):
         return row, found
-    other = rename(row)
+    other = rename(row, ANSWER_NAMES)
     better = format_of(other, kind)
     fits = not found or (better and has_all(other, better))
     return (other, better) if fits else (row, found)
@@ -217,30 +219,35 @@ def has_all(row: dict, known: RowFormat) -> bool:
     return True
 
 
-def rename(row: dict) -> dict:
-    """Return a row under the most common names of its keys, unless it has these, too."""
+def rename(row: dict, names: dict[str, str]) -> dict:
+    """Return a row under the usual names of its keys, unless it has these, too."""
+    if names.keys().isdisjoint(row):
+        return row
     found: dict = {}
     for key, value in row.items():
-        name = OTHER_NAMES.get(key, key)
+        name = names.get(key, key)
         found[key if name in row or name in found else name] = value
     return found
 
 
-OTHER_NAMES = {
-    name: usual
-    for usual, names in {
-        "chosen": "response_chosen pos_resp response_j",  # MedicalGPT, CValues, StackExchange
-        "rejected": "reject rejected_response response_rejected neg_resp response_k",
-        "instruction": "INSTRUCTION",  # Zhihu-KOL
-        "question": "Question",  # medical-o1
-        "input": "inputs",  # Aya, FLAN, xP3
-        "output": "targets",
-        "response": "RESPONSE Response generation",  # distilabel
-        "solution": "generated_solution",  # OpenMathInstruct
-        "reasoning_content": "Complex_CoT",
-    }.items()
-    for name in names.split()
-}
+def usual_names(**names: str) -> dict[str, str]:
+    """Return {rarer name: usual name} of names that are given the other way round."""
+    return {name: usual for usual, rarer in names.items() for name in rarer.split()}
+
+
+OTHER_NAMES = usual_names(
+    chosen="response_chosen pos_resp response_j",  # MedicalGPT, CValues, StackExchange
+    rejected="reject rejected_response response_rejected neg_resp response_k",
+    instruction="INSTRUCTION",  # Zhihu-KOL
+    question="Question",  # medical-o1
+    input="inputs",  # Aya, FLAN, xP3
+    reasoning_content="Complex_CoT",  # medical-o1
+)
+ANSWER_NAMES = usual_names(
+    output="targets",  # Aya, FLAN, xP3
+    response="RESPONSE Response generation",  # Zhihu-KOL, medical-o1, distilabel
+    solution="generated_solution",  # OpenMathInstruct
+)
 
 
 # ---- keys that no reader asked for -----------------------------------------------------------
@@ -280,7 +287,8 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
             left += unread_of_turns(key, listing)
     left = [key for key in left if "." in key or row[key] not in seen]
     if row is not given:  # by the names that they have in the file
-        own = {OTHER_NAMES[key]: key for key in given if key in OTHER_NAMES}
+        usual = OTHER_NAMES | ANSWER_NAMES
+        own = {usual[key]: key for key in reversed(list(given)) if key in usual}
         left = [key if key in given else own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
@@ -386,7 +394,7 @@ def one_turn(question: str, answer: str, row: dict) -> list[dict]:
     """Return a question and its answer, from two text_keys, or from turns under their keys."""
     asked = asked_turns(question, row)
     given = row.get(answer)
-    if is_turns(given) and (not isinstance(given, str) or ends_with_answer(given)):
+    if is_turns(given) and (not isinstance(given, str) or is_conversation(given)):
         return with_system([*asked, *read_turns(given)], row)
     said = without_space(question, answer_text(answer, row), row)
     if thoughts := turns.thoughts_of(row):
@@ -409,14 +417,14 @@ def first_key(text_key: str) -> str:
 def is_turns(value: object) -> bool:
     """Return whether a value is a list of turns; a text is one only if it names their roles."""
     found = listed(value)
-    roles = (str(turns.name_of(one)) in turns.ROLES for one in found or ())
-    return bool(found) and (not isinstance(value, str) or all(roles))
+    return bool(found) and (not isinstance(value, str) or turns.name_of(found[0]) is not None)
 
 
-def ends_with_answer(value: str) -> bool:
-    """Return whether the last of the turns in a text is the assistant's. Another text that looks
-    like turns may be an answer that says them."""
-    return turns.ROLES[str(turns.name_of(listed(value)[-1]))] == "assistant"
+def is_conversation(value: str) -> bool:
+    """Return whether the turns in a text have known roles, the last one the assistant's. Another
+    text that looks like turns may be an answer that says them."""
+    roles = [turns.ROLES.get(str(turns.name_of(one))) for one in listed(value)]
+    return all(roles) and roles[-1] == "assistant"
 
 
 def without_space(question: str, said: str, row: dict) -> str:
@@ -838,4 +846,7 @@ FORMATS = {"text": DOCUMENTS, "chat": CHATS, "question": QUESTIONS, "preference"
 # What documents are made of, and what shows that rows are of another kind; a table's other columns
 # need not be read.
 COLUMNS = {key for kind in FORMATS.values() for known in kind for key in known.keys.split(",")}
-COLUMNS |= {key for known in DOCUMENTS for key in known.also.split(",") if key} | {*OTHER_NAMES}
+COLUMNS |= {key for known in DOCUMENTS for key in known.also.split(",") if key} | {
+    *OTHER_NAMES,
+    *ANSWER_NAMES,
+}

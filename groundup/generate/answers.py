@@ -32,8 +32,8 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 CELL = 40  # places of a cell of the table; a longer text is not cut
+CONTROL = re.compile("[\x7f-\x9f]")  # what JSON leaves alone
 # What an answer has beside the fields of its prompt
-CONTROL = re.compile("[\x7f-\x9f]")
 OWN_KEYS = ("index", "completions", "prompt_logprobs")
 
 # (prompt, whether it is a text to continue) -> ids

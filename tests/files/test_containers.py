@@ -287,6 +287,17 @@ def test_csv_of_spreadsheets_and_columns_of_one_name(tmp_path: Path) -> None:
             [["label", "text | note;a;b;c"]] * 2, [["text", "\u30dd\u30a4\u30f3\u30c8"]], [],
         )  # fmt: skip
         assert bool(found[0].problem) == ("\r" in rows)
+    # of a table whose first rows do not tell, too
+    long = "word " * 40_000
+    for rows, n_rows in (
+        (f'id,text\n1,"{long}"\n2,x\n', 2),
+        (f'id;text\n1;"{long}"\n' + "2;x\n" * 50, 51),
+        ('id,text\n1,"He" said; a\n' + '2,"x; w, words words"\n' * 5000, 5000),
+        ("id,text\n" + "1,Hello, world\n" * 12 + "2,fine\n" * 100, 100),
+    ):
+        path.write_text(rows, "utf-8")
+        found = [row.value for row in records.read_records(str(path)) if not row.problem]
+        assert len(found) == n_rows and all(list(row) == ["id", "text"] for row in found)
     names = ("question", *"ABCD", "answer")
     path.write_text(
         "Which equals |ab|?,|a||b|,|a|+|b|,|a|-|b|,|a|/|b|,A\nWhy?,a,b,c,d,B\n", "utf-8"

@@ -225,7 +225,7 @@ class Spy(dict):
 
 def test_documents_are_made_of_columns_that_are_read(monkeypatch) -> None:
     """Of a parquet file without text_key only these are read."""
-    spies = [(Spy(row_formats.rename(row)), text) for row, text in DOCUMENTS.values() if isinstance(row, dict)]
+    spies = [(Spy(row_formats.named(row, "text")[0]), text) for row, text in DOCUMENTS.values() if isinstance(row, dict)]
     monkeypatch.setattr(row_formats, "rename", lambda row: row)  # it copies
     for spy, text in spies:
         assert document_of(spy) == (text, "")
@@ -713,3 +713,23 @@ def test_what_is_refused_is_named_as_in_the_file():
     assert row_formats.unread_keys({"prompt": "q", "answer": "a", "generation": "another"}, "chat") == ["generation"]
     likert = {"prompt": "Hi", "response_1": "a", "response_2": "b", "preference_strength": "slightly"}
     assert row_formats.pair_of(likert)[1] == "neither answer is preferred"
+
+
+def test_rarer_names_beside_usual_ones_lose_nothing():
+    for row in (
+        {"INSTRUCTION": "Sum up:", "input": "long", "output": "s"},
+        {"instruction": "Sum up:", "inputs": "long", "output": "s"},
+    ):
+        assert row_formats.messages_of(row)[0][0]["content"] == "Sum up:\nlong", row
+    thought = {"prompt": "q", "response": "a", "Complex_CoT": "so"}
+    assert "so" in row_formats.messages_of(thought)[0][-1]["content"]
+    turn = {"role": "user", "content": "q"}
+    for row in (
+        {"messages": [turn, {"role": "assistant", "content": "good"}], "rejected_response": "bad"},
+        {"question": "q", "answer": "a", "response_chosen": "a", "response_rejected": "b"},
+    ):
+        assert "preference" in row_formats.messages_of(row)[1], row
+    critic = json.dumps([turn, {"role": "critic", "content": "no"}])
+    assert "'critic'" in row_formats.messages_of({"prompt": critic, "response": "a"})[1]
+    two = {"Question": "q", "answer": "a", "Response": "x y", "generation": "z w"}
+    assert sorted(row_formats.unread_keys(two, "chat")) == ["Response", "generation"]
