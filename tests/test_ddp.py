@@ -231,7 +231,7 @@ def assert_raises_on_all_ranks(action: Callable[[], object], *texts: str) -> Non
     except UserError as error:
         message = str(error)
     for rank, line in enumerate(ranks.gather_objects(message)):
-        assert line.startswith(("ddp: ", "train: ")) and "\n" not in line, (rank, line)
+        assert line.startswith(("ddp: ", "train: ", "config: ")) and "\n" not in line, (rank, line)
         assert all(text in line for text in texts), (rank, texts, line)
 
 

@@ -156,6 +156,7 @@ def test_a_full_disk_leaves_the_old_tokenizer(tmp_path):
             f"--input={ROOT / 'README.zh.md'}",
             f"--out_dir={tmp_path / 'tok'}",
             f"--vocab_size={vocab_size}",
+            "--overwrite=True",
         ]
         bound = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
         command = [sys.executable, ROOT / "tokenizer.py", *flags]

@@ -20,6 +20,7 @@ from test_model import random_model, tiny_config
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker, drawn_part
 from groundup.align.reward_model import RewardModel
+from groundup.errors import printable
 from groundup.generate.completion import generate
 from groundup.generate.engine import Completion, Result
 from groundup.tokens.training import train
@@ -121,7 +122,8 @@ def test_the_best_are_those_with_most_full_stops(home, tuned):
     found = [found["reward"] for found in answer["completions"]]
     assert found == pytest.approx([rewards[i] for i in best[:3]], rel=1e-4)
     ended = ts.run(home, *flags, "--n=2")  # as plain text
-    assert ended.out == ("-" * 80 + "\n").join(finished[i].text + "\n" for i in best[:2])
+    shown = ("-" * 80 + "\n").join(finished[i].text + "\n" for i in best[:2])
+    assert ended.out == printable(shown)
     ended = ts.run(home, *flags, "--n=16", "--out=all.jsonl")  # n answers are simply scored
     [answer] = ts.read_answers(home / "all.jsonl")
     found = [found["reward"] for found in answer["completions"]]

@@ -156,7 +156,8 @@ def test_a_port_where_another_program_listens_is_one_line(monkeypatch):
 def test_gloo_takes_the_interface_that_leads_to_the_first_machine(monkeypatch):
     """/etc/hosts gives this machine's name a loopback address."""
     monkeypatch.setenv("MASTER_ADDR", "first")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is taken back in the end
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     addresses = {"first": "127.0.0.1", socket.gethostname(): "127.0.1.1"}
     monkeypatch.setattr(ranks, "address_of", addresses.get)
     monkeypatch.setattr(ranks, "interface_to", {"10.1.2.3": "eth7", "10.9.9.9": ""}.get)
