@@ -26,7 +26,8 @@ from groundup.files import paths, readers, records, streams
 from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 
-UNIT_BYTES = 2**26  # a large file is cut into parts of this size
+UNIT_BYTES = 2**26  # a large file is cut into parts of at most this size
+LEAST_UNIT_BYTES, UNITS = 2**22, 16  # a smaller one into so many, for as many workers
 COLUMNS = ("path", "source", "size", "stamp", "sha256")  # of inputs.tsv
 LOOKS_LIKE = {  # what begins so, and what to do if its markup is not meant
     rb'\s*\{\s*"[^"\n]*"\s*:': (
@@ -106,8 +107,9 @@ def look(path: str, name: str, number: int, source: Source) -> Input:
     if first.startswith(streams.LFS_POINTER):
         return failed._replace(problem=streams.POINTER_HINT)
     parts = [(0, None)]
-    if stat.st_size > UNIT_BYTES or first.startswith(b"PAR1"):
-        parts = readers.work_units(path, source.txt_split, UNIT_BYTES, source.encoding)
+    unit_bytes = min(UNIT_BYTES, max(LEAST_UNIT_BYTES, stat.st_size // UNITS))
+    if stat.st_size > unit_bytes or first.startswith(b"PAR1"):
+        parts = readers.work_units(path, source.txt_split, unit_bytes, source.encoding)
     head = streams.unpacked_head(first, path)
     looks = ()
     if records.container(path, head, "file") == "file":
