@@ -3,7 +3,7 @@
 Torch needs hundreds of calls for it, each with its own start of threads. And what a row gets here is the same to the
 bit whatever rows are beside it and however many threads there are: each output is summed in one fixed order.
 
-Compiled by decode.py when a program first generates, with or without BFLOAT16 and INT8. A matrix (N, K) lies in
+Compiled by decoding.py when a program first generates, with or without BFLOAT16 and INT8. A matrix (N, K) lies in
 blocks of WIDTH outputs, (N / WIDTH, K / PAIR, WIDTH, PAIR), which a thread reads from front to back: memory then gives
 twice what it gives for several rows of a matrix side by side. Shapes: as in model.py; M rows, F ffn_dim.
 

@@ -1,4 +1,4 @@
-"""generate/decode.py and step.c against the same model in torch."""
+"""generate/decode.py, decoding.py and step.c against the same model in torch."""
 
 import dataclasses
 import shutil
@@ -9,10 +9,11 @@ from test_model import random_ids, random_model, tiny_config
 
 from groundup.generate import decode
 from groundup.generate.completion import generate
-from groundup.generate.decode import Int8Linear, NativeStep, decode_step, for_inference, lay_out, quantize, to_int8
+from groundup.generate.decode import decode_step, for_inference, to_int8
 from groundup.generate.engine import Engine, check
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
+from groundup.kernels.decoding import Int8Linear, NativeStep, lay_out, quantize
 from model import Transformer
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc") and not shutil.which("clang"), reason="needs a C compiler")
