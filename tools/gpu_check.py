@@ -148,9 +148,10 @@ class Check:
                 events, said = self.tried(f"{shape}_{kind}", *script, *flags, log_every=max(1, steps // 3))
                 if events:
                     last, plan = events[-1], re.search(r"memory +([\d.]+) GiB", said)
+                    mfu = f"{100 * last['mfu']:.1f} %" if "mfu" in last else ""
                     rows.append({
                         "model": shape, "optimizer": kind, "batch": f"{batch} x {cfg.block_size}",
-                        "tokens/s": f"{last['tokens_per_s']:,.0f}", "MFU": f"{100 * last.get('mfu', 0):.1f} %",
+                        "tokens/s": f"{last['tokens_per_s']:,.0f}", "MFU": mfu,
                         "GiB": f"{last['memory_gib']:.1f}", "GiB planned": plan[1] if plan else "",
                         "loss": f"{events[0]['loss']:.3f} to {last['loss']:.3f}",
                     })  # fmt: skip

@@ -1,5 +1,5 @@
-"""What a file holds, record by record, each with its line and byte offset: lines, paragraphs, texts,
-JSON, CSV. Problems are records too: nothing raises because of a file's content.
+"""What a file holds, record by record, each with its line and byte offset: lines, paragraphs,
+texts, JSON, CSV. Problems are records too: nothing raises because of a file's content.
 
 A file's first bytes decide what it is, and where these cannot tell, its name does. The bytes are in
 streams.py, encodings in encodings.py, rows of parquet in parquet.py.
@@ -361,8 +361,8 @@ def character_end(raw: bytes) -> int:
 
 
 def delimiter_of(kind: str, head: bytes) -> str:
-    """Return what separates the fields of a CSV or TSV file: of what cuts most of the first rows into
-    as many fields as the first one, what makes most fields; else a comma."""
+    """Return what separates the fields of a CSV or TSV file: of the marks that cut most of the first
+    rows into as many fields as the very first, the one that makes most; else a comma."""
     if kind == "tsv":
         return "\t"
     text = head.removeprefix(codecs.BOM_UTF8)[:HEAD_BYTES].decode("utf-8", "replace")

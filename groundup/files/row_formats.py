@@ -739,7 +739,7 @@ DOCUMENTS = (
 
 
 def asking(name: str, question: str, answer: str, keys: str = "") -> RowFormat:
-    """Return a format of rows that hold one question and its answer. keys: if it has others, too."""
+    """Return a format of rows that hold one question and its answer. keys: if it has others."""
     keys = keys or f"{first_key(question)},{answer}"
     also = f"{asked_keys(question)},{ANSWERED}"
     return RowFormat(name, keys, partial(one_turn, question, answer), also)

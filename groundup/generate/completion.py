@@ -35,9 +35,8 @@ def generate(
     step.c does not do it; this takes 5 to 30 s and pays off from some thousand tokens."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
-        raise UserError(
-            f"sample: cannot take {len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
-        )
+        what = f"{len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
+        raise UserError(f"sample: cannot take {what}")
     requests = [
         check(i, ids, p, model.cfg, tokenizer)
         for i, (ids, p) in enumerate(zip(prompts, each, strict=True))
@@ -117,8 +116,8 @@ def prompt_ids(
 
 
 def asked_messages(system: str, prompt: str | list[dict]) -> list[dict]:
-    """Return the conversation to answer: a user's message or several messages, with `system` if they
-    have no system message."""
+    """Return the conversation to answer: a user's message or several messages, with `system` if
+    they have no system message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not system or messages[0]["role"] == "system":
         return messages

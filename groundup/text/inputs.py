@@ -26,8 +26,8 @@ from groundup.files import paths, readers, records, streams
 from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 
-UNIT_BYTES = 2**26  # a large file is cut into parts of at most this size
-LEAST_UNIT_BYTES, UNITS = 2**22, 16  # a smaller one into so many, for as many workers
+UNITS = 16  # parts of a file, for as many workers; none is smaller or larger than this:
+LEAST_UNIT_BYTES, UNIT_BYTES = 2**22, 2**26
 COLUMNS = ("path", "source", "size", "stamp", "sha256")  # of inputs.tsv
 LOOKS_LIKE = {  # what begins so, and what to do if its markup is not meant
     rb'\s*\{\s*"[^"\n]*"\s*:': (

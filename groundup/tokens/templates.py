@@ -374,8 +374,8 @@ class ChatTemplate:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after so many seconds of this thread's CPU time, or ten times as
-    many on the clock: a busy machine is no reason. Only the main thread gets signals."""
+    """Raise TimeoutError in the body after so many seconds of this thread's CPU time, or ten times
+    as many on the clock: a busy machine is no reason. Only the main thread gets signals."""
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -353,8 +353,8 @@ def check_own(out: Path) -> None:
     # The first file of a run is config.py, the second log.jsonl.
     begun = is_of_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
     if not (begun or (out / "log.jsonl").exists()):
-        # A hidden or temporary file is what a killed run has left. dpo.py checks a reference itself:
-        # it may be a copy, so that it is not computed again.
+        # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
+        # that it is not computed again: dpo.py checks it.
         own = [name for name in own_names(out) if name[0] != "." and not name.endswith(".tmp")]
         suspects += [name for name in own if name != "reference.safetensors"]
     foreign = [name for name in sorted(suspects) if (out / name).exists()]

@@ -38,7 +38,8 @@ ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too, see track.py.
+    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too, see
+    track.py.
     """
 
     def __init__(

@@ -57,7 +57,8 @@ class AdamWSegment:
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Step with gradients / grad_scale. If found_inf is 1 nothing changes."""
-        tensors = self.param, self.grad, *self.state.values(), self.scalars["step"]
+        moments = self.state["exp_avg"], self.state["exp_avg_sq"]
+        tensors = self.param, self.grad, *moments, self.scalars["step"]
         adamw_(*([t] for t in tensors), self.betas, self.decay, lr, grad_scale, found_inf)
 
 

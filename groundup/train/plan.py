@@ -184,7 +184,8 @@ def describe(
 ) -> str:
     """Return the plan as text.
 
-    batch: a line on the batch. tokens: of all steps. peak: FLOP/s of one rank, 0 = unknown. note: on the time.
+    batch: a line on the batch. tokens: of all steps. peak: FLOP/s of one rank, 0 = unknown.
+    note: on the time.
     """
     table, trained = parameter_table(model), parameter_table(model, trained=True)
     counts = ", ".join(f"{part} {n:,}" for part, n in table.items() if n and part != "total")
