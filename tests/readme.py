@@ -108,11 +108,11 @@ def words_of(command: str) -> list[str]:
 
 
 def settings_of(script: Path) -> set[str]:
-    """Return the names that a script assigns literals to at its top level: its settings."""
+    """Return the names in small letters that a script assigns literals to at its top level: its settings."""
     found = set()
     for node in ast.parse(script.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.UnaryOp):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name) and target.id.islower()}
     return found
 
 
