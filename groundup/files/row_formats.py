@@ -100,12 +100,8 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
     given = as_object(row)
     row, found = named(given, kind)
-    sides = [side for side in ("chosen", "rejected") if row.get(side)]
-    if kind == "preference" and len(sides) == 1 and not (found and has_all(row, found)):
-        missing = "rejected" if sides == ["chosen"] else "chosen"
-        if row.get(missing) == "":
-            raise BadRow("empty answer")
-        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(given)})")
+    if kind == "preference" and not (found and has_all(row, found)):
+        refuse_one_side(row, given)
     if found:
         try:
             return found.read(row)
@@ -115,6 +111,16 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
         f"unknown format: {keys_of(given)}{hint_of(row, kind)}; "
         f"{kind} is known by: {known_keys(kind)}"
     )
+
+
+def refuse_one_side(row: dict, given: dict) -> None:
+    """Raise BadRow if one of a pair's answers is there and the other is not."""
+    sides = [side for side in ("chosen", "rejected") if row.get(side)]
+    if len(sides) == 1:
+        missing = "rejected" if sides == ["chosen"] else "chosen"
+        if row.get(missing) == "":
+            raise BadRow("empty answer")
+        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(given)})")
 
 
 def as_object(row: object) -> dict:
@@ -203,7 +209,10 @@ def format_of(row: dict, kind: str) -> RowFormat | None:
     if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
     known = formats_with(tuple(row), kind)
-    return next((one for one in known if has_all(row, one)), known[0] if known else None)
+    for one in known:
+        if has_all(row, one):
+            return one
+    return known[0] if known else None
 
 
 @lru_cache(maxsize=64)  # the rows of a file have the same keys
