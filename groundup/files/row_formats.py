@@ -288,13 +288,14 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
     else:
         return []
     known, others, lists = keys_read(found, kind, tuple(row))
-    left = [key for key in others if has_content(row[key])]
-    seen = [row[key] for key in known] if left else []
-    for key in lists:
-        if listing := listed(row[key]):
-            seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS if left]
-            left += unread_of_turns(key, listing)
-    left = [key for key in left if "." in key or row[key] not in seen]
+    threads = {key: listing for key in lists if (listing := listed(row[key]))}
+    if left := [key for key in others if has_content(row[key])]:
+        seen = [row[key] for key in known]
+        for listing in threads.values():
+            seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS]
+        left = [key for key in left if row[key] not in seen]
+    for key, listing in threads.items():
+        left += unread_of_turns(key, listing)
     if row is not given:  # by the names that they have in the file
         usual = OTHER_NAMES | ANSWER_NAMES
         own = {usual[key]: key for key in reversed(list(given)) if key in usual}

@@ -61,7 +61,9 @@ COUNTED = 1000  # conversations whose labels are counted at once
 def tokenize_chat(messages: list[dict], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids (n,) of the vocabulary's type, mask (n,) uint8); see `Tokenizer.render`."""
     ids, mask = tokenizer.render(messages)
-    return np.array(ids, token_dtype(tokenizer.vocab_size)), np.array(mask, np.uint8)
+    # through bytes: twice as fast as np.array(mask)
+    mask = np.frombuffer(bytes(mask), np.uint8)
+    return np.array(ids, token_dtype(tokenizer.vocab_size)), mask
 
 
 # ---- many conversations ----------------------------------------------------------------------

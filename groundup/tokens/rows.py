@@ -79,7 +79,8 @@ class RowReader:
                     found = self.item(row, place)
                 except UserError as error:  # such as turns that a template does not take
                     raise BadRow("not rendered", str(error)) from None
-                self.unread.update(row_formats.unread_keys(row, *(self.kinds or (self.kind,))))
+                for key in row_formats.unread_keys(row, *(self.kinds or (self.kind,))):
+                    self.unread[key] += 1
                 yield found
             except BadRow as problem:
                 detail = " ".join(problem.detail.split())
