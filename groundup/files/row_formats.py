@@ -61,20 +61,13 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
         return "", str(problem)
 
 
-def messages_of(row: object) -> tuple[list[dict], str]:
+def messages_of(row: object, kind: str = "chat") -> tuple[list[dict], str]:
     """Return (messages as turns.py has them, "") or ([], what is wrong).
 
-    Empty answers and a last turn that is not the assistant's are kept."""
+    Empty answers and a last turn that is not the assistant's are kept. kind: "question" reads one
+    that stands alone."""
     try:
-        return check_media(read(row, "chat"), row), ""
-    except BadRow as problem:
-        return [], str(problem)
-
-
-def question_of(row: object) -> tuple[list[dict], str]:
-    """Return (the messages of a question that stands alone, "") or ([], what is wrong)."""
-    try:
-        return check_media(read(row, "question"), row), ""
+        return check_media(read(row, kind), row), ""
     except BadRow as problem:
         return [], str(problem)
 
@@ -552,7 +545,7 @@ def dialogue_at(key: str, row: dict) -> list[dict]:
     """Return messages from one of Anthropic's dialogues, or from turns."""
     if listed(row[key]) or not isinstance(row[key], str):
         return turns_at(key, row)
-    return with_system(turns.read_dialogue(row[key]), row)
+    return with_system(turns.dialogue_turns(row[key], turns.HH_TURN), row)
 
 
 def calls_for(row: dict) -> list[dict]:

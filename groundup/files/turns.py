@@ -586,12 +586,8 @@ def is_dialogue(value: object) -> bool:
     return isinstance(value, str) and HH_TURN.match(value) is not None
 
 
-def read_dialogue(text: str) -> list[dict]:
-    """Return messages of a text that begins with a blank line and Human:"""
-    return dialogue_turns(text, HH_TURN)
-
-
 def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
+    """Return messages of a text that HH_TURN or BELLE_TURN cuts at its speakers."""
     advice = "; if it is an answer alone, prepare.py --text_key='question=KEY' names its question"
     cut = cut_dialogue(text, pattern, "a dialogue", f"a blank line and Human:{advice}")
     return [message(role, words) for role, words in cut]

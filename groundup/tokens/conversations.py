@@ -387,11 +387,8 @@ class ChatCorpus(RowCorpus):
         val_data: str = "",
         val_fraction: float = 0.02,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.block_size = block_size
         self.pack = pack
-        self.seed = seed
-        self.open(spec, val_data, val_fraction)
+        super().__init__(spec, tokenizer, block_size, seed, val_data, val_fraction)
 
     def read(self, path: str, val_fraction: float) -> SourceRows:
         return read_chat(path, self.tokenizer, val_fraction)

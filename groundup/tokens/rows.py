@@ -158,7 +158,7 @@ FEW_STEPS = 5  # the learning rate has to rise and fall within them
 
 
 class RowCorpus(Corpus):
-    """A Corpus of files and directories of rows.
+    """A Corpus of files and directories of rows. block_size: most tokens of a row.
 
     A subclass has `reader`, a new RowReader, and `lay_out(name, items)`, which returns data with
         name, n_rows, fingerprint
@@ -167,18 +167,33 @@ class RowCorpus(Corpus):
         counts      {what happened to conversations: how many}
     """
 
+    def __init__(
+        self,
+        spec: str,
+        tokenizer: Tokenizer,
+        block_size: int,
+        seed: int,
+        val_data: str = "",
+        val_fraction: float = 0.02,
+    ) -> None:
+        """Read and lay out all sources. Raise UserError."""
+        self.tokenizer = tokenizer
+        self.block_size = block_size
+        self.seed = seed
+        self._open_train(spec, 0.0 if val_data else val_fraction)
+        self._open_val(val_data)
+
     def reader(self) -> RowReader:
         raise NotImplementedError
 
     def lay_out(self, name: str, items: Any) -> Any:
         raise NotImplementedError
 
-    def open(self, spec: str, val_data: str, val_fraction: float) -> None:
-        """Read and lay out all sources. Raise UserError."""
+    def _open_train(self, spec: str, val_fraction: float) -> None:
         stages = parse_data_dir(spec, "data")
         self.paths = paths_of(spec)
         self.names = names_of(self.paths)
-        self.found = [self.read(path, 0.0 if val_data else val_fraction) for path in self.paths]
+        self.found = [self.read(path, val_fraction) for path in self.paths]
         pairs = zip(self.names, self.found, strict=True)
         self.train = [self.lay_out(name, rows.train) for name, rows in pairs]
         for data, rows in zip(self.train, self.found, strict=True):
@@ -192,7 +207,6 @@ class RowCorpus(Corpus):
                 raise UserError(f"data: nothing to train on in {why}; {how}")
         self.n_rows = sum(data.n_rows for data in self.train)
         self.stages = [(stage.first_step, self.weights_of(stage)) for stage in stages]
-        self._open_val(val_data)
 
     def _open_val(self, val_data: str) -> None:
         weights = parse_weights(val_data, val_data, "val_data") if val_data else {}
