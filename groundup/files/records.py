@@ -26,6 +26,7 @@ HEAD_BYTES = 2**16  # of a CSV file: they tell what separates its fields
 MAX_DEPTH = 100  # of JSON; code that walks a deeper value would exhaust Python's stack
 PIECE_CHARS = 2**21  # a longer text file is read in pieces: each character may take four bytes
 LINE_BYTES = 2**22  # a longer line of a text file, too
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
 DECODER = json.JSONDecoder()
 BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
@@ -80,7 +81,7 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
     is_json = path == "-" and re.match(rb'\{\s*"|\[\s*[{"\]]', head)
-    if suffix in (".json", ".jsonl", ".ndjson") or is_json:
+    if suffix in JSON_SUFFIXES or is_json:
         if head.startswith(b"["):
             named = suffix in (".jsonl", ".ndjson")
             return "jsonl" if lines_of_arrays(head, named) else "array"
@@ -149,7 +150,7 @@ def read_records(
         raw = stream.raw
         if begin:  # of a file of lines, as `work_units` found
             suffix = os.path.splitext(unpacked_name(path))[1]
-            kind = "jsonl" if suffix in (".json", ".jsonl", ".ndjson") else txt_split
+            kind = "jsonl" if suffix in JSON_SUFFIXES else txt_split
             head = b""
         else:
             head = stream.peek()

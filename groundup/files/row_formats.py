@@ -92,7 +92,7 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
     given = as_object(row)
-    row, found = named(given, kind)
+    row, found = with_format(given, kind)
     if kind == "preference" and not (found and has_all(row, found)):
         refuse_one_side(row, given)
     if found:
@@ -177,10 +177,10 @@ def check_media(messages: list[dict], row: dict | list) -> list[dict]:
 
 def recognise(row: object, kind: str) -> RowFormat | None:
     """Return the format of a row, None if it has none."""
-    return named(row, kind)[1] if isinstance(row, dict) else None
+    return with_format(row, kind)[1] if isinstance(row, dict) else None
 
 
-def named(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
+def with_format(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
     """Return a row under the most common names of its keys, and its format. A rarer name of an
     answer counts where there is no other answer."""
     row = rename(row, OTHER_NAMES)
@@ -275,7 +275,7 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
     row = {"messages": row} if isinstance(row, list) else row
     given = row
     for kind in kinds if isinstance(given, dict) else ():
-        row, found = named(given, kind)
+        row, found = with_format(given, kind)
         if found:
             break
     else:

@@ -119,7 +119,7 @@ class InMemory:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def without(self, held_out: np.ndarray) -> "InMemory":
+    def take_out(self, held_out: np.ndarray) -> "InMemory":
         """Take out the conversations that held_out (n,) bool marks, and return them."""
         others, kept = InMemory(self.tokenizer), array("q")
         begins = np.cumsum([0, *self.lengths])

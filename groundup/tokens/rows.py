@@ -30,7 +30,7 @@ SHOWN = 3  # lines that are named for each reason
 class Items(list):
     """Items as they are read."""
 
-    def without(self, held_out: np.ndarray) -> "Items":
+    def take_out(self, held_out: np.ndarray) -> "Items":
         """Take out the items that held_out (n,) bool marks, and return them."""
         pairs = list(zip(self, held_out.tolist(), strict=True))
         self[:] = [item for item, marked in pairs if not marked]
@@ -59,7 +59,7 @@ class RowReader:
         self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
 
     def new_store(self) -> Any:
-        """Return an empty store with `append` and `without`, for the items of a split."""
+        """Return an empty store with `append` and `take_out`, for the items of a split."""
         return Items()
 
     def item(self, row: object, place: str) -> tuple[str, Any]:
@@ -147,7 +147,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
         split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
-        val = train.without(split_of != 0)
+        val = train.take_out(split_of != 0)
     reader.check(path, len(train) + len(val))
     return SourceRows(train, val, reader)
 
