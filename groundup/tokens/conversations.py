@@ -183,7 +183,8 @@ class ChatReader(RowReader):
         self.trimmed += len(answered) < len(messages)
         if not self.tokenizer:
             return dialogue_text(answered), answered
-        self.left_out += self.tokenizer.left_out(answered)
+        if lost := self.tokenizer.left_out(answered):
+            self.left_out += lost
         return dialogue_text(answered), tokenize_chat(answered, self.tokenizer)
 
 
