@@ -934,8 +934,8 @@ def test_verify(tmp_path, tok, capsys):
 
 def test_debug_data_made_by_several_processes_at_once(tmp_path):
     code = f"from groundup.demo import debug_data; debug_data.make_debug_data({str(tmp_path / 'debug')!r})"
-    processes = [forks.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+    processes = [forks.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     assert os.listdir(tmp_path) == ["debug"]
     verify(tmp_path / "debug")
     before = content(tmp_path / "debug")
