@@ -38,7 +38,8 @@ from tokenizer import Tokenizer
 ROOT = Path(__file__).parent.parent
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
 ALL = {"near": -1, "rules": "length=1.."}  # nothing is dropped but what is empty
-SMALL = "inputs.UNIT_BYTES, unit.GROUP_BYTES, select.SHARD_TOKENS = 2**14, 2**12, 20_000"  # many units and shards
+SMALL = "import sys, prepare; from groundup.text import inputs, select, unit; "  # many units and shards
+SMALL += "inputs.UNIT_BYTES, unit.GROUP_BYTES, select.SHARD_TOKENS = 2**14, 2**12, 20_000"
 
 EN = "The quick brown fox jumps over the lazy dog, and nobody knows why. It happened in 1987."
 ZH = "语言模型读了很多文字，学会猜下一个字是什么。猜得越准，写出来的话就越像人写的话。"
@@ -107,13 +108,10 @@ def content(out_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out_dir.iterdir() if path.name != "config.py"}
 
 
-def command(out_dir: Path, small: bool = True, **settings) -> list[str]:
+def command(out_dir: Path, **settings) -> list[str]:
     """A command line that runs main() in a process of its own."""
     config = KEYS | ALL | {"out_dir": str(out_dir)} | settings
-    patch = SMALL if small else ""
-    imports = "import sys, prepare; from groundup.text import inputs, select, unit"
-    code = f"{imports}; {patch}; sys.exit(prepare.main({config}))"
-    return [sys.executable, "-c", code]
+    return [sys.executable, "-c", f"{SMALL}; sys.exit(prepare.main({config}))"]
 
 
 def make_small_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -951,27 +949,26 @@ def test_debug_data_made_by_several_processes_at_once(tmp_path):
 
 # ---- memory ----------------------------------------------------------------------------------
 
-
-def peak_mb(out_dir: Path, path: Path, tok: str, workers: int) -> float:
-    """Peak resident memory of the largest process, in MB, of preparing a file."""
-    end = "; import resource as r; print(max(r.getrusage(w).ru_maxrss for w in (r.RUSAGE_SELF, r.RUSAGE_CHILDREN)))"
-    run_it = command(out_dir, input=str(path), tokenizer_dir=tok, workers=workers)
-    run_it[-1] = run_it[-1].replace("sys.exit(", "(") + end
-    done = subprocess.run(run_it, cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1]) / 1024
+PEAK = "print(next(line for line in open('/proc/self/status', encoding='utf-8') if line.startswith('VmHWM')))"
 
 
+@needs_proc
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path, tok):
+    """The peak of one process after a small file, and after one ten times as large; workers do the same units."""
     documents = texts(600)
-    peaks = []
+    code = f"import resource; {SMALL}"
     for times in (1, 10):
         path = tmp_path / f"{times}.jsonl"
         with open(path, "w", encoding="utf-8") as f:
             f.writelines(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(times) for text in documents)
-        peaks.append(peak_mb(tmp_path / str(times), path, tok, workers=2))
+        config = KEYS | ALL | {"input": str(path), "out_dir": str(tmp_path / str(times)), "tokenizer_dir": tok}
+        code += f"; prepare.main({config | {'workers': 1}}); {PEAK}"
     assert path.stat().st_size > 2.5e6
-    assert peaks[1] < peaks[0] + 5, peaks
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    small, large = map(int, re.findall(r"^VmHWM:\s*(\d+) kB$", done.stdout, re.MULTILINE))
+    print(small, large)
+    assert large < small + 2000
 
 
 def test_a_directory_of_an_older_version_is_made_anew(tmp_path, tok, capsys):
