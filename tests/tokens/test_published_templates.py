@@ -82,7 +82,7 @@ def test_an_answer_has_the_same_ids_in_every_stage(name):
     tokenizer = chat_ready(tokenizer_for(source))
     asked = tokenizer.render(QUESTION, add_generation_prompt=True)[0]
     reader = LabelReader(tokenizer, 10**6)
-    for answer in ANSWERS:
+    for answer, other in zip(ANSWERS, ANSWERS[1:] + ANSWERS[:1], strict=True):
         talk = [*QUESTION, {"role": "assistant", "content": answer}]
         ids, mask = tokenizer.render(talk)  # sft.py
         [text], _ = render_jinja_template([talk], chat_template=source, **VARIABLES)
@@ -96,13 +96,12 @@ def test_an_answer_has_the_same_ids_in_every_stage(name):
         assert last in tokenizer.stop_ids
 
         # dpo.py and reward.py, beside an answer of another kind on either side
-        for other in ANSWERS:
-            found = pairs.tokenize_pair(Pair(QUESTION, answer, other), tokenizer)
-            given = found.given[0]
-            assert [*found.prompt, *found.chosen[:given]] == before
-            assert found.chosen[given:].tolist() == learned
-            found = pairs.tokenize_pair(Pair(QUESTION, other, answer), tokenizer)
-            assert found.rejected[found.given[1] :].tolist() == learned
+        found = pairs.tokenize_pair(Pair(QUESTION, answer, other), tokenizer)
+        given = found.given[0]
+        assert [*found.prompt, *found.chosen[:given]] == before
+        assert found.chosen[given:].tolist() == learned
+        found = pairs.tokenize_pair(Pair(QUESTION, other, answer), tokenizer)
+        assert found.rejected[found.given[1] :].tolist() == learned
 
         # dpo.py --loss=kto, of a label and of a pair
         row = {"prompt": QUESTION[0]["content"], "completion": answer, "label": True}
