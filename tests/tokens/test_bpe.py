@@ -57,7 +57,7 @@ def random_texts(n: int, seed: int, longest: int = 40) -> list[str]:
     return ["".join(part() for _ in range(rng.randrange(longest))) for _ in range(n)]
 
 
-TEXTS = [*CORPUS, "", " ", "\n", *random_texts(600, seed=1)]
+TEXTS = [*CORPUS, "", " ", "\n", *random_texts(300, seed=1)]
 
 
 # ---- the trainer -----------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, patter
             cuts += 1
             parts = regex.findall(pattern, text[: cut.start()]) + regex.findall(pattern, text[cut.start() :])
             assert parts == whole, (text, cut.start())
-    assert cuts > 500
+    assert cuts > 250
 
 
 def chunks_of_tiktoken(pattern: str, texts: list[str], chunks: list[list[str]]) -> list[bool]:
