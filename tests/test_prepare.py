@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import unicodedata
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from configurator import is_key
 from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
+from groundup.files import streams
 from groundup.text import inputs, report, select, unit
 from groundup.text.workers import wait_for_workers
 from groundup.tokens.token_writer import verify, write_record
@@ -895,26 +897,24 @@ def test_debug_data_made_by_several_processes_at_once(tmp_path):
 
 # ---- memory ----------------------------------------------------------------------------------
 
-PEAK = "print(next(line for line in open('/proc/self/status', encoding='utf-8') if line.startswith('VmHWM')))"
-
-
-@needs_proc
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_input(tmp_path, tok):
-    """The peak of one process after a small file, and after one ten times as large; workers do the same units."""
-    documents = [text * 4 for text in texts(150)]
-    code = f"import resource; {SMALL}"
-    for times in (1, 10):
+def test_memory_does_not_grow_with_the_input(tmp_path, tok, monkeypatch):
+    """In one process; workers do the same, unit by unit."""
+    make_small_units(monkeypatch)
+    monkeypatch.setattr(streams, "READ_BYTES", 2**14)
+    monkeypatch.setattr(streams, "SAMPLE_BYTES", 2**10)
+    run(tmp_path / "first", input=write_jsonl(tmp_path / "a.jsonl", texts(20)), tokenizer_dir=tok)  # imports
+    documents, peaks = [text * 4 for text in texts(60)], []
+    for times in (1, 6):
         path = tmp_path / f"{times}.jsonl"
         with open(path, "w", encoding="utf-8") as f:
             f.writelines(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(times) for text in documents)
-        config = KEYS | ALL | {"input": str(path), "out_dir": str(tmp_path / str(times)), "tokenizer_dir": tok}
-        code += f"; prepare.main({config | {'workers': 1}}); {PEAK}"
-    assert path.stat().st_size > 2.5e6
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    small, large = map(int, re.findall(r"^VmHWM:\s*(\d+) kB$", done.stdout, re.MULTILINE))
-    print(small, large)
-    assert large < small + 2000
+        tracemalloc.start()
+        run(tmp_path / str(times), input=path, tokenizer_dir=tok)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert path.stat().st_size > 900_000
+    assert peaks[1] < peaks[0] + 400_000, peaks  # 0.26 MB are lists of the units, which are small here
 
 
 def test_a_directory_of_an_older_version_is_made_anew(tmp_path, tok, capsys):
