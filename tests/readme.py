@@ -158,7 +158,8 @@ def make_data() -> None:
     english = ["\n".join(lines[k : k + 12]) for lines in map(str.splitlines, debug_texts()) for k in range(0, 60, 12)]
     english = [text for text in english if len(text) > 300]
     chinese = (ROOT / "groundup/demo/zh_sample.txt").read_text(encoding="utf-8").split("\n\n")
-    talks = list(islice(docs_conversations(), 0, 1200, 30))
+    conversations = list(islice(docs_conversations(), 1200))
+    talks = conversations[::30]
     asked = [{"messages": talk} for talk in talks]
     both = ("corpus/a.jsonl", "corpus/b.jsonl", "field.jsonl", "wiki.jsonl")
     texts = both + ("wiki/a.json", "web/a.jsonl", "wiki_zh/a.jsonl", "en/a.jsonl", "wudao/a.json", "baike/a.json")
@@ -180,8 +181,8 @@ def make_data() -> None:
         write_rows(path, asked)
     write_rows("zhihu/a.jsonl", [{"INSTRUCTION": t[0]["content"], "RESPONSE": t[1]["content"]} for t in talks])
     write_rows("pairs.jsonl", debug_pairs(talks))
-    many = islice(docs_conversations(), 0, 1200, 6)  # some of them are for validation
-    write_rows("labelled.jsonl", [{"messages": talk, "label": k % 2 == 0} for k, talk in enumerate(many)])
+    many = enumerate(conversations[::6])  # some of them are for validation
+    write_rows("labelled.jsonl", [{"messages": talk, "label": k % 2 == 0} for k, talk in many])
     answers = [row | {"index": k, "completions": [{"text": "A list.", "finish_reason": "stop"}]}
                for k, row in enumerate(asked)]  # fmt: skip
     for name in ("dpo", "sft"):

@@ -140,8 +140,8 @@ def test_shipped_curves_are_of_configs_and_say_where_they_are_from():
 @pytest.mark.slow
 def test_a_real_run_with_a_wrong_learning_rate_is_called_so(tmp_path, capsys, monkeypatch):
     """config/debug.py on the data that it makes, beside its shipped curve."""
-    flags = [f"--out_dir={tmp_path}/mine", "--learning_rate=3e-1", "--sample_prompts=", "--eval_steps=2"]
-    command = [sys.executable, ROOT / "pretrain.py", ROOT / "config/debug.py", "--save_every=50", *flags]
+    flags = "--out_dir=mine --learning_rate=3e-1 --batch_size=8 --sample_prompts= --eval_steps=2 --save_every=50"
+    command = [sys.executable, ROOT / "pretrain.py", ROOT / "config/debug.py", *flags.split()]
     done = forks.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
