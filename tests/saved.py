@@ -68,6 +68,7 @@ def save(
     saver = open_saver(out_dir, tokenizer, keep_last, max(earlier, default=0), **changes)
     saver.save(step, model, *training(step), extra=other)
     if val_loss is not None:
+        saver.wait()
         saver.log.write("eval", step, {"val_loss": val_loss})
         saver.tidy()
     saver.close()
