@@ -158,9 +158,9 @@ def test_a_full_disk_leaves_the_old_tokenizer(tmp_path):
             f"--vocab_size={vocab_size}",
             "--overwrite=True",
         ]
-        bound = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
-        command = [sys.executable, ROOT / "tokenizer.py", *flags]
-        return subprocess.run(command, capture_output=True, text=True, preexec_fn=bound)
+        code = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        code += "sys.argv[0] = 'tokenizer.py'; runpy.run_path('tokenizer.py', run_name='__main__')"
+        return forks.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True)
 
     assert train(512).returncode == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "tok").iterdir()}
@@ -280,7 +280,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path):
         str(script),
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    agent = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    agent = forks.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     while not all((tmp_path / rank).exists() for rank in "01"):
         assert agent.poll() is None
         time.sleep(0.05)
