@@ -689,7 +689,8 @@ def test_files_of_others_are_never_removed(tmp_path, tok, capsys):
         run(out, input=path, tokenizer_dir=tok)
     assert capsys.readouterr().out == ""  # not that it is made anew
     (out / "chat.jsonl").unlink()
-    run(out, input=path, tokenizer_dir=tok)  # an empty directory is as good as none
+    (out / ".DS_Store").write_bytes(b"of a desktop")  # which is as good as empty
+    run(out, input=path, tokenizer_dir=tok)
     (out / "notes.txt").write_text("mine", "utf-8")
     assert run(out, input=path, tokenizer_dir=tok) == 0  # nothing to do
     for overwrite in (False, True):

@@ -152,7 +152,7 @@ def test_packed_padded_and_any_split_have_the_loss_and_gradients_of_transformers
         loss.backward()
         nats, n = nats + loss.item(), n + int(mask[1:].sum())
     oracle = {name.removeprefix("model."): p.grad / n for name, p in hf.named_parameters()}
-    for pack, batch_size in ((False, 200), (False, 7), (True, 200), (True, 3), (True, 1)):
+    for pack, batch_size in ((False, 7), (True, 200), (True, 3)):
         loss, grads = gradients(model, all_batches(corpus_of(base, pack), batch_size))
         assert loss == pytest.approx(nats / n, abs=1e-6)
         assert grads.keys() == oracle.keys()
@@ -252,11 +252,11 @@ def answers(
     "flags", [[], ["--trainable=embed,lm_head,lora", "--lora_rank=8"]], ids=["all", "lora"]
 )
 def test_conversations_are_memorized_and_answers_stop_on_their_own(run, tmp_path, base, flags):
-    talks = [talk(i) for i in range(10)]
+    talks = [talk(i) for i in range(4)]
     path = tmp_path / "few.jsonl"
     path.write_text("\n".join(json.dumps(t, ensure_ascii=False) for t in talks), encoding="utf-8")
-    common = [f"--data={path}", f"--val_data={path}", "--max_steps=300", "--eval_every=300"]
-    common += ["--schedule=linear", "--log_every=50", "--eval_answers=10", "--eval_new_tokens=24"]
+    common = [f"--data={path}", f"--val_data={path}", "--max_steps=100", "--eval_every=100"]
+    common += ["--schedule=linear", "--log_every=50", "--eval_answers=4", "--eval_new_tokens=24"]
     assert run(*common, *flags) == 0
     said = answers(tmp_path / "out" / "latest", talks)
     assert said == [(t["messages"][-1]["content"], "stop") for t in talks]
@@ -469,7 +469,7 @@ POWERSGD = ["--trainable=lora", "--compress=powersgd", "--warmup_steps=1"]
 
 @pytest.fixture(scope="session")
 def two_ranks(base, tmp_path_factory) -> Path:
-    """All cases on 2 ranks in one start, then those that were stopped, to their end."""
+    """All cases on 2 ranks in one start; the run that was stopped goes on at the end."""
     folder = tmp_path_factory.mktemp("ranks")
     few = "\n".join(json.dumps(talk(i), ensure_ascii=False) for i in (1, 2))
     (folder / "few.jsonl").write_text(few, encoding="utf-8")
@@ -484,9 +484,8 @@ def two_ranks(base, tmp_path_factory) -> Path:
     jobs += [job("no labels", forward, False)]
     jobs += [job("powersgd", POWERSGD + ["--max_steps=4"], False)]
     jobs += [job("stopped", POWERSGD + ["--max_steps=4"], True)]
-    again = [job("stopped", POWERSGD + ["--max_steps=4"], False)]
-    for part in (jobs, again):
-        run_on_ranks(2, "sft.py", part, folder)
+    jobs += [job("stopped", POWERSGD + ["--max_steps=4"], False)]
+    run_on_ranks(2, "sft.py", jobs, folder)
     return folder
 
 
@@ -593,15 +592,15 @@ def test_without_weight_a_teacher_changes_no_bit(base, run, tmp_path):
 def test_a_student_comes_close_to_its_teacher(base, run, tmp_path, beta):
     """And a run that was stopped and continued ends with the same weights."""
     flags = [f"--teacher={base / 'teacher'}", "--distill_weight=1", f"--distill_beta={beta}"]
-    flags += ["--max_steps=30", "--schedule=constant"]
-    assert run(*flags, "--save_every=20") == 0
+    flags += ["--max_steps=20", "--schedule=constant"]
+    assert run(*flags, "--save_every=15") == 0
     far, *_, near = [event["kl_teacher"] for event in tp.events(tmp_path / "out", "train")]
     assert 0 < near < 0.6 * far
     # with all the weight on the teacher the loss is the divergence
     assert tp.losses(tmp_path / "out")[-1] == pytest.approx(near, rel=1e-5)
     want = load_file(tmp_path / "out/latest/model.safetensors")
-    shutil.rmtree(tmp_path / "out/step_000030")
-    assert run(*flags, "--save_every=20") == 0
+    shutil.rmtree(tmp_path / "out/step_000020")
+    assert run(*flags, "--save_every=15") == 0
     found = load_file(tmp_path / "out/latest/model.safetensors")
     assert all(torch.equal(found[name], want[name]) for name in want)
 
