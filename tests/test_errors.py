@@ -69,6 +69,7 @@ def test_the_packages_are_those_of_requirements():
 @pytest.mark.parametrize("reason", [
     "CppCompileError: C++ compile error\n\nCommand:\ng++", "RuntimeError: Failed to find C compiler. Please specify",
     "CalledProcessError: Command '['gcc', 'main.c']' returned", "ImportError: x.so: failed to map segment from shared",
+    "OSError: [Errno 30] Read-only file system: '/cache/x'", "PermissionError: [Errno 13] Permission denied: '/cache'",
 ])  # fmt: skip
 def test_a_kernel_that_no_compiler_builds_is_one_line(reason, capsys):
     class InductorError(RuntimeError):

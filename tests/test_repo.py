@@ -1,6 +1,7 @@
 """What holds for the repository as a whole: who imports whom, importing does nothing, every script explains itself."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -43,19 +44,20 @@ TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
 SCRIPTS = ("tokenizer", "prepare", *TRAINERS, "tools/merge", "sample", "serve", "evaluate")
 
 
-def imports(path: Path, on_import: bool = False) -> set[str]:
-    """The files of the project that a file imports, also within a function; on_import: without those of its
-    `if __name__ == "__main__":` block and those for type checkers."""
-    names, tree = set(), ast.parse(path.read_text(encoding="utf-8"))
-    if on_import:
-        tests = [(node, ast.unparse(node.test) if isinstance(node, ast.If) else "") for node in tree.body]
-        tree.body = [node for node, test in tests if "__main__" not in test and test != "TYPE_CHECKING"]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names & FILES.keys()
+@functools.cache
+def imports(path: Path) -> tuple[set[str], set[str]]:
+    """The files of the project that a file imports, also within a function: those of its `if __name__ == "__main__":`
+    block and those for type checkers, and all others."""
+    later, others = set(), set()
+    for part in ast.parse(path.read_text(encoding="utf-8")).body:
+        test = ast.unparse(part.test) if isinstance(part, ast.If) else ""
+        names = later if "__main__" in test or test == "TYPE_CHECKING" else others
+        for node in ast.walk(part):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return later & FILES.keys(), others & FILES.keys()
 
 
 def room(name: str) -> str:
@@ -69,14 +71,13 @@ def floor(name: str) -> int:
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_imports_go_down_or_stay_in_the_room(name):
-    for other in imports(FILES[name]):
+    for other in set.union(*imports(FILES[name])):
         beside = room(other) == room(name) or floor(name) == floor(other) < len(FLOORS) - 1
         assert floor(other) < floor(name) or beside, f"{name} imports {other}"
 
 
-@pytest.mark.slow
 def test_no_file_imports_itself_by_way_of_others():
-    graph = {name: imports(path, on_import=True) for name, path in FILES.items()}
+    graph = {name: imports(path)[1] for name, path in FILES.items()}
     while leaves := [name for name, others in graph.items() if not others & graph.keys()]:
         for name in leaves:
             del graph[name]

@@ -264,6 +264,12 @@ def test_warm_up_is_steps_or_a_share():
         assert share == steps
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_the_last_update_is_one_at_a_min_lr_of_0(schedule):
+    rates = [learning_rate_at(step, schedule, 1.0, 0.0, 0, 100) for step in (98, 99, 100)]
+    assert rates[0] > rates[1] > rates[2] > 0.1 * rates[1]
+
+
 SCHEDULE = {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_steps": 0.05, "schedule": "cosine"}
 
 

@@ -157,6 +157,10 @@ def test_evaluations_are_on_the_disk_before_a_step_is_removed_for_them(
     assert len(removed) == 1 and '"val_loss": 0.5' in removed[0]
 
 
+def refused(*_args, **_keys) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
 def test_a_lost_log_does_not_lose_the_best_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, val_loss=float(step), keep_last=1)
@@ -282,16 +286,37 @@ def test_a_run_copied_with_its_links_followed_goes_on(tmp_path: Path, capsys) ->
         save(tmp_path / "a", step, val_loss=loss, keep_last=1)
     run = Path(shutil.copytree(tmp_path / "a", tmp_path / "b"))
     assert (run / "best").is_dir() and not (run / "best").is_symlink()
+    checkpoint.repair(run)  # as at each start
     save(run, 3, tiny(3), val_loss=0.5, keep_last=1)
     links = {name: os.readlink(run / name) for name in ("latest", "best", "best2")}
     assert links == {"latest": "step_000003", "best": "step_000003", "best2": "step_000001"}
     assert names(run) == ["best", "best2", "latest", "step_000001", "step_000003"]
-    # what is no copy of a step is not deleted
+    # what is no copy of a step is not deleted, and keeps no other link from its step
     (run / "latest").unlink()
     (run / "latest").mkdir()
     say.cache_clear()
-    assert save(run, 4).exists() and (run / "latest").is_dir()
-    assert "cannot update the links latest, best and best2" in capsys.readouterr().err
+    checkpoint.repair(run)
+    assert save(run, 4, val_loss=0.1).exists() and (run / "latest").is_dir()
+    assert capsys.readouterr().err.count("cannot update the links latest, best and best2") == 1
+    assert os.readlink(run / "best") == "step_000004" and not list(run.glob(".*.tmp"))
+
+
+def test_of_a_copy_without_its_step_the_link_is_the_step(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1, tiny(1), val_loss=1.0)
+    copy = tmp_path / "b"
+    shutil.copytree(tmp_path / "a" / "best", copy / "best")
+    shutil.copytree(tmp_path / "a" / "latest", copy / "latest")
+    checkpoint.repair(copy)
+    assert names(copy) == ["step_000001"]
+    assert checkpoint.find_latest(copy) == copy / "step_000001"
+
+
+def test_permissions_that_cannot_be_set_are_left(tmp_path: Path, monkeypatch, capsys) -> None:
+    """As on SMB mounts."""
+    monkeypatch.setattr(os, "chmod", refused)
+    say.cache_clear()
+    assert save(tmp_path, 1).exists()
+    assert capsys.readouterr().err.count("cannot let others read the weights") == 1
 
 
 # ---- kill -9 --------------------------------------------------------------------------------------------------------
@@ -945,7 +970,7 @@ def test_machines_need_no_shared_disk_to_save_but_each_the_checkpoint_to_resume(
         for name, mine in hook.state_dict().items() if compress == "powersgd" else ():
             mine["error"].fill_(len(name) + world.rank)
         torch.manual_seed(world.rank)
-        behind.save(1, model, parallel, *saved.training(1)[1:], extra={"data": tc.DATA})
+        behind.save(1, model, parallel, *saved.training(1)[1:], extra={"data": tc.DATA, "warmup_steps": 0})
         behind.close()
         assert behind.saved
 
