@@ -7,7 +7,6 @@ ranks is a process of its own.
 import dataclasses
 import json
 import os
-import random
 import re
 import runpy
 import shutil
@@ -142,29 +141,16 @@ def assert_same_result(a: Path, b: Path) -> None:
 
 def test_a_sample_text_does_not_depend_on_the_prompts_beside_it(data_dir, monkeypatch):
     """Also beyond the context, and without a prompt."""
-    monkeypatch.setattr(pretrain, "block_size", 32)
+    monkeypatch.setattr(pretrain, "block_size", 16)
     monkeypatch.setattr(pretrain, "compile", False)
     monkeypatch.setattr(pretrain, "stop_signal", lambda: False, raising=False)
     torch.manual_seed(0)
     tokenizer = Tokenizer.load(data_dir)
-    net = Transformer(ModelConfig(tokenizer.vocab_size, 32, n_layer=1, n_head=2, n_embd=32))
-    texts = {prompt: pretrain.sample(net, tokenizer, prompt) for prompt in ("The ", "def ", "")}
+    net = Transformer(ModelConfig(tokenizer.vocab_size, 16, n_layer=1, n_head=2, n_embd=32))
+    texts = {prompt: pretrain.sample(net, tokenizer, prompt, 24) for prompt in ("The ", "def ", "")}
     for prompt, text in reversed(texts.items()):
         assert text.startswith(prompt) and len(text) > len(prompt)
-        assert text == pretrain.sample(net, tokenizer, prompt) and net.training
-
-
-@pytest.mark.slow
-def test_loss_falls_and_the_run_directory_is_complete(run, tmp_path):
-    assert run("--max_steps=40", "--eval_every=20", "--save_every=20", "--sample_prompts=The |中文") == 0
-    out = tmp_path / "out"
-    evals = events(out, "eval")
-    assert [e["step"] for e in evals] == [0, 20, 40]
-    assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.5
-    names = {"config.py", "log.jsonl", "latest", "best", "best2", "step_000020", "step_000040"}
-    assert names <= {path.name for path in out.iterdir()}
-    assert [e["step"] for e in events(out, "train")] == list(range(1, 41))
-    assert events(out, "train")[-1]["tokens"] == 40 * 64
+        assert text == pretrain.sample(net, tokenizer, prompt, 24) and net.training
 
 
 @pytest.mark.slow
@@ -210,9 +196,9 @@ def test_bfloat16_computes_in_bfloat16(run, monkeypatch):
 
 @pytest.mark.slow
 def test_evaluation_and_sampling_leave_training_unchanged(run, tmp_path):
-    assert run("--max_steps=4", "--dropout=0.2", "--eval_every=100", f"--out_dir={tmp_path / 'a'}") == 0
-    flags = ["--eval_every=1", "--save_every=2", "--sample_prompts=def "]
-    assert run("--max_steps=4", "--dropout=0.2", *flags, f"--out_dir={tmp_path / 'b'}") == 0
+    assert run("--max_steps=3", "--dropout=0.2", "--eval_every=100", f"--out_dir={tmp_path / 'a'}") == 0
+    flags = ["--eval_every=1", "--save_every=2", "--sample_prompts=def |中"]
+    assert run("--max_steps=3", "--dropout=0.2", *flags, f"--out_dir={tmp_path / 'b'}") == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
@@ -487,7 +473,7 @@ def logged_steps(out: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir):
-    """kill -9 during a save, then at a random moment, then to the end; with dropout, accumulation and clipping."""
+    """kill -9 of all ranks during a save, then to the end; with dropout, accumulation and clipping."""
     steps, ranks = 15, 2
     flags = [f"--data_dir={data_dir}", f"--max_steps={steps}", "--dtype=bfloat16", "--dropout=0.1", "--grad_clip=0.5"]
     flags += ["--batch_size=1", "--total_batch_tokens=192", "--save_every=3", "--eval_every=5"]
@@ -497,10 +483,6 @@ def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir):
 
     process = start(*flags, ranks=ranks)
     wait_for(lambda: (broken / "step_000003").exists() and any(broken.glob(".step_*.tmp")), process)
-    kill(process)
-    process = start(*flags, "--resume=must", ranks=ranks)
-    target = random.Random(ranks).randint(steps // 2 - 1, steps - 4)
-    wait_for(lambda: logged_steps(broken) >= target, process)
     kill(process)
     finish(start(*flags, "--resume=must", ranks=ranks))
     assert_same_run(straight, broken)

@@ -517,7 +517,7 @@ FILE_FLAGS = ["--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=12", "--n=
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_file_of_prompts_equals_one_by_one(runs, tmp_path, batch_size):
     rows = write_prompts(tmp_path / "q.jsonl", 7)
     directory = runs / "out/newer/step_000020"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from saved import load_train_state
 
 import sft
-from groundup.demo import debug_data
+from groundup.demo import debug_data, debug_model
 from groundup.errors import UserError
 from groundup.generate.completion import generate
 from groundup.generate.sampling import SamplingParams
@@ -248,16 +248,13 @@ def answers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [[], ["--trainable=embed,lm_head,lora", "--lora_rank=8"]], ids=["all", "lora"]
-)
-def test_conversations_are_memorized_and_answers_stop_on_their_own(run, tmp_path, base, flags):
+def test_conversations_are_memorized_and_answers_stop_on_their_own(run, tmp_path):
     talks = [talk(i) for i in range(4)]
     path = tmp_path / "few.jsonl"
     path.write_text("\n".join(json.dumps(t, ensure_ascii=False) for t in talks), encoding="utf-8")
     common = [f"--data={path}", f"--val_data={path}", "--max_steps=100", "--eval_every=100"]
     common += ["--schedule=linear", "--log_every=50", "--eval_answers=4", "--eval_new_tokens=24"]
-    assert run(*common, *flags) == 0
+    assert run(*common, "--trainable=embed,lm_head,lora", "--lora_rank=8") == 0
     said = answers(tmp_path / "out" / "latest", talks)
     assert said == [(t["messages"][-1]["content"], "stop") for t in talks]
     last = tp.events(tmp_path / "out", "eval")[-1]
@@ -458,7 +455,6 @@ ONE_STEP = [
 RANK_CASES = {
     "all": [],
     "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
-    "lora backward": ["--trainable=lora", "--overlap_step=backward", "--grad_clip=0"],
     "lora powersgd": ["--trainable=lora", "--compress=powersgd", "--warmup_steps=1"],
     "padded": ["--pack=False", "--total_batch_tokens=1024"],
     "few labels": ["--data=FEW", "--val_data=FEW"],
@@ -562,7 +558,9 @@ def test_a_resume_with_other_adapters_is_refused(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_every_shipped_config_trains(run, tmp_path):
+def test_every_shipped_config_trains(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(debug_data, "make_debug_rows", lambda path, rows_of: None)  # of config/debug_sft.py
+    monkeypatch.setattr(debug_model, "make_debug_model", lambda path: None)
     for path in sorted(ROOT.glob("config/*.py")):
         if f" sft.py config/{path.name}" in path.read_text(encoding="utf-8"):
             small = [
@@ -588,10 +586,9 @@ def test_without_weight_a_teacher_changes_no_bit(base, run, tmp_path):
     assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("beta", (0.0, 1.0))
-def test_a_student_comes_close_to_its_teacher(base, run, tmp_path, beta):
+def test_a_student_comes_close_to_its_teacher(base, run, tmp_path):
     """And a run that was stopped and continued ends with the same weights."""
-    flags = [f"--teacher={base / 'teacher'}", "--distill_weight=1", f"--distill_beta={beta}"]
+    flags = [f"--teacher={base / 'teacher'}", "--distill_weight=1", "--distill_beta=0.5"]
     flags += ["--max_steps=20", "--schedule=constant"]
     assert run(*flags, "--save_every=15") == 0
     far, *_, near = [event["kl_teacher"] for event in tp.events(tmp_path / "out", "train")]

@@ -121,7 +121,8 @@ def test_documents_one_by_one_are_in_no_graph(monkeypatch):
     monkeypatch.setattr(attention, "MASKED_LENGTH", 0)
     graphs = []
 
-    def graphs_of(lengths: tuple[int, ...]) -> int:
+    def graphs_of(*lengths: int) -> list[int]:
+        """How many there are after each length."""
         torch._dynamo.reset()
         graphs.clear()
         cfg = model.ModelConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=16, block_size=32)
@@ -129,11 +130,15 @@ def test_documents_one_by_one_are_in_no_graph(monkeypatch):
         backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
         for part in net.layers:
             part.forward = torch.compile(part.forward, backend=backend, dynamic=False)
+        found = []
         for length in lengths:
             net(torch.zeros(2, 32, dtype=torch.int64), documents=(torch.arange(32) // length).expand(2, -1))
-        return len(graphs)
+            found.append(len(graphs))
+        return found
 
-    assert graphs_of((32,)) == graphs_of((32, 16, 7)) > 0
+    one, two, four = graphs_of(32, 16, 7)
+    assert one == two == four > 0
     plain = attention.attention_by_document.__wrapped__
     monkeypatch.setattr(attention, "attention_by_document", plain)
-    assert graphs_of((32,)) < graphs_of((32, 16))
+    one, two = graphs_of(32, 16)
+    assert one < two

@@ -175,7 +175,7 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
     kept = new_sampler()
     own = kept.engine
     places, cache = [p.data_ptr() for p in own.model.parameters()], None
-    for _ in range(3):
+    for _ in range(2):
         alone = new_sampler()
         found.append([one.ids for one in kept.draw(prompts[:3], [7, 8, 9], n=6)])
         assert found[-1] == [one.ids for one in alone.draw(prompts[:3], [7, 8, 9], n=6)]
@@ -186,7 +186,7 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
         with torch.no_grad():
             for p in policy.parameters():
                 p.add_(torch.randn_like(p), alpha=0.03)
-    assert found[0] != found[1] != found[2]
+    assert found[0] != found[1]
     assert new_sampler(compile=False).engine is None
     monkeypatch.setattr(decode, "step_c", step_c)
     if decode.step_c(torch.float32):  # a CPU has its step in C

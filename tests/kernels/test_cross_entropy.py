@@ -1,11 +1,11 @@
 """cross_entropy.py against its plain reference, torch's own loss, and autograd over full logits."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -337,7 +337,7 @@ HEAD_MEMORY = """
 def test_head_takes_a_fifth_of_the_memory_of_full_logits(tmp_path):
     env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]), OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", textwrap.dedent(HEAD_MEMORY), str(tmp_path)]
-    out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    out = forks.run(command, env=env, capture_output=True, text=True, check=True).stdout
     chunked, plain = (torch.load(tmp_path / name, weights_only=True) for name in ("chunked", "plain"))
     for got, want in zip(chunked, plain, strict=True):
         assert relative_error(got, want) < 1e-6

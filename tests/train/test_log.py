@@ -348,7 +348,7 @@ def trained(tmp_path_factory) -> Path:
         "--log_every=2",
     ]
     forks.run(
-        [*command, "--eval_every=3", f"--out_dir={out}"], cwd=ROOT, check=True, capture_output=True
+        [*command, "--eval_every=6", "--eval_steps=2", f"--out_dir={out}"], cwd=ROOT, check=True, capture_output=True
     )
     return out
 
