@@ -170,25 +170,6 @@ def check_overlap_is_exact(world: ranks.World) -> None:
         assert_close(train(world, overlap_step=overlap, **variant), train(world, **variant), 0.0)
 
 
-def check_compiled_blocks(world: ranks.World) -> None:
-    """One graph for training and one for evaluation serve all blocks, steps and models.
-
-    The same bits.
-    """
-    from torch._dynamo.utils import counters  # a second, which the ranks need not wait for
-
-    runs = []
-    torch._dynamo.reset()
-    counters.clear()
-    for overlap in ("off", "forward"):
-        model = new_model(3)
-        for block in model.layers:
-            block.forward = torch.compile(block.forward, backend="aot_eager")
-        runs.append(train(world, 5, overlap_step=overlap, model=model))
-        assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
-    assert_close(runs[1], runs[0], 0.0)
-
-
 def stepped(world: ranks.World, **options: object) -> tuple[ddp.DDP, list[Tensor]]:
     """After one step; and the weights before it."""
     parallel, optimizer = setup(**options)
@@ -749,7 +730,6 @@ def check_rank_that_skips_blocks(world: ranks.World) -> None:
 
 CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
 OF_SEVERAL = (check_zero1_equals_torch, check_overlap)
-OF_ONE = (check_compiled_blocks,)  # test_pretrain_ranks.py compiles on two ranks
 # What four ranks do that two do not: other shards, sums of other terms.
 OF_FOUR = (
     check_zero1_equals_plain,
@@ -763,9 +743,8 @@ OF_FOUR = (
 
 def run_checks(world: ranks.World, report: Callable[[str, str], None]) -> None:
     for check in OF_FOUR if world.world_size == 4 else CHECKS:
-        if check not in OF_ONE:
-            check(world)
-            report(check.__name__, "")
+        check(world)
+        report(check.__name__, "")
 
 
 @pytest.mark.slow

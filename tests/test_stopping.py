@@ -17,15 +17,21 @@ from golden import record
 ROOT = Path(__file__).parent.parent
 FLAGS = ["--max_steps=3", "--eval_every=2", "--save_every=3", "--keep_last=0", "--log_every=1", "--warmup_steps=1"]
 FLAGS += ["--compile=False", "--batch_size=2"]
-EVALUATION = ["--eval_steps=8"]
-EVALUATION_OF = {"rl": ["--eval_prompts=4", "--prompts_per_step=4", "--group_size=2", "--max_new_tokens=16"]}
+PAIRS = ["--eval_steps=3", "--total_batch_pairs=4"]
+OWN_FLAGS = {
+    "pretrain": ["--eval_steps=3", "--total_batch_tokens=256"],
+    "sft": ["--eval_steps=3", "--total_batch_tokens=0", "--eval_new_tokens=4"],
+    "dpo": PAIRS,
+    "reward": PAIRS,
+    "rl": ["--eval_prompts=4", "--prompts_per_step=4", "--group_size=2", "--max_new_tokens=8"],
+}
 STEP = 2
 
 
 def command(trainer: str, out: Path, n_ranks: int, *flags: str, when: str = "", number: int = 0) -> list[str]:
     """A run of three steps that evaluates at 2 and saves at 3; with `when` a signal comes to the last rank."""
     start = [] if trainer == "pretrain" else ["--init_from=tests/golden/model"]
-    mine = FLAGS + EVALUATION_OF.get(trainer, EVALUATION)
+    mine = FLAGS + OWN_FLAGS[trainer]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"] if n_ranks > 1 else []
     script = [f"{trainer}.py"] if not when else [__file__, when, str(number), f"{trainer}.py"]
     return [sys.executable, *launcher, *script, *record.DATA[trainer], *start, *mine, *flags, f"--out_dir={out}"]
