@@ -217,8 +217,8 @@ def runs(lost, data_dir) -> Path:
     fsdp: in one start, which takes longer than they do."""
     folder = lost["folder"]
     jobs = [job(folder / name, data_dir) for name in ("straight", *LOST)]
-    debug_data.make_debug_rows(folder / "data/sft.jsonl", lambda talks: [{"messages": talk} for talk in talks])
-    debug_data.make_debug_rows(folder / "data/dpo.jsonl", debug_data.debug_pairs)
+    debug_data.make_debug_rows(folder / "data/sft.jsonl", lambda talks: [{"messages": talk} for talk in talks][:45])
+    debug_data.make_debug_rows(folder / "data/dpo.jsonl", lambda talks: debug_data.debug_pairs(talks)[:45])
     common = ["--max_steps=2", "--eval_every=2", "--log_every=1", "--eval_steps=0", "--peak_tflops=1"]
     common += ["--block_size=256", "--val_fraction=0.2", "--device=cpu", "--dtype=float32", "--compile=False"]
     for script in ("sft", "dpo"):

@@ -46,10 +46,10 @@ def run(*args, status: int | None = 0, **when) -> str:
     return done.stdout
 
 
+SHARDED = ("--parallel=fsdp", "--optimizer=adamw", "--sample_prompts=")
 CASES = [
-    ("sft", 1, signal.SIGHUP, ("--eval_answers=2",)),
-    ("dpo", 1, signal.SIGUSR1, ()), ("reward", 1, signal.SIGTERM, ()), ("rl", 1, signal.SIGTERM, ()),
-    ("pretrain", 2, signal.SIGHUP, ()), ("sft", 2, signal.SIGTERM, ("--parallel=fsdp", "--eval_answers=0")),
+    ("sft", 1, signal.SIGHUP, ("--eval_answers=2", "--sample_prompts=")), ("dpo", 1, signal.SIGUSR1, ("--loss=simpo",)),
+    ("reward", 1, signal.SIGTERM, ()), ("rl", 1, signal.SIGTERM, ()), ("pretrain", 2, signal.SIGHUP, SHARDED),
 ]  # fmt: skip
 
 
@@ -58,8 +58,6 @@ CASES = [
 @pytest.mark.parametrize(("trainer", "n_ranks", "number", "flags"), CASES)
 def test_an_evaluation_is_left_and_made_up_for(trainer, n_ranks, number, flags, tmp_path):
     straight, left = tmp_path / "straight", tmp_path / "left"
-    if trainer == "sft":
-        flags = (*flags, "--sample_prompts=")
     run(trainer, straight, n_ranks, *flags)
     status = 128 + number if n_ranks == 1 else None  # torchrun has one of its own
     output = run(trainer, left, n_ranks, *flags, when="evaluation", number=number, status=status)
