@@ -276,7 +276,7 @@ if __name__ == "__main__":
     corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction, schemas)
     corpus.need_validation(val_fraction)
     settings = config | {"world_size": world_size}
-    max_steps = steps_of(settings, corpus.n_train, prompts_per_step, "prompts_per_step", "prompts")
+    max_steps = steps_of(settings, corpus.n_rows, prompts_per_step, "prompts_per_step", "prompts")
     check_schedule(config, max_steps)
 
     # ---- model

@@ -140,7 +140,7 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
         messages, problem = [*pair.prompt, {"role": "assistant", "content": pair.chosen}], ""
     alone = row.get("messages") is None and row_formats.recognise(row, "question")
     if problem and alone:
-        messages, problem = row_formats.question_of(row)
+        messages, problem = row_formats.messages_of(row, "question")
     if problem:
         raise BadRow("messages that are not understood", problem)
     own = messages.pop() if messages[-1]["role"] == "assistant" else {"content": ""}

@@ -75,12 +75,11 @@ def parquet_records(
             row += batch.num_rows
     except Damage as error:
         reason, detail, lost = error.args
-        yield Record(None, row + 1, row, problem=reason, detail=detail, lost=lost), lost
+        yield Record(None, row + 1, row).fail(reason, detail, lost), lost
     except UserError:
         raise
     except (OSError, ValueError, MemoryError) as error:  # pyarrow's, for damaged pages
-        found = Record(None, row + 1, row, problem="truncated_file", detail=str(error), lost=size)
-        yield found, size
+        yield Record(None, row + 1, row).fail("truncated_file", str(error), size), size
 
 
 def decode_texts(row: dict, binary: list[str]) -> dict:
@@ -105,13 +104,12 @@ def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
                 yield from batch_records(batch.slice(k, 1), row + k)
         else:
             problem = "bad_encoding" if isinstance(error, UnicodeDecodeError) else "bad_field"
-            detail, lost = str(error), max(1, batch.nbytes)
-            yield Record(None, row + 1, row, problem=problem, detail=detail, lost=lost)
+            yield Record(None, row + 1, row).fail(problem, str(error), max(1, batch.nbytes))
         return
     for k, value in enumerate(values):
         if batch.nbytes > MAX_BYTES and len(str(value)) > MAX_BYTES:
             detail = f"a row of more than {MAX_BYTES:,} characters"
-            yield Record(None, row + k + 1, row + k, problem="too_long", detail=detail, lost=1)
+            yield Record(None, row + k + 1, row + k).fail("too_long", detail, 1)
         else:
             yield Record(value, row + k + 1, row + k)
 

@@ -26,7 +26,9 @@ HEAD_BYTES = 2**16  # of a CSV file: they tell what separates its fields
 MAX_DEPTH = 100  # of JSON; code that walks a deeper value would exhaust Python's stack
 PIECE_CHARS = 2**21  # a longer text file is read in pieces: each character may take four bytes
 LINE_BYTES = 2**22  # a longer line of a text file, too
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
+DECODER = json.JSONDecoder()
 BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
 
 
@@ -79,7 +81,7 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
     is_json = path == "-" and re.match(rb'\{\s*"|\[\s*[{"\]]', head)
-    if suffix in (".json", ".jsonl", ".ndjson") or is_json:
+    if suffix in JSON_SUFFIXES or is_json:
         if head.startswith(b"["):
             named = suffix in (".jsonl", ".ndjson")
             return "jsonl" if lines_of_arrays(head, named) else "array"
@@ -91,18 +93,23 @@ def container(path: str, head: bytes, txt_split: str) -> str:
 
 def is_over_lines(head: bytes) -> bool:
     """Return whether the first JSON value goes on over several lines."""
-    first = head.partition(b"\n")[0]
-    text = head.decode("utf-8", "replace")
-    n_first = len(first.decode("utf-8", "replace"))
+    first = head.partition(b"\n")[0].decode("utf-8", "replace")
     try:
-        _, end = json.JSONDecoder().raw_decode(text)
+        DECODER.raw_decode(first)
+        return False
+    except json.JSONDecodeError:
+        text = head.decode("utf-8", "replace")
+    except RecursionError:
+        return False
+    try:
+        DECODER.raw_decode(text)
     except json.JSONDecodeError as error:
         # it may go on behind the head
         goes_on = error.pos >= len(text) - 1 or error.msg.startswith("Unterminated string")
-        return goes_on and n_first < len(text) - 1
+        return goes_on and len(first) < len(text) - 1
     except RecursionError:
         return False
-    return end > n_first
+    return True
 
 
 def lines_of_arrays(head: bytes, named: bool) -> bool:
@@ -143,7 +150,7 @@ def read_records(
         raw = stream.raw
         if begin:  # of a file of lines, as `work_units` found
             suffix = os.path.splitext(unpacked_name(path))[1]
-            kind = "jsonl" if suffix in (".json", ".jsonl", ".ndjson") else txt_split
+            kind = "jsonl" if suffix in JSON_SUFFIXES else txt_split
             head = b""
         else:
             head = stream.peek()
@@ -170,7 +177,7 @@ def read_records(
             yield from decoded(paragraphs(stream, begin, end), decoder)
         else:
             lines = read_lines(stream, begin, end)
-            lines = (line for line in lines if line.problem or line.value.strip())
+            lines = (line for line in lines if line.problem or not line.value.isspace())
             lines = decoded(lines, decoder)
             yield from jsonl_records(lines) if kind == "jsonl" else lines
         if raw.plain and raw.file:
@@ -222,7 +229,7 @@ def read_lines(
                 partial = size
                 break
             detail = f"a line of {size:,} bytes; the most is {MAX_BYTES:,}"
-            yield Record(None, line, offset, problem="too_long", detail=detail, lost=size)
+            yield Record(None, line, offset).fail("too_long", detail, size)
         elif stream.raw.damage:
             partial = size
             break
@@ -237,7 +244,7 @@ def damage(stream: io.BufferedReader, line: int, offset: int, partial: int) -> I
     used, for they are half a record."""
     if stream.raw.damage:
         reason, detail, lost = stream.raw.damage
-        yield Record(None, line, offset, problem=reason, detail=detail, lost=lost + partial)
+        yield Record(None, line, offset).fail(reason, detail, lost + partial)
 
 
 def decoded(lines: Iterator[Record], decoder: Decoder) -> Iterator[Record]:
@@ -251,14 +258,14 @@ def decoded(lines: Iterator[Record], decoder: Decoder) -> Iterator[Record]:
         except UnicodeDecodeError as error:
             yield undecoded(record, error, decoder)
             continue
-        text = unix_lines(text).removesuffix("\n").removeprefix(MARK)
-        name = "utf-8" if text.isascii() else decoder.name
-        yield Record(text, record.line, record.offset, name)  # _replace is slow
+        if not text.isascii():
+            text, record.encoding = text.removeprefix(MARK), decoder.name
+        record.value = unix_lines(text).removesuffix("\n")
+        yield record
 
 
 def undecoded(record: Record, error: UnicodeDecodeError, decoder: Decoder) -> Record:
-    detail, lost = f"{error}{decoder.hint}", len(record.value)
-    return record._replace(value=None, problem="bad_encoding", detail=detail, lost=lost)
+    return record.fail("bad_encoding", f"{error}{decoder.hint}", len(record.value))
 
 
 def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[Record]:
@@ -268,7 +275,8 @@ def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterat
     for line in read_lines(stream, begin):
         blank = bool(line.problem) or not line.value.strip()
         if blank and held:
-            yield first._replace(value=b"".join(held))
+            first.value = b"".join(held)
+            yield first
             held = []
         if end is not None and line.offset >= end and (blank or not mine):
             return
@@ -282,7 +290,8 @@ def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterat
             first = first if held else line
             held.append(line.value)
     if held:
-        yield first._replace(value=b"".join(held))
+        first.value = b"".join(held)
+        yield first
 
 
 # ---- a whole text file -------------------------------------------------------------------------
@@ -418,10 +427,11 @@ def plain_rows(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[R
         elif not names:
             names = column_names(row)
         elif len(row) != len(names) and record.value:
-            detail, lost = f"{len(row)} fields, but {len(names)} columns", size_of(record)
-            yield record._replace(value=None, problem="bad_csv", detail=detail, lost=lost)
+            detail = f"{len(row)} fields, but {len(names)} columns"
+            yield record.fail("bad_csv", detail, size_of(record))
         elif record.value:
-            yield record._replace(value=dict(zip(names, row, strict=True)))
+            record.value = dict(zip(names, row, strict=True))
+            yield record
 
 
 def size_of(record: Record) -> int:
@@ -477,12 +487,12 @@ def csv_records(
             waiting.extendleft(reversed(held[again:]))
             if len(held) > 1:  # which rows they are is a guess
                 detail += f"; left out: {again} lines, {lost:,} bytes"
-            yield first._replace(value=None, problem="bad_csv", detail=detail, lost=lost)
+            yield first.fail("bad_csv", detail, lost)
         elif not names:
             names = column_names(row)
         elif row:
-            value = dict(zip(names, row, strict=True))
-            yield Record(value, first.line, first.offset, first.encoding)
+            first.value = dict(zip(names, row, strict=True))
+            yield first
 
 
 def is_row(line: str, names: Sequence[str], delimiter: str) -> bool:
@@ -496,20 +506,13 @@ def is_row(line: str, names: Sequence[str], delimiter: str) -> bool:
 # ---- JSON --------------------------------------------------------------------------------------
 
 
-def too_deep(text: str, values: list) -> bool:
-    """Return whether one of the JSON values in a text is nested too deep. Counting brackets is
-    faster than looking."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return False
-    level = [one for one in values if isinstance(one, dict | list)]
-    for _ in range(MAX_DEPTH):
-        inner = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [
-            one for one in itertools.chain.from_iterable(inner) if isinstance(one, dict | list)
-        ]
-        if not level:
-            return False
-    return True
+def check_depth(value: dict | list, most: int = MAX_DEPTH) -> None:
+    """Raise ValueError if objects and lists are nested more than so many deep."""
+    if most == 0:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    for inner in value.values() if type(value) is dict else value:
+        if type(inner) in (dict, list):
+            check_depth(inner, most - 1)
 
 
 def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
@@ -519,28 +522,23 @@ def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
             yield record
             continue
         try:
-            values, detail = [json.loads(record.value)], ""
+            values = json_values(record.value)
         except (ValueError, RecursionError) as error:
-            values, detail = several_values(record.value), str(error)
-        if too_deep(record.value, values):
-            values, detail = [], f"nested more than {MAX_DEPTH} deep"
+            yield record.fail("bad_json", str(error), size_of(record))
+            continue
         for value in values:
             yield Record(value, record.line, record.offset, record.encoding)
-        if not values:
-            lost = size_of(record)
-            yield record._replace(value=None, problem="bad_json", detail=detail, lost=lost)
 
 
-def several_values(text: str) -> list:
+def json_values(text: str) -> list:
     """Return the JSON values that stand in a text one behind the other, or with commas between
-    them; [] if not all is JSON."""
-    values, end, decoder = [], 0, json.JSONDecoder()
-    while (begin := BETWEEN.match(text, end).end()) < len(text):
-        try:
-            value, end = decoder.raw_decode(text, begin)
-        except (ValueError, RecursionError):
-            return []
+    them. Raise ValueError or RecursionError if not all is JSON, or is nested too deep."""
+    values, begin = [], BETWEEN.match(text).end()
+    while begin < len(text) or not values:
+        value, end = DECODER.raw_decode(text, begin)
         values.append(value)
+        begin = BETWEEN.match(text, end).end()
+    check_depth(values, MAX_DEPTH + 1)
     return values
 
 
@@ -588,7 +586,6 @@ class JsonStream:
     same key and, if elements begin lines, the same indentation. So a bad byte costs one element of
     an array of gigabytes, not the rest of it."""
 
-    DECODER = json.JSONDecoder()
     WHITE_SPACE = re.compile("[ \t\n\r\x1e\ufeff]*")
     OPENING = re.compile(r'[\[{ \t\n\r]*(?<=[\[{ \t\n\r])"(?:[^"\\]|\\.){0,200}"\s*:|(?=["\d\-])')
     LONGEST = 2**11  # characters of an opening
@@ -599,7 +596,7 @@ class JsonStream:
         self.text, self.pos = "", 0  # what is held; how much of it is used
         self.line, self.offset = 1, 0  # of text[pos]: from 1; in bytes
         self.space = ""  # white space before text[pos]
-        self.openings: set[str] = set()  # patterns: how elements began so far
+        self.openings: set[tuple[str, str]] = set()  # how elements began so far
 
     def __iter__(self) -> Iterator[Record]:
         array, before = self._next() == "[", ""
@@ -620,8 +617,7 @@ class JsonStream:
                 yield record
         if array and before in ("", ",", "element"):
             detail = "the array is not closed: the file is cut"
-            problem = "truncated_file"
-            yield Record(None, self.line, self.offset, problem=problem, detail=detail, lost=1)
+            yield Record(None, self.line, self.offset).fail("truncated_file", detail, 1)
 
     def _element(self, array: bool, behind: bool) -> tuple[Record | None, bool]:
         """Return the element that begins here, or None if only a separator is damaged, and whether
@@ -631,15 +627,11 @@ class JsonStream:
             if array and behind:
                 raise ValueError("text after the end of the array")
             value, end = self._parse()
-            if too_deep(self.text[self.pos : end], [value]):
-                raise ValueError(f"nested more than {MAX_DEPTH} deep")
-            after = self.WHITE_SPACE.match(self.text, end).end()
-            if (
-                array
-                and not isinstance(value, list | dict)
-                and self.text[after : after + 1] not in (",", "]", "")
-            ):
-                raise ValueError(f"expected , or ] but found {self.text[after]!r}")
+            check_depth([value], MAX_DEPTH + 1)
+            if array and not isinstance(value, list | dict):
+                after = self.WHITE_SPACE.match(self.text, end).end()
+                if self.text[after : after + 1] not in (",", "]", ""):
+                    raise ValueError(f"expected , or ] but found {self.text[after]!r}")
         except (ValueError, RecursionError) as error:
             opening, known = self._opening(), bool(self.openings)
             self.openings |= set() if known else {opening}
@@ -649,31 +641,28 @@ class JsonStream:
             lost, reason = self.offset - offset, "bad_encoding" if undecoded else "bad_json"
             reason = "too_long" if lost > MAX_BYTES else reason
             detail = f"{error}; left out: {lost:,} bytes"
-            return Record(None, line, offset, problem=reason, detail=detail, lost=lost), False
+            return Record(None, line, offset).fail(reason, detail, lost), False
         if len(self.openings) < 20:
             self.openings.add(self._opening())
         text = self.text[self.pos : end]
         if self._use(end):
             detail = f"bytes that are not {self.decoder.name}{self.decoder.hint}"
             lost = self.offset - offset
-            found = Record(None, line, offset, problem="bad_encoding", detail=detail, lost=lost)
-            return found, True
+            return Record(None, line, offset).fail("bad_encoding", detail, lost), True
         name = "utf-8" if text.isascii() else self.decoder.name
         return Record(value, line, offset, name), True
 
-    def _opening(self) -> str:
-        """Return a pattern of how the element at hand begins, with the white space before it if
-        that has a line end; "" if any text could begin so."""
+    def _opening(self) -> tuple[str, str] | None:
+        """Return how the element at hand begins: the white space before it if that has a line end,
+        and its brackets and first key, if it has any. None if any text could begin so."""
         found = self.OPENING.match(self.text, self.pos)
-        lead = re.escape(self.space) if "\n" in self.space else ""
-        if found and found[0]:
-            return lead + re.escape(found[0])
-        return lead + r'(?=["\d\-])' if found and lead else r'(?<=[^\\]",)\s*(?=")' if found else ""
+        return (self.space if "\n" in self.space else "", found[0]) if found else None
 
     def _skip(self) -> tuple[int, bool]:
         """Go on to the next opening, or to the end. Return how many characters are left out, and
         whether bytes that could not be decoded are among them."""
-        pattern, at = re.compile("|".join(sorted(self.openings - {""})) or r"(?!)"), self.pos + 1
+        patterns = [opening_pattern(*opening) for opening in sorted(self.openings - {None})]
+        pattern, at = re.compile("|".join(patterns) or r"(?!)"), self.pos + 1
         n_skipped, undecoded, ended = 0, False, False
         while True:
             found = pattern.search(self.text, at)
@@ -688,7 +677,7 @@ class JsonStream:
     def _parse(self) -> tuple[object, int]:
         while True:
             try:
-                value, end = self.DECODER.raw_decode(self.text, self.pos)
+                value, end = DECODER.raw_decode(self.text, self.pos)
             except json.JSONDecodeError as error:
                 # More text may help: a string is open, or a word, number or escape may be cut off.
                 near_end = error.pos >= len(self.text) - len("-Infinity") - 1
@@ -700,20 +689,18 @@ class JsonStream:
                     raise
                 continue
             # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9
-            if (
-                self.WHITE_SPACE.match(self.text, end).end() >= len(self.text) - len("e+")
-                and self._read()
-            ):
-                continue
-            return value, end
+            may_go_on = isinstance(value, int | float) and end >= len(self.text) - len("e+")
+            if not (may_go_on and self._read()):
+                return value, end
 
     def _next(self) -> str:
         """Return the next character that is no white space, "" at the end."""
         self.space = ""
         while True:
             end = self.WHITE_SPACE.match(self.text, self.pos).end()
-            self.space += self.text[self.pos : end]
-            self._use(end)
+            if end > self.pos:
+                self.space += self.text[self.pos : end]
+                self._use(end)
             if self.pos < len(self.text) or not self._read():
                 return self.text[self.pos : self.pos + 1]
 
@@ -722,6 +709,9 @@ class JsonStream:
         used = self.text[self.pos : end]
         self.pos = end
         self.line += used.count("\n")
+        if used.isascii():
+            self.offset += len(used)
+            return 0
         try:
             self.offset += len(used.encode(self.decoder.name))
         except UnicodeEncodeError:  # a byte that could not be decoded becomes one again
@@ -744,3 +734,10 @@ class JsonStream:
         if len(held) > 1:
             self.text, self.pos = "".join(held), 0
         return len(held) > 1
+
+
+def opening_pattern(space: str, first: str) -> str:
+    """Return a pattern of an element's opening, see `JsonStream._opening`."""
+    if first:
+        return re.escape(space) + re.escape(first)
+    return re.escape(space) + r'(?=["\d\-])' if space else r'(?<=[^\\]",)\s*(?=")'

@@ -61,20 +61,13 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
         return "", str(problem)
 
 
-def messages_of(row: object) -> tuple[list[dict], str]:
+def messages_of(row: object, kind: str = "chat") -> tuple[list[dict], str]:
     """Return (messages as turns.py has them, "") or ([], what is wrong).
 
-    Empty answers and a last turn that is not the assistant's are kept."""
+    Empty answers and a last turn that is not the assistant's are kept. kind: "question" reads one
+    that stands alone."""
     try:
-        return check_media(read(row, "chat"), row), ""
-    except BadRow as problem:
-        return [], str(problem)
-
-
-def question_of(row: object) -> tuple[list[dict], str]:
-    """Return (the messages of a question that stands alone, "") or ([], what is wrong)."""
-    try:
-        return check_media(read(row, "question"), row), ""
+        return check_media(read(row, kind), row), ""
     except BadRow as problem:
         return [], str(problem)
 
@@ -99,13 +92,9 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
     given = as_object(row)
-    row, found = named(given, kind)
-    sides = [side for side in ("chosen", "rejected") if row.get(side)]
-    if kind == "preference" and len(sides) == 1 and not (found and has_all(row, found)):
-        missing = "rejected" if sides == ["chosen"] else "chosen"
-        if row.get(missing) == "":
-            raise BadRow("empty answer")
-        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(given)})")
+    row, found = with_format(given, kind)
+    if kind == "preference" and not (found and has_all(row, found)):
+        refuse_one_side(row, given)
     if found:
         try:
             return found.read(row)
@@ -115,6 +104,16 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
         f"unknown format: {keys_of(given)}{hint_of(row, kind)}; "
         f"{kind} is known by: {known_keys(kind)}"
     )
+
+
+def refuse_one_side(row: dict, given: dict) -> None:
+    """Raise BadRow if one of a pair's answers is there and the other is not."""
+    sides = [side for side in ("chosen", "rejected") if row.get(side)]
+    if len(sides) == 1:
+        missing = "rejected" if sides == ["chosen"] else "chosen"
+        if row.get(missing) == "":
+            raise BadRow("empty answer")
+        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(given)})")
 
 
 def as_object(row: object) -> dict:
@@ -178,10 +177,10 @@ def check_media(messages: list[dict], row: dict | list) -> list[dict]:
 
 def recognise(row: object, kind: str) -> RowFormat | None:
     """Return the format of a row, None if it has none."""
-    return named(row, kind)[1] if isinstance(row, dict) else None
+    return with_format(row, kind)[1] if isinstance(row, dict) else None
 
 
-def named(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
+def with_format(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
     """Return a row under the most common names of its keys, and its format. A rarer name of an
     answer counts where there is no other answer."""
     row = rename(row, OTHER_NAMES)
@@ -203,7 +202,10 @@ def format_of(row: dict, kind: str) -> RowFormat | None:
     if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
     known = formats_with(tuple(row), kind)
-    return next((one for one in known if has_all(row, one)), known[0] if known else None)
+    for one in known:
+        if has_all(row, one):
+            return one
+    return known[0] if known else None
 
 
 @lru_cache(maxsize=64)  # the rows of a file have the same keys
@@ -273,19 +275,20 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
     row = {"messages": row} if isinstance(row, list) else row
     given = row
     for kind in kinds if isinstance(given, dict) else ():
-        row, found = named(given, kind)
+        row, found = with_format(given, kind)
         if found:
             break
     else:
         return []
     known, others, lists = keys_read(found, kind, tuple(row))
-    left = [key for key in others if has_content(row[key])]
-    seen = [row[key] for key in known] if left else []
-    for key in lists:
-        if listing := listed(row[key]):
-            seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS if left]
-            left += unread_of_turns(key, listing)
-    left = [key for key in left if "." in key or row[key] not in seen]
+    threads = {key: listing for key in lists if (listing := listed(row[key]))}
+    if left := [key for key in others if has_content(row[key])]:
+        seen = [row[key] for key in known]
+        for listing in threads.values():
+            seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS]
+        left = [key for key in left if row[key] not in seen]
+    for key, listing in threads.items():
+        left += unread_of_turns(key, listing)
     if row is not given:  # by the names that they have in the file
         usual = OTHER_NAMES | ANSWER_NAMES
         own = {usual[key]: key for key in reversed(list(given)) if key in usual}
@@ -542,7 +545,7 @@ def dialogue_at(key: str, row: dict) -> list[dict]:
     """Return messages from one of Anthropic's dialogues, or from turns."""
     if listed(row[key]) or not isinstance(row[key], str):
         return turns_at(key, row)
-    return with_system(turns.read_dialogue(row[key]), row)
+    return with_system(turns.dialogue_turns(row[key], turns.HH_TURN), row)
 
 
 def calls_for(row: dict) -> list[dict]:

@@ -11,8 +11,9 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from groundup.errors import UserError
 from groundup.files import encodings
@@ -63,7 +64,8 @@ PICKLE = re.compile(rb"\x80[\x02-\x05][\x95\]}(\x8ccq\x58]")
 UNPICKLE = "a Python pickle; if you trust it, load it and write its texts as JSON lines"
 
 
-class Record(NamedTuple):
+@dataclass(slots=True)
+class Record:
     """One line, element or row of a file, or a problem in its place."""
 
     value: object  # what JSON, CSV or parquet holds, or the text; bytes until decoded; None if lost
@@ -74,6 +76,11 @@ class Record(NamedTuple):
     detail: str = ""
     lost: int = 0  # unpacked bytes that no record is made of
     piece: int = 0  # of a long text file: 1, 2, ... for what continues the record before
+
+    def fail(self, problem: str, detail: str, lost: int) -> "Record":
+        """Put a problem in the place of the value."""
+        self.value, self.problem, self.detail, self.lost = None, problem, detail, lost
+        return self
 
 
 class Damage(Exception):

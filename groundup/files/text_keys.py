@@ -105,7 +105,8 @@ def text(text_key: str, row: dict, lists: bool = False) -> str:
     """Return the text that is meant; lists: a list of texts is joined by newlines.
 
     Raise BadRow if there is none."""
-    return "\n".join(filter(None, (text_at(row, name, lists) for name in parse_text_key(text_key))))
+    found = [text_at(row, name, lists) for name in parse_text_key(text_key)]
+    return "\n".join(filter(None, found))
 
 
 def text_at(row: dict, name: Name, lists: bool) -> str:
@@ -122,11 +123,13 @@ def text_at(row: dict, name: Name, lists: bool) -> str:
 
 def value_at(value: object, path: tuple[str, ...]) -> object:
     """Return what lies under the keys; of a list on the way, what lies there in each element."""
-    if not path:
-        return value
-    if isinstance(value, list):
-        return [value_at(part, path) for part in value]
-    return value_at(value.get(path[0]), path[1:]) if isinstance(value, dict) else None
+    for i, key in enumerate(path):
+        if isinstance(value, list):
+            return [value_at(part, path[i:]) for part in value]
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
 
 
 def columns_of(text_key: str) -> list[str] | None:

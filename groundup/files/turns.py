@@ -493,7 +493,7 @@ def chat_problem(messages: list[dict], row: object = None) -> str:
     if is_bad(row):
         return "bad answer"
     roles = [message["role"] for message in messages]
-    if any(role not in FOLLOWERS for role in roles):
+    if set(roles) - FOLLOWERS.keys():
         return "unknown role"
     if "system" in roles[1:]:
         return "system message not first"
@@ -536,13 +536,14 @@ def trim_chat(messages: list[dict]) -> list[dict]:
     return messages[: last + 1]
 
 
-INVISIBLE = re.compile("[\0-\x08\x0b-\x1f\x7f\u200b-\u200d\u2060\ufeff]")
+CONTROLS = "\0-\x08\x0b-\x1f\x7f\u200b-\u200d\u2060\ufeff"
+INVISIBLE = re.compile(f"[{CONTROLS}]")
+VISIBLE = re.compile(rf"[^\s{CONTROLS}]")
 
 
 def is_blank(text: str) -> bool:
     """Return whether a text has nothing to see, which cleaning would leave empty."""
-    seen = INVISIBLE.sub("", text[:100]).strip()  # most texts show it soon
-    return not seen and not INVISIBLE.sub("", text).strip()
+    return not VISIBLE.search(text)
 
 
 def are_equal(*answers: str) -> bool:
@@ -585,12 +586,8 @@ def is_dialogue(value: object) -> bool:
     return isinstance(value, str) and HH_TURN.match(value) is not None
 
 
-def read_dialogue(text: str) -> list[dict]:
-    """Return messages of a text that begins with a blank line and Human:"""
-    return dialogue_turns(text, HH_TURN)
-
-
 def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
+    """Return messages of a text that HH_TURN or BELLE_TURN cuts at its speakers."""
     advice = "; if it is an answer alone, prepare.py --text_key='question=KEY' names its question"
     cut = cut_dialogue(text, pattern, "a dialogue", f"a blank line and Human:{advice}")
     return [message(role, words) for role, words in cut]

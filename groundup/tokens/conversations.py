@@ -61,7 +61,9 @@ COUNTED = 1000  # conversations whose labels are counted at once
 def tokenize_chat(messages: list[dict], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids (n,) of the vocabulary's type, mask (n,) uint8); see `Tokenizer.render`."""
     ids, mask = tokenizer.render(messages)
-    return np.array(ids, token_dtype(tokenizer.vocab_size)), np.array(mask, np.uint8)
+    # through bytes: twice as fast as np.array(mask)
+    mask = np.frombuffer(bytes(mask), np.uint8)
+    return np.array(ids, token_dtype(tokenizer.vocab_size)), mask
 
 
 # ---- many conversations ----------------------------------------------------------------------
@@ -117,7 +119,7 @@ class InMemory:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def without(self, held_out: np.ndarray) -> "InMemory":
+    def take_out(self, held_out: np.ndarray) -> "InMemory":
         """Take out the conversations that held_out (n,) bool marks, and return them."""
         others, kept = InMemory(self.tokenizer), array("q")
         begins = np.cumsum([0, *self.lengths])
@@ -385,11 +387,8 @@ class ChatCorpus(RowCorpus):
         val_data: str = "",
         val_fraction: float = 0.02,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.block_size = block_size
         self.pack = pack
-        self.seed = seed
-        self.open(spec, val_data, val_fraction)
+        super().__init__(spec, tokenizer, block_size, seed, val_data, val_fraction)
 
     def read(self, path: str, val_fraction: float) -> SourceRows:
         return read_chat(path, self.tokenizer, val_fraction)

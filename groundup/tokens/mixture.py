@@ -281,7 +281,9 @@ class Mixture:
         return sources, numbers
 
     def starts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (sources, where the samples start in them), int64, of samples of any shape."""
+        """Return (sources, where the samples start in them), int64, of samples of any shape.
+
+        A source of rows has numbers of rows there."""
         sources, numbers = self.locate(samples)
         starts = np.empty_like(numbers)
         for source in np.unique(sources):

@@ -284,22 +284,12 @@ class PairCorpus(RowCorpus):
     all, in that order.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        tokenizer: Tokenizer,
-        block_size: int,
-        seed: int,
-        val_data: str = "",
-        val_fraction: float = 0.02,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.block_size = block_size
-        self.seed = seed
-        self.n_pairs = 0
-        self.open(spec, val_data, val_fraction)
+    n_pairs = 0
+
+    @property
+    def fingerprint(self) -> str:
         digests = [pairs.fingerprint for pairs in (*self.train, *self.val.values())]
-        self.fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
+        return fingerprint_of(digests, self.tokenizer.chat_fingerprint())
 
     def reader(self) -> PairReader:
         return PairReader(self.tokenizer, self.block_size)

@@ -86,29 +86,25 @@ class Prompts:
 class PromptCorpus(RowCorpus):
     """The prompts that a `data` string names. train, val: Prompts. Raise UserError.
 
-    held_out: the prompts of all of val. longest: most tokens of a prompt. tools: their schemas.
+    held_out: the prompts of all of val. tools: their schemas.
     """
 
     def __init__(
         self,
         spec: str,
         tokenizer: Tokenizer,
-        longest: int,
+        block_size: int,
         seed: int,
         val_data: str = "",
         val_fraction: float = 0.02,
         tools: Sequence[dict] = (),
     ) -> None:
-        self.tokenizer = tokenizer
         self.tools = tools
-        self.longest = longest
-        self.seed = seed
-        self.open(spec, val_data, val_fraction)
-        self.n_train = self.n_rows
+        super().__init__(spec, tokenizer, block_size, seed, val_data, val_fraction)
         self.held_out = [prompt for source in self.val.values() for prompt in source.prompts]
 
     def reader(self) -> PromptReader:
-        reader = PromptReader(self.tokenizer, self.longest)
+        reader = PromptReader(self.tokenizer, self.block_size)
         reader.tools = self.tools
         return reader
 

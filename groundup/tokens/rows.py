@@ -30,7 +30,7 @@ SHOWN = 3  # lines that are named for each reason
 class Items(list):
     """Items as they are read."""
 
-    def without(self, held_out: np.ndarray) -> "Items":
+    def take_out(self, held_out: np.ndarray) -> "Items":
         """Take out the items that held_out (n,) bool marks, and return them."""
         pairs = list(zip(self, held_out.tolist(), strict=True))
         self[:] = [item for item, marked in pairs if not marked]
@@ -59,7 +59,7 @@ class RowReader:
         self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
 
     def new_store(self) -> Any:
-        """Return an empty store with `append` and `without`, for the items of a split."""
+        """Return an empty store with `append` and `take_out`, for the items of a split."""
         return Items()
 
     def item(self, row: object, place: str) -> tuple[str, Any]:
@@ -79,7 +79,8 @@ class RowReader:
                     found = self.item(row, place)
                 except UserError as error:  # such as turns that a template does not take
                     raise BadRow("not rendered", str(error)) from None
-                self.unread.update(row_formats.unread_keys(row, *(self.kinds or (self.kind,))))
+                for key in row_formats.unread_keys(row, *(self.kinds or (self.kind,))):
+                    self.unread[key] += 1
                 yield found
             except BadRow as problem:
                 detail = " ".join(problem.detail.split())
@@ -146,7 +147,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
         split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
-        val = train.without(split_of != 0)
+        val = train.take_out(split_of != 0)
     reader.check(path, len(train) + len(val))
     return SourceRows(train, val, reader)
 
@@ -157,7 +158,7 @@ FEW_STEPS = 5  # the learning rate has to rise and fall within them
 
 
 class RowCorpus(Corpus):
-    """A Corpus of files and directories of rows.
+    """A Corpus of files and directories of rows. block_size: most tokens of a row.
 
     A subclass has `reader`, a new RowReader, and `lay_out(name, items)`, which returns data with
         name, n_rows, fingerprint
@@ -166,18 +167,33 @@ class RowCorpus(Corpus):
         counts      {what happened to conversations: how many}
     """
 
+    def __init__(
+        self,
+        spec: str,
+        tokenizer: Tokenizer,
+        block_size: int,
+        seed: int,
+        val_data: str = "",
+        val_fraction: float = 0.02,
+    ) -> None:
+        """Read and lay out all sources. Raise UserError."""
+        self.tokenizer = tokenizer
+        self.block_size = block_size
+        self.seed = seed
+        self._open_train(spec, 0.0 if val_data else val_fraction)
+        self._open_val(val_data)
+
     def reader(self) -> RowReader:
         raise NotImplementedError
 
     def lay_out(self, name: str, items: Any) -> Any:
         raise NotImplementedError
 
-    def open(self, spec: str, val_data: str, val_fraction: float) -> None:
-        """Read and lay out all sources. Raise UserError."""
+    def _open_train(self, spec: str, val_fraction: float) -> None:
         stages = parse_data_dir(spec, "data")
         self.paths = paths_of(spec)
         self.names = names_of(self.paths)
-        self.found = [self.read(path, 0.0 if val_data else val_fraction) for path in self.paths]
+        self.found = [self.read(path, val_fraction) for path in self.paths]
         pairs = zip(self.names, self.found, strict=True)
         self.train = [self.lay_out(name, rows.train) for name, rows in pairs]
         for data, rows in zip(self.train, self.found, strict=True):
@@ -191,7 +207,6 @@ class RowCorpus(Corpus):
                 raise UserError(f"data: nothing to train on in {why}; {how}")
         self.n_rows = sum(data.n_rows for data in self.train)
         self.stages = [(stage.first_step, self.weights_of(stage)) for stage in stages]
-        self._open_val(val_data)
 
     def _open_val(self, val_data: str) -> None:
         weights = parse_weights(val_data, val_data, "val_data") if val_data else {}

@@ -1,6 +1,7 @@
 """row_formats.py: golden rows, one for each published format; what cannot be read says why, and nothing raises."""
 
 import json
+from functools import partial
 
 import pytest
 import test_layouts
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from groundup.demo.debug_data import make_debug_data
 from groundup.errors import UserError
 from groundup.files import row_formats, turns
-from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, question_of, unread_keys
+from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import columns_of, renamed
 from groundup.generate.answers import asked_of
 from groundup.generate.completion import prompt_ids
@@ -226,7 +227,7 @@ class Spy(dict):
 def test_documents_are_made_of_columns_that_are_read(monkeypatch) -> None:
     """Of a parquet file without text_key only these are read."""
     rows = [(row, text) for row, text in DOCUMENTS.values() if isinstance(row, dict)]
-    spies = [(Spy(row_formats.named(row, "text")[0]), text) for row, text in rows]
+    spies = [(Spy(row_formats.with_format(row, "text")[0]), text) for row, text in rows]
     monkeypatch.setattr(row_formats, "rename", lambda row, names: row)  # it copies
     for spy, text in spies:
         assert document_of(spy) == (text, "")
@@ -657,7 +658,8 @@ ODD = (None, [], {}, 3, "x", [1], ["x"], {"x": []}, [{"x": []}], {"text": 1, "la
 
 @pytest.mark.parametrize("kind", row_formats.FORMATS)
 def test_odd_values_under_the_keys_of_a_format_are_no_traceback(kind: str) -> None:
-    read = {"text": document_of, "chat": messages_of, "preference": pair_of, "question": question_of}[kind]
+    readers = {"text": document_of, "preference": pair_of}
+    read = readers.get(kind, partial(messages_of, kind=kind))
     for known in row_formats.FORMATS[kind]:
         names = known.keys.split(",") + [name for name in known.also.split(",") if name]
         for odd in ODD:

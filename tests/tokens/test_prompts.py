@@ -63,7 +63,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, tokenizer):
     rows += [{"prompt": "long " * 200}, {"nothing": 1}, {"messages": [ANSWER]}]
     path = write(tmp_path / "a.jsonl", rows)
     corpus = PromptCorpus(str(path), tokenizer, 40, seed=1, val_fraction=0.2)
-    assert corpus.n_train + len(corpus.held_out) == 30 and len(corpus.held_out) > 1
+    assert corpus.n_rows + len(corpus.held_out) == 30 and len(corpus.held_out) > 1
     text = "\n".join(corpus.report())
     assert "1 left out: longer than 40 tokens" in text and f"{path}:31" in text and "2 left out: no prompt" in text
     every = {prompt.row["right"]: prompt for prompt in [*corpus.train[0].prompts, *corpus.held_out]}
@@ -101,7 +101,7 @@ def test_sources_are_mixed_by_weight_and_a_prompt_is_never_on_both_sides(tmp_pat
     trained = {tuple(prompt.ids) for prompts in corpus.train for prompt in prompts.prompts}
     assert corpus.val and not trained & {tuple(prompt.ids) for prompt in corpus.held_out}
     given = PromptCorpus(str(paths[0]), tokenizer, 40, seed=1, val_data=str(paths[1]))
-    assert given.n_train == 40 and len(given.held_out) == 40
+    assert given.n_rows == 40 and len(given.held_out) == 40
 
 
 def test_a_prepared_directory_keeps_its_split(tmp_path, tokenizer):
@@ -113,7 +113,7 @@ def test_a_prepared_directory_keeps_its_split(tmp_path, tokenizer):
     assert prepare.main({key: value for key, value in config.items() if not key.startswith("_")}) == 0
     corpus = PromptCorpus(str(tmp_path / "d"), tokenizer, 40, seed=1)
     sizes = [len((tmp_path / "d" / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val")]
-    assert [corpus.n_train, len(corpus.held_out)] == sizes and sizes[1] > 2
+    assert [corpus.n_rows, len(corpus.held_out)] == sizes and sizes[1] > 2
 
 
 @pytest.mark.parametrize(
