@@ -185,9 +185,11 @@ def violated(value: object, comment: str) -> str:
         if not allowed or value in allowed:
             return ""
         return f"one of {listed([word or repr(word) for word in allowed], most=20)}"
+    if comment and type(value) is int and not -(2**63) <= value < 2**63:
+        return "a number of 64 bits"
     # NaN passes neither comparison.
     if found := re.search(f"at least {NUMBER}", comment):
-        return "" if value >= float(found[1]) else found[0]
+        return "finite" if value == math.inf else "" if value >= float(found[1]) else found[0]
     if found := re.search(f"from {NUMBER} to {NUMBER}", comment):
         return "" if float(found[1]) <= value <= float(found[2]) else found[0]
     return ""

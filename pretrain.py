@@ -100,7 +100,7 @@ overlap_step = "off"  # off | forward | backward (when a block is updated; see d
 reproducible = False  # the same bits on any number of ranks with the same OMP_NUM_THREADS
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
-peak_tflops = 0.0  # of one device, for mfu and the plan's time; 0 = a GPU's own
+peak_tflops = 0.0  # of one device, for mfu and the plan's time; 0 = a GPU's own (at least 0)
 plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
 eval_every = 250  # steps; also before the first and after the last step (at least 1)
@@ -289,7 +289,7 @@ if __name__ == "__main__":
     if reproducible and torch_device.type == "cpu":  # a product's last bits depend on it
         data_record["OMP_NUM_THREADS"] = torch.get_num_threads()
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
     huggingface.check_saves(model_config, tokenizer)
     # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record)

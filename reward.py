@@ -97,7 +97,7 @@ compress = "none"  # none | fp16 | bf16 | powersgd (gradients on the wire)
 overlap_step = "off"  # off | forward | backward (when a block is updated; see docs/ddp.md)
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
-peak_tflops = 0.0  # of one device, for mfu and the plan's time; 0 = a GPU's own
+peak_tflops = 0.0  # of one device, for mfu and the plan's time; 0 = a GPU's own (at least 0)
 plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step (at least 1)
@@ -260,7 +260,7 @@ if __name__ == "__main__":
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
     # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps

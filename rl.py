@@ -317,7 +317,7 @@ if __name__ == "__main__":
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
         data_record["critic_weights"] = huggingface.shared_fingerprint(critic_source)
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
     # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps

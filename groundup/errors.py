@@ -132,9 +132,10 @@ def line_of(error: BaseException) -> str:
         return f"{script}: out of memory{what}; lower batch_size or use activation_checkpointing"
     # torch.compile calls a compiler, Triton's on a GPU too
     reason = text.partition("\n")[0][:200]
-    failures = "ompiler|CompileE|ProcessE|failed to map"  # the last: a directory that is noexec
+    # "failed to map": a directory that is noexec; OSError: one that cannot be written
+    failures = "ompiler|CompileE|ProcessE|failed to map|(OS|Permission|FileNotFound)Error"
     if type(error).__name__ == "InductorError" and re.search(failures, reason):
-        fix = "use compile=False, install gcc, g++ and python3-dev, or set TMPDIR"
+        fix = "use compile=False, install gcc, g++ and python3-dev, or set TMPDIR and TORCHINDUCTOR_CACHE_DIR"
         return f"{script}: torch.compile cannot build a kernel; {fix} ({reason})"
     return ""
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import forks
+import torch._dynamo
 
 import ddp
 from groundup.train.log import RunLog
@@ -48,6 +49,9 @@ def run_jobs(script: str, jobs: Jobs) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     RunLog.paused = then_stop
+    # One graph for training and one for evaluation serve all blocks and runs.
+    torch._dynamo.config.recompile_limit = 2
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     ddp.MIB = 10_000  # bytes: each block of a tiny model is a bucket of its own
     for flags, stops in jobs:  # noqa: B007 (then_stop reads `stops`)
         sys.argv = [script, *flags]

@@ -70,7 +70,7 @@ SMALL = {
     },
     "sample": ANSWERS,
     "serve": {"device": "cpu", "dtype": "float32", "host": "127.0.0.1"},
-    "evaluate": {"device": "cpu", "dtype": "float32", "batch_size": 2, "limit": 2},
+    "evaluate": {"device": "cpu", "dtype": "float32", "batch_size": 16, "limit": 2},
 }  # fmt: skip
 del SMALL["rl"]["eval_steps"], SMALL["rl"]["peak_tflops"]  # which it does not have
 NEW_MODEL = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 32}
@@ -158,7 +158,8 @@ def make_data() -> None:
     english = ["\n".join(lines[k : k + 12]) for lines in map(str.splitlines, debug_texts()) for k in range(0, 60, 12)]
     english = [text for text in english if len(text) > 300]
     chinese = (ROOT / "groundup/demo/zh_sample.txt").read_text(encoding="utf-8").split("\n\n")
-    talks = list(islice(docs_conversations(), 0, 1200, 30))
+    conversations = list(islice(docs_conversations(), 1200))
+    talks = conversations[::30]
     asked = [{"messages": talk} for talk in talks]
     both = ("corpus/a.jsonl", "corpus/b.jsonl", "field.jsonl", "wiki.jsonl")
     texts = both + ("wiki/a.json", "web/a.jsonl", "wiki_zh/a.jsonl", "en/a.jsonl", "wudao/a.json", "baike/a.json")
@@ -175,13 +176,13 @@ def make_data() -> None:
     Path("corpus/zh.txt").write_text("\n\n".join(chinese), encoding="gb18030")
     for path in ("zh/a.txt", "code/a.py"):
         Path(path).parent.mkdir()
-        Path(path).write_text("\n\n".join(chinese if path == "zh/a.txt" else english), encoding="utf-8")
+        Path(path).write_text("\n\n".join((chinese if path == "zh/a.txt" else english)[:9]), encoding="utf-8")
     for path in ("chat.jsonl", "chats.jsonl", "questions.jsonl", "a.jsonl", "b.json"):
         write_rows(path, asked)
     write_rows("zhihu/a.jsonl", [{"INSTRUCTION": t[0]["content"], "RESPONSE": t[1]["content"]} for t in talks])
     write_rows("pairs.jsonl", debug_pairs(talks))
-    many = islice(docs_conversations(), 0, 1200, 6)  # some of them are for validation
-    write_rows("labelled.jsonl", [{"messages": talk, "label": k % 2 == 0} for k, talk in enumerate(many)])
+    many = enumerate(conversations[::6])  # some of them are for validation
+    write_rows("labelled.jsonl", [{"messages": talk, "label": k % 2 == 0} for k, talk in many])
     answers = [row | {"index": k, "completions": [{"text": "A list.", "finish_reason": "stop"}]}
                for k, row in enumerate(asked)]  # fmt: skip
     for name in ("dpo", "sft"):
@@ -269,7 +270,9 @@ def main(top: Path, *pages: Path) -> int:
     gc.collect()
     gc.freeze()  # a collection in a fork would copy what it walks
     os.chdir(top)
-    for name in [f"{script}.py" for script in SCRIPTS] + ["config", "docs", "groundup", "tools"]:
+    Path("docs").mkdir()
+    few = ["docs/curves", "docs/help.md"]  # of its pages: their perplexity is asked for
+    for name in [f"{script}.py" for script in SCRIPTS] + ["config", "groundup", "tools", *few]:
         Path(name).symlink_to(ROOT / name)
     make_data()
     failed = 0

@@ -17,17 +17,17 @@ from tokenizer import Tokenizer
 
 CONFIG = {
     "zero1": False, "timeout_s": 60.0, "init_from": "", "trainable": "all", "resume": "auto", "resume_from": 0,
-    "overwrite": False, "max_steps": 10**6,
+    "overwrite": False, "max_steps": 10**6, "schedule": "constant", "learning_rate": 1.0, "warmup_steps": 0,
 }  # fmt: skip
 
 
 class Log(RunLog):
     """A RunLog that keeps what it would print."""
 
-    def __init__(self, out_dir: Path, first_step: int) -> None:
+    def __init__(self, out_dir: Path, first_step: int, max_steps: int) -> None:
         self.lines: list[str] = []
         world = ranks.World(ranks.rank(), ranks.rank(), ranks.world_size())
-        super().__init__(str(out_dir), 10**6, first_step, world)
+        super().__init__(str(out_dir), max_steps, first_step, world)
 
     def print(self, text: str) -> None:
         self.lines.append(text)
@@ -42,7 +42,7 @@ def open_saver(
         checkpoint.lock(out_dir)
     ranks.barrier()
     config = CONFIG | {"out_dir": str(out_dir)} | changes.pop("config", {})
-    log = Log(out_dir, first_step)
+    log = Log(out_dir, first_step, config["max_steps"])
     return Saver(out_dir, keep_last, tokenizer, log, config, {}, **changes)
 
 
@@ -66,8 +66,9 @@ def save(
         if checkpoint.step_of(path) < step
     ]
     saver = open_saver(out_dir, tokenizer, keep_last, max(earlier, default=0), **changes)
-    saver.save(step, model, *training(step), extra=other)
+    saver.save(step, model, *training(step), extra={"warmup_steps": 0} | (other or {}))
     if val_loss is not None:
+        saver.wait()
         saver.log.write("eval", step, {"val_loss": val_loss})
         saver.tidy()
     saver.close()

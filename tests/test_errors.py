@@ -69,6 +69,7 @@ def test_the_packages_are_those_of_requirements():
 @pytest.mark.parametrize("reason", [
     "CppCompileError: C++ compile error\n\nCommand:\ng++", "RuntimeError: Failed to find C compiler. Please specify",
     "CalledProcessError: Command '['gcc', 'main.c']' returned", "ImportError: x.so: failed to map segment from shared",
+    "OSError: [Errno 30] Read-only file system: '/cache/x'", "PermissionError: [Errno 13] Permission denied: '/cache'",
 ])  # fmt: skip
 def test_a_kernel_that_no_compiler_builds_is_one_line(reason, capsys):
     class InductorError(RuntimeError):
@@ -158,9 +159,9 @@ def test_a_full_disk_leaves_the_old_tokenizer(tmp_path):
             f"--vocab_size={vocab_size}",
             "--overwrite=True",
         ]
-        bound = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
-        command = [sys.executable, ROOT / "tokenizer.py", *flags]
-        return subprocess.run(command, capture_output=True, text=True, preexec_fn=bound)
+        code = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        code += "sys.argv[0] = 'tokenizer.py'; runpy.run_path('tokenizer.py', run_name='__main__')"
+        return forks.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True)
 
     assert train(512).returncode == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "tok").iterdir()}
@@ -280,7 +281,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path):
         str(script),
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    agent = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    agent = forks.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     while not all((tmp_path / rank).exists() for rank in "01"):
         assert agent.poll() is None
         time.sleep(0.05)

@@ -28,9 +28,9 @@ from model import ModelConfig, Transformer
 data_dir = tp.data_dir
 TINY = ModelConfig(512, 16, n_layer=2, n_embd=64, n_head=4, tie_embeddings=False)
 LR, CLIP = 1e-3, 0.5
-STEPS = 8
+STEPS = 5
 LOST = ("stalled", "killed while saving")
-FLAGS = ["--parallel=fsdp", "--optimizer=adamw", f"--max_steps={STEPS}", "--save_every=3", "--eval_every=99"]
+FLAGS = ["--parallel=fsdp", "--optimizer=adamw", f"--max_steps={STEPS}", "--save_every=2", "--eval_every=99"]
 FLAGS += ["--total_batch_tokens=128", "--timeout_s=4", "--peak_tflops=1"]
 
 
@@ -127,24 +127,24 @@ def test_settings_that_fsdp_cannot_combine_are_named(monkeypatch):
 
 
 def hurt(accident: str, jobs: str) -> None:
-    """Run trainers on this rank, one after the other; one rank has the accident, after the save of step 3."""
+    """Run trainers on this rank, one after the other; one rank has the accident, after the save of step 2."""
     number = {"stalled": signal.SIGSTOP, "killed while saving": signal.SIGKILL}.get(accident)
     reduce, write_state, calls, saves = fsdp.ReduceScatter.__call__, saver.write_state, [], []
 
     def reduce_until(*args, **kwargs):
         calls.append(args)
-        if len(calls) == 14:  # three groups of parameters: in the backward of step 5
+        if len(calls) == 8:  # three groups of parameters: in the backward of step 3
             os.kill(os.getpid(), number)
         return reduce(*args, **kwargs)
 
     def write_until(path: Path, state: dict) -> None:
-        if path.parent.name == ".step_000006.tmp":
+        if path.parent.name == ".step_000004.tmp":
             raise OSError(28, "No space left on device")
         write_state(path, state)
 
     def save_until(memory: saver.HostMemory) -> None:
         saves.append(memory)
-        if len(saves) == 2:  # of step 6
+        if len(saves) == 2:  # of step 4
             os.kill(os.getpid(), number)
 
     if os.environ["RANK"] == "1" and accident == "stalled":
@@ -217,8 +217,8 @@ def runs(lost, data_dir) -> Path:
     fsdp: in one start, which takes longer than they do."""
     folder = lost["folder"]
     jobs = [job(folder / name, data_dir) for name in ("straight", *LOST)]
-    debug_data.make_debug_rows(folder / "data/sft.jsonl", lambda talks: [{"messages": talk} for talk in talks])
-    debug_data.make_debug_rows(folder / "data/dpo.jsonl", debug_data.debug_pairs)
+    debug_data.make_debug_rows(folder / "data/sft.jsonl", lambda talks: [{"messages": talk} for talk in talks][:45])
+    debug_data.make_debug_rows(folder / "data/dpo.jsonl", lambda talks: debug_data.debug_pairs(talks)[:45])
     common = ["--max_steps=2", "--eval_every=2", "--log_every=1", "--eval_steps=0", "--peak_tflops=1"]
     common += ["--block_size=256", "--val_fraction=0.2", "--device=cpu", "--dtype=float32", "--compile=False"]
     for script in ("sft", "dpo"):
@@ -238,7 +238,7 @@ def test_when_a_rank_is_lost_the_other_ends_with_a_line_and_a_new_start_goes_on(
     """To the bit, from a checkpoint that is whole."""
     errors, seconds, latest = lost[accident]
     assert len(errors.strip().splitlines()) == 1 and "another rank has died or is stuck" in errors
-    assert seconds < 20 and latest == "step_000003"
+    assert seconds < 20 and latest == "step_000002"
     tp.assert_same_run(runs / "straight", runs / accident)
 
 
@@ -249,7 +249,7 @@ def test_a_full_disk_loses_that_save_alone(runs, data_dir):
     processes = start("full disk", job(out, data_dir))
     output = processes[0].communicate(timeout=100)[0] + processes[1].communicate()[0]
     assert output.count("cannot save") == 1 and "(No space left on device)" in output, output
-    assert [path.name for path in checkpoint.step_dirs(out)] == ["step_000003", f"step_{STEPS:06d}"]
+    assert [path.name for path in checkpoint.step_dirs(out)] == ["step_000002", f"step_{STEPS:06d}"]
     tp.assert_same_run(runs / "straight", out)
 
 

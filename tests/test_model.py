@@ -451,11 +451,9 @@ def test_blocks_compile_to_one_graph_and_the_last_norm_to_another():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [False, True])
-def test_compiled_blocks_serve_rows_of_all_lengths(documents):
+def test_compiled_blocks_serve_rows_of_all_lengths():
     """A block has two graphs (with and without gradients) for the first length, two for others."""
     net, graphs = random_model(tiny_config()), []
-    net.delimiter_id = 96 if documents else None
 
     def backend(graph, _inputs):
         graphs.append(graph)

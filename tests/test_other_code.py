@@ -12,7 +12,7 @@ from golden import record
 
 ROOT = Path(__file__).parent.parent
 SAYS = {
-    "activation": "train: rank 1 has model.py=[",
+    "activation": "train: rank 1 has logits=[",
     "beta": "train: the weights of rank 1 differ from those of rank 0 by ",
 }
 

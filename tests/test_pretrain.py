@@ -7,7 +7,6 @@ ranks is a process of its own.
 import dataclasses
 import json
 import os
-import random
 import re
 import runpy
 import shutil
@@ -142,29 +141,16 @@ def assert_same_result(a: Path, b: Path) -> None:
 
 def test_a_sample_text_does_not_depend_on_the_prompts_beside_it(data_dir, monkeypatch):
     """Also beyond the context, and without a prompt."""
-    monkeypatch.setattr(pretrain, "block_size", 32)
+    monkeypatch.setattr(pretrain, "block_size", 16)
     monkeypatch.setattr(pretrain, "compile", False)
     monkeypatch.setattr(pretrain, "stop_signal", lambda: False, raising=False)
     torch.manual_seed(0)
     tokenizer = Tokenizer.load(data_dir)
-    net = Transformer(ModelConfig(tokenizer.vocab_size, 32, n_layer=1, n_head=2, n_embd=32))
-    texts = {prompt: pretrain.sample(net, tokenizer, prompt) for prompt in ("The ", "def ", "")}
+    net = Transformer(ModelConfig(tokenizer.vocab_size, 16, n_layer=1, n_head=2, n_embd=32))
+    texts = {prompt: pretrain.sample(net, tokenizer, prompt, 24) for prompt in ("The ", "def ", "")}
     for prompt, text in reversed(texts.items()):
         assert text.startswith(prompt) and len(text) > len(prompt)
-        assert text == pretrain.sample(net, tokenizer, prompt) and net.training
-
-
-@pytest.mark.slow
-def test_loss_falls_and_the_run_directory_is_complete(run, tmp_path):
-    assert run("--max_steps=60", "--eval_every=30", "--save_every=30", "--sample_prompts=The |中文") == 0
-    out = tmp_path / "out"
-    evals = events(out, "eval")
-    assert [e["step"] for e in evals] == [0, 30, 60]
-    assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.5
-    names = {"config.py", "log.jsonl", "latest", "best", "best2", "step_000030", "step_000060"}
-    assert names <= {path.name for path in out.iterdir()}
-    assert [e["step"] for e in events(out, "train")] == list(range(1, 61))
-    assert events(out, "train")[-1]["tokens"] == 60 * 64
+        assert text == pretrain.sample(net, tokenizer, prompt, 24) and net.training
 
 
 @pytest.mark.slow
@@ -186,7 +172,7 @@ def test_logged_figures_are_those_of_the_model_and_the_text(run, tmp_path, data_
 
 def test_one_and_many_micro_steps_give_the_same_losses(run, tmp_path):
     for name, flags in {"8x1": ["--batch_size=8"], "2x4": ["--batch_size=2"]}.items():
-        assert run("--max_steps=8", "--total_batch_tokens=256", f"--out_dir={tmp_path / name}", *flags) == 0
+        assert run("--max_steps=4", "--total_batch_tokens=256", f"--out_dir={tmp_path / name}", *flags) == 0
     assert losses(tmp_path / "8x1") == pytest.approx(losses(tmp_path / "2x4"), rel=1e-5)
 
 
@@ -210,9 +196,9 @@ def test_bfloat16_computes_in_bfloat16(run, monkeypatch):
 
 @pytest.mark.slow
 def test_evaluation_and_sampling_leave_training_unchanged(run, tmp_path):
-    assert run("--max_steps=8", "--dropout=0.2", "--eval_every=100", f"--out_dir={tmp_path / 'a'}") == 0
-    flags = ["--eval_every=1", "--save_every=2", "--sample_prompts=def "]
-    assert run("--max_steps=8", "--dropout=0.2", *flags, f"--out_dir={tmp_path / 'b'}") == 0
+    assert run("--max_steps=3", "--dropout=0.2", "--eval_every=100", f"--out_dir={tmp_path / 'a'}") == 0
+    flags = ["--eval_every=1", "--save_every=2", "--sample_prompts=def |中"]
+    assert run("--max_steps=3", "--dropout=0.2", *flags, f"--out_dir={tmp_path / 'b'}") == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
@@ -405,7 +391,7 @@ def document_losses(model: Transformer, x: torch.Tensor, y: torch.Tensor, eot_id
 @pytest.mark.slow
 def test_doc_mask_confines_training_and_validation(run, tmp_path, mixed):
     for flag in ("True", "False"):
-        flags = [f"--data_dir={mixed}/odd", "--max_steps=20", "--eval_steps=3", f"--doc_mask={flag}"]
+        flags = [f"--data_dir={mixed}/odd", "--max_steps=6", "--eval_steps=3", f"--doc_mask={flag}"]
         assert run(*flags, f"--out_dir={tmp_path / flag}") == 0
     model, eot_id = huggingface.load_model(tmp_path / "True" / "latest").eval(), Tokenizer.load(mixed).eot_id
     batches = list(val_batches(TokenData(mixed / "odd", "val"), 32, 2, 3))
@@ -444,8 +430,8 @@ def test_packed_rows_train_with_a_mean_over_their_valid_targets(run, tmp_path, m
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_ranks_equal_one_over_twenty_steps(run, tmp_path, data_dir):
-    flags = ["--max_steps=20", "--total_batch_tokens=256", "--eval_every=10", "--eval_steps=5"]
+def test_two_ranks_equal_one(run, tmp_path, data_dir):
+    flags = ["--max_steps=8", "--total_batch_tokens=256", "--eval_every=4", "--eval_steps=3"]
     finish(start(*flags, f"--data_dir={data_dir}", f"--out_dir={tmp_path / '2'}", ranks=2))
     assert run(*flags, f"--out_dir={tmp_path / '1'}") == 0
     one, two = tmp_path / "1", tmp_path / "2"
@@ -486,11 +472,10 @@ def logged_steps(out: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 2), ("bfloat16", 1)])
-def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir, dtype, ranks):
-    """kill -9 during a save, then at a random moment, then to the end; with dropout, accumulation and clipping."""
-    steps = 15
-    flags = [f"--data_dir={data_dir}", f"--max_steps={steps}", f"--dtype={dtype}", "--dropout=0.1", "--grad_clip=0.5"]
+def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir):
+    """kill -9 of all ranks during a save, then to the end; with dropout, accumulation and clipping."""
+    steps, ranks = 15, 2
+    flags = [f"--data_dir={data_dir}", f"--max_steps={steps}", "--dtype=bfloat16", "--dropout=0.1", "--grad_clip=0.5"]
     flags += ["--batch_size=1", "--total_batch_tokens=192", "--save_every=3", "--eval_every=5"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     finish(start(*flags, f"--out_dir={straight}", ranks=ranks))
@@ -499,15 +484,10 @@ def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir, dtype, ranks):
     process = start(*flags, ranks=ranks)
     wait_for(lambda: (broken / "step_000003").exists() and any(broken.glob(".step_*.tmp")), process)
     kill(process)
-    process = start(*flags, "--resume=must", ranks=ranks)
-    target = random.Random(f"{dtype}{ranks}").randint(steps // 2 - 1, steps - 4)
-    wait_for(lambda: logged_steps(broken) >= target, process)
-    kill(process)
     finish(start(*flags, "--resume=must", ranks=ranks))
     assert_same_run(straight, broken)
-    if ranks == 2:  # dropout masks are each rank's own
-        states = [load_train_state(broken / "latest", rank)[1]["rng"]["cpu"] for rank in range(2)]
-        assert not torch.equal(*states)
+    states = [load_train_state(broken / "latest", rank)[1]["rng"]["cpu"] for rank in range(ranks)]
+    assert not torch.equal(*states)  # dropout masks are each rank's own
 
 
 @pytest.mark.slow
@@ -866,7 +846,7 @@ def small_disk(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", ["0 bytes", "16384 bytes", "0 files", "4 files", "read-only", "one checkpoint"])
+@pytest.mark.parametrize("room", ["0 bytes", "16384 bytes", "0 files", "read-only", "one checkpoint"])
 def test_what_a_full_disk_stops_goes_on_when_there_is_room(run, tmp_path, small_disk, capsys, room):
     """At the start, at a save, after one; in bytes and in files."""
     flags = ["--max_steps=4", "--save_every=2", "--eval_steps=1"]
@@ -907,14 +887,13 @@ def test_init_from_takes_architecture_and_weights(run, tmp_path, capsys):
 
 
 def test_plan_only_needs_no_memory_and_no_data(run, tmp_path, capsys):
-    flags = ["--n_layer=80", "--n_head=64", "--n_kv_head=8", "--n_embd=8192", "--ffn_dim=28672", "--vocab_size=128256"]
+    flags = ["--n_layer=8", "--n_head=64", "--n_kv_head=8", "--n_embd=8192", "--ffn_dim=28672", "--vocab_size=128256"]
     before = peak_bytes()
     assert run(*flags, "--plan_only=True", "--data_dir=nowhere", "--tie_embeddings=False") == 0
     text = capsys.readouterr().out
-    cfg = ModelConfig(128256, 32, 80, 64, 8, 8192, ffn_dim=28672, tie_embeddings=False)
+    cfg = ModelConfig(128256, 32, 8, 64, 8, 8192, ffn_dim=28672, tie_embeddings=False)
     with torch.device("meta"):
         assert f"{parameter_table(Transformer(cfg))['total']:,}" in text
-    assert "70," in text  # Llama-3 70B
     assert peak_bytes() - before < 2**30
     assert not (tmp_path / "out").exists()
 

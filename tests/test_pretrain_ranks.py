@@ -49,33 +49,25 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "compiled": ["--compile=True"],
     "long": ["--max_steps=15", "--save_every=4"],
     "fsdp": ["--parallel=fsdp", "--optimizer=adamw"],
-    "tree": ["--reproducible=True", "--dtype=bfloat16", "--batch_size=1", "--total_batch_tokens=256"],
+    "tree": ["--reproducible=True", "--dtype=bfloat16", "--batch_size=1", "--total_batch_tokens=128"],
     "clipped": ["--grad_clip=0.1", "--activation_checkpointing=True", "--tie_embeddings=False"],
     # At ten times this learning rate step 4 has a peak, which makes much of the rounding.
     "brain": ["--dtype=bfloat16", "--dropout=0", "--learning_rate=1e-3"],
     "packed": ["--dtype=float32", "--dropout=0", "--pack=True", "--total_batch_tokens=256"],
 }
-CASES = [
-    "2 half zero1 forward bf16", "2 half powersgd forward", "2 float backward zero1 fp16", "2 spread adamw",
-    "4 spread zero1", "4 spread clipped fsdp", "2 tree clipped",
+STRAIGHT = [
+    "2 half", "2 half zero1 forward bf16", "2 half powersgd", "2 half powersgd forward", "2 float backward zero1 fp16",
+    "2 float zero1 forward long", "2 spread adamw", "2 spread zero1", "2 spread powersgd", "2 spread clipped adamw",
+    "2 spread clipped fsdp", "2 brain adamw", "2 brain fsdp", "2 tree clipped", "2 packed",
 ]  # fmt: skip
-STRAIGHT_ONLY = [
-    "2 half", "2 half powersgd", "2 float", "2 float zero1", "2 float zero1 forward long", "2 packed",
-    "4 spread clipped adamw", "2 brain adamw", "2 brain fsdp", "2 float backward", "2 float zero1 forward recompute",
-    "2 spread powersgd",
-]  # fmt: skip
-MOVES = [  # new run, and the interrupted one that it continues
-    "1 spread from 4 spread zero1", "2 spread zero1 adamw from 2 spread adamw",
+STOPPED = "2 half zero1 forward bf16"  # by a signal to one rank
+RESUMED = [STOPPED, "2 half powersgd forward", "2 float backward zero1 fp16"]  # by as many ranks
+MOVES = [  # new run, and the straight one from whose step 2 it goes on
+    "1 spread from 2 spread zero1", "4 spread zero1 adamw from 2 spread adamw",
     "1 spread powersgd from 2 spread powersgd",
-    "2 spread clipped fsdp from 4 spread clipped fsdp", "1 spread clipped adamw from 4 spread clipped fsdp",
-    "4 spread fsdp from 2 spread adamw",
+    "1 spread clipped adamw from 2 spread clipped fsdp", "4 spread fsdp from 2 spread adamw",
     "4 tree clipped zero1 forward from 2 tree clipped", "1 tree clipped from 2 tree clipped",
 ]  # fmt: skip
-SAME = {  # to the bit; tests/test_ddp_step.py has more combinations
-    "2 half powersgd forward": "2 half powersgd",
-    "2 float backward": "2 float",
-    "2 float zero1 forward recompute": "2 float zero1",
-}
 
 
 # ---- many runs in one start ---------------------------------------------------------------------------------------
@@ -90,29 +82,25 @@ def all_flags(out: Path, data_dir: Path, *more: str) -> list[str]:
     return tp.flags_with_defaults(tuple(tp.flags_with_defaults(tuple(flags), common)), tp.TINY)
 
 
-def run_all(folder: Path, data_dir: Path, straight: list[str], stopped: list[str], resumed: list[str]) -> None:
-    """All runs of 2 ranks, then all of 4: some in folder/straight, some in folder/broken, but only up to step STOP;
-    some of the latter (in other starts than those) to their end."""
-    jobs = [(folder / "straight" / name, False) for name in straight]
-    jobs += [(folder / "broken" / name, True) for name in stopped]
-    jobs += [(folder / "broken" / name, False) for name in resumed]
-    for ranks in (2, 4):
-        mine = [(all_flags(out, data_dir), stops) for out, stops in jobs if out.name.startswith(str(ranks))]
-        if mine:
-            run_on_ranks(ranks, "pretrain.py", mine, folder)
-
-
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, data_dir, mixed) -> Path:
-    """Folder with straight/NAME and broken/NAME (interrupted, then resumed)."""
+    """Folder with straight/NAME and broken/NAME (interrupted, then resumed, unless that is by one rank)."""
     folder = tmp_path_factory.mktemp("runs")
+    straight, broken = folder / "straight", folder / "broken"
     tp.write_documents(data_dir.with_name("packed"), mixed, shortest=18, longest=40)
     pack(data_dir.with_name("packed"), 32, seed=1)
-    run_all(folder, data_dir, straight=CASES + STRAIGHT_ONLY, stopped=[*CASES, "2 spread powersgd"], resumed=[])
-    for name in MOVES:
-        source = folder / "broken" / name.partition(" from ")[2]
-        shutil.copytree(source, folder / "broken" / name, symlinks=True)
-    run_all(folder, data_dir, straight=[], stopped=[], resumed=CASES + MOVES)
+
+    def run_all(ranks: int, outs: list[Path], stopped: Path | None = None) -> None:
+        jobs = [(all_flags(out, data_dir), out == stopped) for out in outs if out.name.startswith(str(ranks))]
+        run_on_ranks(ranks, "pretrain.py", jobs, folder)
+
+    run_all(2, [*(straight / name for name in STRAIGHT), broken / STOPPED], stopped=broken / STOPPED)
+    for name in RESUMED[1:] + MOVES:  # with what the straight run had saved at step 2
+        source = straight / name.rpartition(" from ")[2]
+        later = shutil.ignore_patterns(f"step_{STEPS:06d}", "*est*")
+        shutil.copytree(source, broken / name, symlinks=True, ignore=later)
+    for ranks in (2, 4):
+        run_all(ranks, [broken / name for name in RESUMED + MOVES])
     return folder
 
 
@@ -132,34 +120,26 @@ def assert_same_ranks(a: Path, b: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RESUMED)
 def test_an_interrupted_run_ends_like_a_straight_one(runs, name):
-    """SIGTERM to one rank after step 3; other processes go on from there."""
-    assert [event["step"] for event in tp.events(runs / "broken" / name, "save")] == [2, STOP, STEPS]
+    """From its last save, and from that after SIGTERM to one rank in step 3; other processes go on from there."""
+    saves = [event["step"] for event in tp.events(runs / "broken" / name, "save")]
+    assert saves == ([2, STOP, STEPS] if name == STOPPED else [2, STEPS])
     assert_same_ranks(runs / "straight" / name, runs / "broken" / name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAME)
-def test_the_moment_of_the_update_changes_no_bit(runs, name):
-    """Nor does activation checkpointing, whose second forward passes the deferred updates again."""
-    assert_same_ranks(runs / "straight" / SAME[name], runs / "straight" / name)
-
-
-@pytest.mark.slow
-def test_zero1_trains_like_replicated_state(runs):
-    straight = runs / "straight"
-    assert tp.losses(straight / "2 float zero1") == pytest.approx(tp.losses(straight / "2 float"), rel=1e-6)
+def test_the_moment_of_the_update_changes_no_bit(runs):
+    """tests/test_ddp_step.py has more combinations."""
+    assert_same_ranks(runs / "straight" / "2 half powersgd", runs / "straight" / "2 half powersgd forward")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plain", "rel"), [
-    ("4 spread clipped fsdp", "4 spread clipped adamw", 1e-6), ("2 brain fsdp", "2 brain adamw", 2e-3),
+    ("2 spread clipped fsdp", "2 spread clipped adamw", 1e-6), ("2 brain fsdp", "2 brain adamw", 2e-3),
 ])  # fmt: skip
 def test_fsdp_trains_like_ddp(runs, name, plain, rel):
-    """A checkpoint is what transformers reads."""
-    from transformers import AutoModelForCausalLM
-
+    """A checkpoint has the same files, which transformers reads (tests/train/test_interop.py)."""
     straight = runs / "straight"
     for key, within in (("loss", rel), ("grad_norm", 10 * rel)):
         found, expected = ([event[key] for event in tp.events(straight / run, "train")] for run in (name, plain))
@@ -167,21 +147,22 @@ def test_fsdp_trains_like_ddp(runs, name, plain, rel):
     ours, theirs = (huggingface.load_model(straight / run / "latest").state_dict() for run in (name, plain))
     for key, weight in theirs.items():
         assert (ours[key] - weight).norm() < 50 * rel * weight.norm(), key
-    latest = straight / name / "latest"
-    assert [path.name for path in latest.glob("model*")] == ["model.safetensors"]
-    hf, idx = AutoModelForCausalLM.from_pretrained(latest), torch.arange(32)[None]
-    assert torch.allclose(hf(idx).logits, huggingface.load_model(latest)(idx), atol=1e-5)
+    latest, other = (straight / run / "latest" for run in (name, plain))
+    models, others = (sorted(path.glob("model*")) for path in (latest, other))
+    assert [path.name for path in models] == [path.name for path in others] == ["model.safetensors"]
+    assert models[0].stat().st_size == others[0].stat().st_size
+    assert (latest / "config.json").read_bytes() == (other / "config.json").read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "whole", "first"), [
-    ("2 half powersgd", "2 half", 2), ("2 float backward zero1 fp16", "2 float zero1", 1),
+    ("2 half powersgd", "2 half", 2), ("2 half zero1 forward bf16", "2 half", 1),
 ])  # fmt: skip
 def test_compression_changes_a_little(runs, name, whole, first):
     """Only after the first compressed step; PowerSGD sends those of the warm-up whole."""
     plain, compressed = (tp.losses(runs / "straight" / run) for run in (whole, name))
-    assert plain[:first] == compressed[:first] and plain != compressed
-    assert plain == pytest.approx(compressed, rel=0.01)
+    assert plain[:first] == compressed[:first]
+    assert plain == pytest.approx(compressed, rel=0.01) and plain != pytest.approx(compressed, rel=2e-6)
 
 
 @pytest.mark.slow
@@ -212,13 +193,13 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs, run, data_dir, name):
     moved, straight = runs / "broken" / name, runs / "straight" / name.partition(" from ")[2]
     if name.startswith("1 "):
         assert run(*all_flags(moved, data_dir)) == 0
-    assert tp.losses(moved)[:STOP] == tp.losses(straight)[:STOP]
+    assert len(tp.losses(moved)) == STEPS and tp.losses(moved)[:2] == tp.losses(straight)[:2]
     assert tp.losses(moved) == pytest.approx(tp.losses(straight), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_compiled_runs_train_like_eager_ones_and_resume_to_the_bit(tmp_path, data_dir):
-    """All in one start of the ranks, which compile once."""
+    """All in one start of the ranks, which compile once (jobs.py refuses more)."""
     eager, name = "2 float zero1 forward still", "2 float zero1 forward still compiled"
     outs = [tmp_path / path for path in (eager, f"straight/{name}", f"broken/{name}", f"broken/{name}")]
     jobs = [(all_flags(out, data_dir, "--n_layer=2"), k == 2) for k, out in enumerate(outs)]
@@ -230,7 +211,7 @@ def test_compiled_runs_train_like_eager_ones_and_resume_to_the_bit(tmp_path, dat
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MOVES if "tree" in name])
 def test_reproducible_runs_have_the_same_bits_on_any_number_of_ranks(runs, run, data_dir, name):
-    """Begun on two ranks, interrupted, continued on four or one: with dropout, clipping, Muon and bfloat16."""
+    """Begun on two ranks, continued on four or one: with dropout, clipping, Muon and bfloat16."""
     moved = runs / "broken" / name
     if name.startswith("1 "):
         assert run(*all_flags(moved, data_dir)) == 0
@@ -258,12 +239,12 @@ def run_counted(folder: str, eot_id: str, *flags: str) -> None:
 
 @pytest.mark.slow
 def test_counts_of_sources_are_exact_through_resumptions_on_other_numbers_of_ranks(tmp_path, mixed):
-    """Two ranks, then one, then four: what they took, as they counted it, is what a straight run's log says."""
+    """Two ranks, then one, then two: what they took, as they counted it, is what a straight run's log says."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tp.ROOT)}
     flags = [f"--data_dir={tp.STAGED.format(mixed)}", "--total_batch_tokens=1024", "--batch_size=8", "--eval_every=99"]
     flags += ["--schedule=constant", f"--max_epochs={mixed}/odd=0.9"]
     eot_id = str(Tokenizer.load(mixed).eot_id)
-    for out, ranks, steps in (("straight", 1, 12), ("moved", 2, 3), ("moved", 1, 8), ("moved", 4, 12)):
+    for out, ranks, steps in (("straight", 1, 12), ("moved", 2, 3), ("moved", 1, 8), ("moved", 2, 12)):
         (tmp_path / "counts" / out).mkdir(parents=True, exist_ok=True)
         mine = tp.flags_with_defaults((*flags, f"--max_steps={steps}", f"--out_dir={tmp_path / out}"), tp.TINY)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
@@ -323,7 +304,8 @@ def start_without_torchrun(start: Callable, command: list[str]) -> list[subproce
 def test_short_runs_end_without_a_word(tmp_path, data_dir):
     """Threads of gloo that outlive the interpreter would abort the process now and then."""
     command = tp.command(*all_flags(tmp_path / "2 float zero1 forward", data_dir, "--max_steps=2"))
-    ranks = start_without_torchrun(subprocess.Popen, command)  # no forks: an interpreter of its own ends
+    starts = iter((subprocess.Popen, forks.Popen))  # no fork of rank 0: an interpreter of its own ends
+    ranks = start_without_torchrun(lambda *args, **options: next(starts)(*args, **options), command)
     (output, errors), others = (rank.communicate(timeout=300) for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0] and errors == "" and others == ("", ""), (errors, others)
     *lines, last = output[output.index("step      0/2") :].splitlines()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import readme
 
@@ -20,7 +21,7 @@ FIGURE = r"\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+"
 def test_every_command_runs_with_small_shapes(tmp_path):
     """Each in a fork of one process, see readme.py: importing torch takes long."""
     command = [sys.executable, ROOT / "tests/readme.py", tmp_path, *(ROOT / name for name in RUN)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forks.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

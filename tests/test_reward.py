@@ -296,7 +296,8 @@ def test_evaluation_equals_scores_of_one_answer_at_a_time(base, monkeypatch):
 
 def test_a_run_begins_at_ln_2_learns_the_rule_and_opens_in_transformers(run, base, tmp_path):
     """Held-out pairs too; the longer answer would have won half of them. Then the same rows through --score."""
-    assert run("--max_steps=60", "--eval_every=30", "--margin_scale=0", "--save_every=30", "--keep_last=1") == 0
+    flags = ["--max_steps=30", "--learning_rate=6e-3", "--margin_scale=0", "--keep_last=1"]
+    assert run(*flags, "--eval_every=30", "--save_every=30") == 0
     out = tmp_path / "out"
     assert tp.events(out, "train")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     first, *_, last = tp.events(out, "eval")
@@ -318,12 +319,11 @@ def test_a_run_begins_at_ln_2_learns_the_rule_and_opens_in_transformers(run, bas
 
 def test_steps_do_not_depend_on_how_they_are_cut(run, tmp_path):
     """One micro-batch, or four: the loss is over the pairs of the step."""
-    for size in "824":
-        flags = [f"--batch_size={size}", "--total_batch_pairs=8", "--max_steps=6", "--center=0.01"]
+    for size in "82":
+        flags = [f"--batch_size={size}", "--total_batch_pairs=8", "--max_steps=3", "--center=0.01"]
         assert run(*flags, f"--out_dir={tmp_path / size}") == 0
-    one, *others = ([(e["loss"], e["grad_norm"]) for e in tp.events(tmp_path / size, "train")] for size in "824")
-    for other in others:
-        assert np.array(other) == pytest.approx(np.array(one), rel=1e-3)
+    one, four = ([(e["loss"], e["grad_norm"]) for e in tp.events(tmp_path / size, "train")] for size in "82")
+    assert np.array(four) == pytest.approx(np.array(one), rel=1e-3)
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -340,18 +340,16 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert torch.equal(weight, theirs["trained"]["weights"][name]), name
 
 
-@pytest.mark.parametrize(
-    "flags", [["--dropout=0.1"], ["--trainable=lora", "--dropout=0.1"]], ids=["all", "lora"]
-)
-def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
-    common = [*flags, "--max_steps=8", "--save_every=3", "--eval_every=4"]
+def test_a_stopped_run_continues_to_the_bit(run, tmp_path, monkeypatch):
+    """tests/test_kills.py has a run with adapters."""
+    common = ["--dropout=0.1", "--max_steps=6", "--save_every=2", "--eval_every=4"]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert run(*common, f"--out_dir={straight}") == 0
     advance, n_steps = RunLog.advance, []
 
     def stop(log: RunLog) -> None:
         n_steps.append(1)
-        if len(n_steps) == 4:
+        if len(n_steps) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         advance(log)
 
@@ -678,20 +676,6 @@ def test_a_resume_with_another_base_is_refused(run, base, tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gpu_trains_as_a_cpu_does(run, tmp_path, compiled):
     tp.assert_gpu_trains_as_cpu(run, tmp_path, compiled)
-
-
-@pytest.mark.slow
-def test_the_debug_run_learns(run, tmp_path, monkeypatch):
-    """Its first half; the longer answer is not the better one."""
-    monkeypatch.chdir(tmp_path)
-    flags = ["--out_dir=debug", "--max_steps=30", "--eval_every=30"]
-    monkeypatch.setattr(sys, "argv", ["reward.py", str(ROOT / "config/debug_reward.py"), *flags])
-    with pytest.raises(SystemExit, match="^0$"):
-        runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
-    first, *_, last = tp.events(tmp_path / "debug", "eval")
-    assert first["val_loss"] == pytest.approx(math.log(2), abs=1e-3)
-    assert last["val_loss"] < 0.5 and last["accuracy"] > 0.75 and last["longer_wins"] < 0.6
-
 
 
 def test_every_shipped_config_trains(run, tmp_path):

@@ -23,7 +23,7 @@ NAMES = sorted(
     if file.name != "__init__.py"
 )
 WITHOUT_TORCH = {"configurator", "tokenizer", "prepare"}
-WITHOUT_TORCH |= {"largest", "reading", "self_instruct"}
+WITHOUT_TORCH |= {"largest", "reading", "self_instruct", "groundup.tokens.token_files"}
 WITHOUT_TORCH |= {name for name in NAMES if name.startswith(("groundup.files", "groundup.text", "groundup.demo"))}
 WITHOUT_TORCH -= {"groundup.demo.debug_model"}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
@@ -50,10 +50,21 @@ WATCH = """if True:
     sys.meta_path.insert(0, Watch())
     del sys.argv[1:3]
 """
-IMPORT = "    import importlib\n    for name in sys.argv[1:]:\n        importlib.import_module(name)\n"
+IMPORT = "    import importlib\n    for name in sys.argv[1].split():\n        importlib.import_module(name)\n"
+ALONE = """
+    import sample
+    for name in sys.modules:
+        if name.startswith(("groundup.text", "prepare")):
+            print(f"SLOW sample.py imports {name}")
+"""
+THREADS = """
+    import threading
+    if threading.active_count() > 1:
+        print(f"SLOW an import begins {threading.enumerate()}")
+"""
 RUN = """
     import runpy
-    for command in sys.argv[1:]:
+    for command in sys.argv[2:]:
         sys.argv = [*command.split(), "--max_steps=2", "--warmup_steps=1"]
         try:
             runpy.run_path(root + "/" + sys.argv[0], run_name="__main__")
@@ -72,12 +83,7 @@ def slow_imports(code: str, slow: set[str], *args: str, cwd: Path = ROOT) -> lis
 
 
 def test_what_needs_no_torch_imports_neither_it_nor_anything_slow():
-    assert slow_imports(IMPORT, SLOW | {"torch"}, *sorted(WITHOUT_TORCH)) == []
-
-
-@pytest.mark.slow
-def test_no_file_imports_anything_slow_at_its_head():
-    assert slow_imports(IMPORT, SLOW, *NAMES) == []
+    assert slow_imports(IMPORT, SLOW | {"torch"}, " ".join(sorted(WITHOUT_TORCH))) == []
 
 
 def test_an_import_is_found_with_the_line_that_makes_it(tmp_path):
@@ -90,29 +96,22 @@ def test_an_import_is_found_with_the_line_that_makes_it(tmp_path):
     assert found == f"SLOW {tmp_path / 'head.py'}:2 imports html.entities: import html"
 
 
-def test_a_run_that_compiles_nothing_imports_nothing_slow(tmp_path):
-    """The debug configuration, with its data made anew; in bfloat16 attention.c is called, by an operator of ours."""
-    one = "pretrain.py config/debug.py --eval_steps=1 --total_batch_tokens=0"
-    runs = [one, f"{one} --dtype=bfloat16 --out_dir=out/bfloat16 --sample_prompts="]
-    assert slow_imports(RUN, SLOW, *runs, cwd=linked(tmp_path)) == []
-    assert (tmp_path / "out/bfloat16").is_dir()
-
-
 @pytest.mark.slow
-def test_nor_does_a_run_that_tunes(tmp_path):
-    """All in one process: what one of them imports would be seen as long as none before it did."""
-    runs = [f"{script}.py config/debug_{script}.py {flags}" for script, flags in TUNERS.items()]
-    (tmp_path / "data/debug").mkdir(parents=True)
-    for name, rows in (("chat", "chat"), ("dpo", "pairs"), ("reward", "pairs"), ("rl", "rl")):
+def test_no_head_and_no_run_that_compiles_nothing_imports_anything_slow(tmp_path):
+    """All in one process: what one of them imports would be seen as long as none before it did. sample.py, the first,
+    imports nothing that prepares data, and no head begins a thread. The runs are the debug configurations; in bfloat16
+    attention.c is called, by an operator of ours."""
+    one = "pretrain.py config/debug.py --eval_steps=1 --total_batch_tokens=0"
+    runs = [one, f"{one} --dtype=bfloat16 --out_dir=out/debug_bfloat16 --sample_prompts="]
+    runs += [f"{script}.py config/debug_{script}.py {flags}" for script, flags in TUNERS.items()]
+    shutil.copytree(ROOT / "tests/golden/data", tmp_path / "data/debug")
+    for name, rows in (("dpo", "pairs"), ("reward", "pairs")):
         shutil.copy(ROOT / f"tests/golden/data/{rows}.jsonl", tmp_path / f"data/debug/{name}.jsonl")
     shutil.copytree(ROOT / "tests/golden/model", tmp_path / "data/debug/model")
-    assert slow_imports(RUN, SLOW, *runs, cwd=linked(tmp_path)) == []
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {f"debug_{script}" for script in TUNERS}
-
-
-def linked(folder: Path) -> Path:
-    (folder / "config").symlink_to(ROOT / "config")
-    return folder
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    assert slow_imports(ALONE + IMPORT + THREADS + RUN, SLOW, " ".join(NAMES), *runs, cwd=tmp_path) == []
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert made == {"debug", "debug_bfloat16", *(f"debug_{script}" for script in TUNERS)}
 
 
 @pytest.mark.slow
@@ -122,19 +121,24 @@ def test_documents_one_by_one_are_in_no_graph(monkeypatch):
     monkeypatch.setattr(attention, "MASKED_LENGTH", 0)
     graphs = []
 
-    def graphs_of(lengths: tuple[int, ...]) -> int:
+    def graphs_of(*lengths: int) -> list[int]:
+        """How many there are after each length."""
         torch._dynamo.reset()
         graphs.clear()
         cfg = model.ModelConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=16, block_size=32)
         net = model.Transformer(cfg)
         backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
-        for part in (*net.layers, net.norm):
+        for part in net.layers:
             part.forward = torch.compile(part.forward, backend=backend, dynamic=False)
+        found = []
         for length in lengths:
             net(torch.zeros(2, 32, dtype=torch.int64), documents=(torch.arange(32) // length).expand(2, -1))
-        return len(graphs)
+            found.append(len(graphs))
+        return found
 
-    assert graphs_of((32,)) == graphs_of((32, 16, 7)) > 0
+    one, two, four = graphs_of(32, 16, 7)
+    assert one == two == four > 0
     plain = attention.attention_by_document.__wrapped__
     monkeypatch.setattr(attention, "attention_by_document", plain)
-    assert graphs_of((32,)) < graphs_of((32, 16))
+    one, two = graphs_of(32, 16)
+    assert one < two

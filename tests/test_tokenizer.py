@@ -14,6 +14,7 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import regex
@@ -170,7 +171,7 @@ def replaced_words(word: list[str], pair: tuple[str, str]) -> list[str]:
 
 def test_encoding_is_the_reference_encoders(bpe: Tokenizer):
     description = json.loads(bpe.files["tokenizer.json"])
-    for text in [*TEXTS[:200], *random_texts(200, seed=2)]:
+    for text in [*TEXTS[:100], *random_texts(100, seed=2)]:
         assert bpe.encode(text) == reference_encode(description, text), text
 
 
@@ -183,20 +184,19 @@ def test_stored_ids(bpe: Tokenizer):
 
 
 def test_ids_are_those_of_transformers(tok: Tokenizer, hf: transformers.PreTrainedTokenizerBase):
-    for text in [*TEXTS, *random_texts(1000, seed=3)]:
+    for text in TEXTS:
         if tok.backend == "bpe" or "\u2581" not in text:  # transformers cannot tell it from a space
             assert tok.encode(text) == hf_ids(hf, text), text
             assert tok.decode(tok.encode(text)) == hf.decode(tok.encode(text)) == text
 
 
-@pytest.mark.slow
-def test_five_thousand_texts_have_the_ids_of_the_libraries(bpe: Tokenizer, sp: Tokenizer, tmp_path: Path):
+def test_two_thousand_texts_have_the_ids_of_the_libraries(bpe: Tokenizer, sp: Tokenizer, tmp_path: Path):
     """Of tiktoken, given the ranks alone, or sentencepiece, given its file alone, and of transformers."""
     saved_bpe, saved_sp = saved_hf(bpe, tmp_path / "bpe"), saved_hf(sp, tmp_path / "sp")
     ranks = {bpe.token_bytes(i): i for i in range(bpe.vocab_size) if i not in bpe.special_ids}
     peer = tiktoken.Encoding("peer", pat_str=PATTERNS["qwen"], mergeable_ranks=ranks, special_tokens={})
     processor = sentencepiece.SentencePieceProcessor(model_proto=sp.files["tokenizer.model"])
-    for text in random_texts(5000, seed=15, longest=20):
+    for text in random_texts(2000, seed=15, longest=20):
         assert bpe.encode(text) == peer.encode_ordinary(text) == hf_ids(saved_bpe, text), text
         if "\u2581" not in text:
             assert sp.encode(text) == processor.encode(text) == hf_ids(saved_sp, text), text
@@ -210,7 +210,7 @@ def test_sentencepiece_ids_are_its_own(sp: Tokenizer):
             assert sp.decode(sp.encode(text)) == processor.decode(processor.encode(text))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back(bpe: Tokenizer, sp: Tokenizer, text: str):
     for tok in (bpe, sp):
@@ -255,10 +255,10 @@ def test_surrogates_become_replacement_characters(tok: Tokenizer):
     assert tok.decode(tok.encode("a" + "\ud83d\ude00" * 60_000)) == "a" + "😀" * 60_000  # no half lost where it is cut
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", [" ", "\r\n", "甲", "a1"])
 def test_a_million_of_anything(tok: Tokenizer, run: str):
-    text = run * (1_000_000 // len(run))
+    """A million spaces; of others, more than twice what is encoded at once."""
+    text = run * ((1_000_000 if run == " " else 250_000) // len(run))
     ids = tok.encode(text)
     assert tok.decode(ids) == text
     assert np.array_equal(tok.encode_array(text), ids)
@@ -609,7 +609,7 @@ def test_any_tokenizer_json_gives_the_ids_of_its_library(bpe: Tokenizer, tmp_pat
     library = tokenizers.Tokenizer.from_str(json.dumps(description))
     library.encode_special_tokens = True
     rng = random.Random(0)
-    texts = [*TEXTS, "<|im_end|>x", " <x> 12  3\n 4", "\x0b\x00 a", *(random_text(rng) for _ in range(500))]
+    texts = [*TEXTS[:200], "<|im_end|>x", " <x> 12  3\n 4", "\x0b\x00 a", *(random_text(rng) for _ in range(200))]
     for text in texts:
         ids = library.encode(text, add_special_tokens=False).ids
         assert tok.encode(text) == tok.encode_array(text).tolist() == ids, text
@@ -1040,7 +1040,7 @@ def test_command_line_errors_are_one_line(run, tmp_path: Path):
     ):
         done = run(*args)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, (args, done.stderr)
-    done = subprocess.run([sys.executable, ROOT / "tokenizer.py"], capture_output=True, text=True, encoding="utf-8")
+    done = forks.run([sys.executable, ROOT / "tokenizer.py"], capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "x").exists()
 

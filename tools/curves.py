@@ -68,12 +68,10 @@ def settings_of(directory: Path) -> tuple[str, dict]:
     return found[1], defaults | read_file(str(path), defaults)
 
 
-def config_of(path: Path) -> tuple[str, dict]:
-    """Return (script, settings) of a file of config/, by the command in its docstring."""
+def script_of(path: Path) -> str:
+    """Return the script of a file of config/, by the command in its docstring."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    script = re.search(rf"(\w+)\.py config/{path.name}", doc)[1]
-    defaults = defaults_of(ROOT / f"{script}.py")
-    return script, defaults | read_file(str(path), defaults)
+    return re.search(rf"(\w+)\.py config/{path.name}", doc)[1]
 
 
 def keep(directory: Path, name: str, command: str = "", folder: Path = CURVES) -> Path:
@@ -142,16 +140,16 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
     """Return the curve of the config with the fewest settings that differ. Raise UserError if that has not run."""
     script, own = settings_of(directory)
     found = []
+    defaults = defaults_of(ROOT / f"{script}.py")
     for path in sorted((ROOT / "config").glob("*.py")):
-        theirs, settings = config_of(path)
+        if script_of(path) != script:  # reading it would make the data of another stage
+            continue
         file = folder / f"{path.stem}.jsonl"
         about, *events = read_events(file) if file.exists() else [{}]
-        if about:
-            settings = defaults_of(ROOT / f"{theirs}.py") | about["settings"]
-        if theirs == script:
-            keys = [key for key in own if key in settings and key not in NO_CAUSE]
-            differ = {key: (own[key], settings[key]) for key in keys if own[key] != settings[key]}
-            found.append(Reference(path.stem, about, events, differ))
+        settings = defaults | (about["settings"] if about else read_file(str(path), defaults))
+        keys = [key for key in own if key in settings and key not in NO_CAUSE]
+        differ = {key: (own[key], settings[key]) for key in keys if own[key] != settings[key]}
+        found.append(Reference(path.stem, about, events, differ))
     if not found:
         raise UserError(f"curves: no file of config/ is for {script}.py")
     nearest = min(found, key=lambda reference: len(reference.differ))

@@ -35,6 +35,8 @@ OUR_FILES = re.compile(
     r"|(train|val|test|held_out)\.jsonl|manifest\.json|config\.py|report\.md"
     r"|(errors|dropped|inputs)\.tsv|" + "|".join(FILES)
 )
+# What a desktop puts into every folder that it shows, and makes anew.
+OF_A_DESKTOP = re.compile(r"\.DS_Store$|\._|Thumbs\.db$|desktop\.ini$")
 
 
 @contextmanager
@@ -175,7 +177,8 @@ def check_replaceable(out_dir: Path, overwrite: bool, differs: str, work: Path) 
         return
     if not out_dir.is_dir():
         raise UserError(f"prepare: out_dir={out_dir} is a file; choose another")
-    paths = sorted(path.relative_to(out_dir) for path in out_dir.rglob("*") if not path.is_dir())
+    files = [path for path in out_dir.rglob("*") if not path.is_dir()]
+    paths = sorted(path.relative_to(out_dir) for path in files if not OF_A_DESKTOP.match(path.name))
     others = [path for path in paths if not OUR_FILES.fullmatch(path.name) or len(path.parts) > 2]
     others += [path for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
     if others:

@@ -35,6 +35,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -48,12 +49,15 @@ from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.corpus import changed_entry
 from groundup.train import huggingface, ranks
 from groundup.train.device import seed_everything, set_rng_state
-from groundup.train.optim import warmup_length
+from groundup.train.optim import learning_rate_at, warmup_length
 from groundup.train.powersgd import PowerSGD
 from model import ModelConfig, Transformer
 
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
+LINKS = ("latest", *BEST)
+OF_THE_RATE = ("learning_rate", "min_lr", "schedule", "warmup_steps", "decay_fraction", "max_steps")
+OF_THE_RATE += ("epochs",)
 NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
 START_OVER = "start over with --resume=never --overwrite=True"
 
@@ -205,7 +209,8 @@ def resume_mode(config: dict) -> str:
 
 def is_restarted() -> bool:
     """Return whether torchrun has started these processes again, after an error."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    # Without RANK it is another program's, which torchrun has started.
+    return "RANK" in os.environ and ranks.number_in("TORCHELASTIC_RESTART_COUNT") > 0
 
 
 def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0) -> Path | None:
@@ -252,7 +257,7 @@ def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) 
     saved = read_state(path / "train_state.pt")
     check_continues(path, saved, config, model_config, data)
     limit = max_steps or config["max_steps"]
-    print(describe_resume(path, saved["config"], config, limit), flush=True)
+    print(describe_resume(path, saved, config, limit), flush=True)
     return path
 
 
@@ -363,13 +368,35 @@ def check_own(out: Path) -> None:
 
 
 def repair(out: Path) -> None:
-    """Remove what a killed save has left."""
+    """Remove what a killed save has left, and what links became in a copy of the run."""
+    for name in LINKS:
+        with housekeeping("turn copies of checkpoints into links again"):
+            remove_copy(out / name)
     for path in list(out.iterdir()):
         found = HIDDEN.fullmatch(path.name)
         if found and found[2] == "old" and not (out / found[1]).exists():
             path.rename(out / found[1])  # a step that was about to be replaced
         elif found:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_copy(link: Path) -> None:
+    """Remove a checkpoint where a link was: `cp -rL`, rsync -L and object stores copy its target.
+
+    If its step was not copied, it becomes that step. What is no whole checkpoint stays.
+    """
+    sums = link / "checksums.json"
+    if link.is_symlink() or not sums.is_file():
+        return
+    originals = [step / sums.name for step in step_dirs(link.parent)]
+    if any(path.is_file() and path.read_bytes() == sums.read_bytes() for path in originals):
+        discard(link)
+        return
+    with suppress(UserError):
+        check_bytes(link)
+        step = link.parent / f"step_{read_state(link / 'train_state.pt')['step']:06d}"
+        if not step.exists():
+            link.rename(step)
 
 
 def discard(directory: Path) -> None:
@@ -408,11 +435,18 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
     refuse(differ, f"{path} was trained with {', '.join(details)}; {ways}")
 
 
-def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> str:
+def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> str:
     """Return what a resumed run prints: the checkpoint, changed settings, whether it is done."""
+    saved = state["config"]
     keys = sorted(key for key in saved.keys() & config if saved[key] != config[key])
     # init_from is said apart, because it has no effect.
     changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
+    if set(keys) & set(OF_THE_RATE):
+        warmup = kept_warmup(state, config, max_steps)
+        before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
+        after = rate_after(state["step"], config, warmup, max_steps)
+        if before != after:
+            changed.append(f"so the next learning rate {before:.3g} -> {after:.3g}")
     source = config["init_from"]
     text = f"continuing {path} after step {step_of(path)}"
     if changed:
@@ -425,6 +459,14 @@ def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> st
         text += f"; max_steps={max_steps} is reached: raise {limit} to train these weights on, or "
         text += f"{START_OVER}, from {source} as it is now" if source else START_OVER
     return text
+
+
+def rate_after(step: int, config: Mapping, warmup: int, max_steps: int) -> float:
+    """Return the learning rate of the update after `step`."""
+    # rl.py has no min_lr, and pretrain.py alone a decay_fraction
+    keys = {"decay_fraction": config["decay_fraction"]} if "decay_fraction" in config else {}
+    peak, least = config["learning_rate"], config.get("min_lr", 0.0)
+    return learning_rate_at(step + 1, config["schedule"], peak, least, warmup, max_steps, **keys)
 
 
 # ---- start ---------------------------------------------------------------------------------------
@@ -522,11 +564,16 @@ def is_ours(out: Path) -> bool:
 
 def warmup_of(config: Mapping, max_steps: int, resumed: Path | None) -> int:
     """Return the steps of warm-up, which a run that goes on keeps from its beginning."""
-    # Keep the old length even if max_steps grew; a changed warmup_steps takes effect.
     if resumed:
-        state = read_state(resumed / "train_state.pt")
-        if "warmup_steps" in state and state["config"]["warmup_steps"] == config["warmup_steps"]:
-            return state["warmup_steps"]
+        return kept_warmup(read_state(resumed / "train_state.pt"), config, max_steps)
+    return warmup_length(config["warmup_steps"], max_steps)
+
+
+def kept_warmup(state: Mapping, config: Mapping, max_steps: int) -> int:
+    """Return the steps of warm-up of a checkpoint's run, unless it has got another warmup_steps."""
+    # The old length even if max_steps grew.
+    if state["config"]["warmup_steps"] == config["warmup_steps"]:
+        return state["warmup_steps"]
     return warmup_length(config["warmup_steps"], max_steps)
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from groundup.errors import UserError, listed, naming, say
+from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import lora, ranks
@@ -175,7 +176,8 @@ def save_weights(
     mode = path.stat().st_mode
     with naming(path):
         save_file(tensors, path, metadata={key: value})
-    path.chmod(mode)
+    with housekeeping("let others read the weights"):
+        path.chmod(mode)
 
 
 # ---- weights in safetensors files ----------------------------------------------------------------

@@ -367,7 +367,8 @@ def learning_rate_at(
     """Return the learning rate of update number `step` (1, 2, ...).
 
     It rises linearly to `peak` in the warm-up (see warmup_length; the first update is never a
-    no-op) and falls to `min_lr` at max_steps:
+    no-op) and falls to `min_lr` at max_steps (to the rate of half a step before the end where
+    that is 0, or the last update would be a no-op):
       constant  it does not fall
       cosine    by half a cosine (arXiv:1608.03983)
       linear    by a straight line
@@ -379,7 +380,9 @@ def learning_rate_at(
     if schedule == "constant":
         return peak
     if step >= max_steps:
-        return min_lr
+        if min_lr > 0:
+            return min_lr
+        step = max_steps - 0.5
     t = (step - warmup) / max(1, max_steps - warmup)  # 0..1 from the end of the warm-up
     if schedule == "cosine":
         return min_lr + (peak - min_lr) * 0.5 * (1 + math.cos(math.pi * t))

@@ -6,11 +6,14 @@ world of one rank. If a rank dies or hangs, the others end with one line that na
 
 import contextlib
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -64,17 +67,18 @@ def described_world() -> World:
         text = f"RANK is set in the environment but {absent} is not; start with torchrun"
         raise UserError(f"ddp: {text}")
     world = World(*(number_in(key) for key in needed[:3]))
-    number_in("MASTER_PORT", 1)
+    number_in("MASTER_PORT", 1, most=65535)
     if world.rank >= world.world_size:
         raise UserError(f"ddp: RANK={world.rank} must be below WORLD_SIZE={world.world_size}")
     return world
 
 
-def number_in(key: str, least: int = 0) -> int:
+def number_in(key: str, least: int = 0, most: int = sys.maxsize) -> int:
     """Return the whole number that a variable of the environment holds; absent means `least`."""
     text = os.environ.get(key, str(least))
-    if not text.isdecimal() or int(text) < least:
-        wrong = f"{key}={text!r} in the environment is no whole number of at least {least}"
+    if not re.fullmatch("[0-9]{1,18}", text) or not least <= int(text) <= most:
+        bounds = f"of at least {least}" if most == sys.maxsize else f"from {least} to {most}"
+        wrong = f"{key}={text!r} in the environment is no whole number {bounds}"
         raise UserError(f"ddp: {wrong}; start with torchrun, or unset {key}")
     return int(text)
 
@@ -107,6 +111,7 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
             timeout=timedelta(seconds=timeout_s),
             device_id=device if on_gpu else None,
         )
+        barrier()  # if a rank ended now, on a wrong setting, the others would lose its store
     return world
 
 
@@ -179,7 +184,9 @@ def open_store(world_size: int, is_host: bool, timeout_s: float) -> dist.Store:
     def connect() -> None:
         wait = timedelta(seconds=timeout_s)
         try:
-            result.set_result(dist.TCPStore(address, port, world_size, is_host, wait))
+            # meeting_place waits for the others, and knows who is missing
+            store = dist.TCPStore(address, port, world_size, is_host, wait, wait_for_workers=False)
+            result.set_result(store)
         except Exception as error:
             result.set_exception(error)
 
@@ -315,16 +322,26 @@ def merged(mine: dict) -> dict:
 
 
 def check_equal(mine: dict) -> None:
-    """Raise UserError on all ranks, naming a key whose value differs from rank 0's."""
+    """Raise UserError on all ranks, naming a key whose value differs from rank 0's.
+
+    Machines may also have other code: of the project's files the checksums must be equal.
+    """
     # Every rank sees all values, so all find the same difference.
-    everyone = gather_objects(mine)
+    everyone = gather_objects(mine | checksums_of_code() if world_size() > 1 else mine)
     first = everyone[0]
     for other, theirs in enumerate(everyone):
         for key in first | theirs:
             if theirs.get(key) != first.get(key):
                 found = f"rank {other} has {key}={theirs.get(key)}, rank 0 has {first.get(key)}"
-                need = "all ranks need the same command, data and out_dir"
+                need = "all ranks need the same command, code, data and out_dir"
                 raise UserError(f"train: {found}; {need}")
+
+
+def checksums_of_code() -> dict[str, int]:
+    """Return {file: CRC-32} of the scripts and of groundup/."""
+    root = Path(__file__).parents[2]
+    files = [*root.glob("*.py"), *root.glob("groundup/**/*.py")]
+    return {str(path.relative_to(root)): zlib.crc32(path.read_bytes()) for path in files}
 
 
 def check_replicas(weights: list[Tensor]) -> None:

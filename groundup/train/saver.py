@@ -26,12 +26,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from groundup.errors import UserError, reason_of
+from groundup.errors import UserError, reason_of, say
 from groundup.files.disk import free_name, housekeeping, sync
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import fsdp, huggingface, ranks
 from groundup.train.checkpoint import (
     BEST,
+    LINKS,
     discard,
     is_ours,
     rank_file,
@@ -137,6 +138,7 @@ class Saver:
                 "config": self.config,
                 "data": self.data,
                 "step": step,
+                "max_steps": self.log.max_steps,
                 "n_steps": ddp.n_steps,  # updates: rl.py makes several in a step
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
@@ -346,12 +348,15 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
     # Losing the log must not lose the best checkpoint: its link still names it.
     linked = (out / BEST[0]).resolve().name
     forgotten = [path for path in steps if path.name == linked and path not in evaluated]
+    for path in forgotten:
+        text = f"{out}/best is {path.name}, of which log.jsonl has no evaluation, and so it stays"
+        say(f"warning: {text}; remove this link to choose by the log")
     best = (forgotten + ranking)[: len(BEST)]
-    with housekeeping("update the links latest, best and best2"):
+    with housekeeping("put the log on the disk"):
         sync(out / "log.jsonl")  # what is removed below follows from it
-        point(out / "latest", steps[-1])
-        for i, name in enumerate(BEST):
-            point(out / name, best[i] if i < len(best) else None)
+    for link, target in zip(LINKS, [steps[-1], *best, None, None], strict=False):
+        with housekeeping("update the links latest, best and best2"):
+            point(out / link, target)
     for path in steps[:-keep_last] if keep_last else []:
         if path not in best:
             with housekeeping("remove old checkpoints"):
@@ -360,16 +365,14 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
 
 def point(link: Path, target: Path | None) -> None:
     """Replace a symbolic link in one operation; None removes it."""
-    # Where a run was copied with its links followed (cp -rL), a step was copied here.
-    if link.is_dir() and not link.is_symlink():
-        sums = (link / "checksums.json").read_bytes()
-        originals = [step / "checksums.json" for step in step_dirs(link.parent)]
-        if any(path.exists() and path.read_bytes() == sums for path in originals):
-            discard(link)
     if target is None:
         link.unlink(missing_ok=True)
         return
     temp = free_name(link, "tmp")
     # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
-    temp.replace(link)
+    try:
+        temp.replace(link)
+    except OSError:
+        temp.unlink()
+        raise

@@ -207,23 +207,23 @@ def test_what_has_no_reward_comes_last_and_is_counted(tuned):
 @pytest.mark.slow
 def test_a_killed_file_goes_on_with_the_same_rewards(home, tmp_path):
     """To the bit, with another batch size too: the answers to a prompt are scored together."""
-    ts.write_prompts(tmp_path / "q.jsonl", 16)
+    ts.write_prompts(tmp_path / "q.jsonl", 10)
     flags = ["--prompts=q.jsonl", "--max_new_tokens=30", "--n=2", "--best_of=3", "--best_of_by=reward"]
     flags += [f"--init_from={home / 'tuned/chat'}", f"--reward_from={home / 'rm'}"]
     assert ts.run(tmp_path, *flags, "--out=whole.jsonl").code == 0
     line = [sys.executable, *ts.command(*flags, "--out=a.jsonl", "--batch_size=2")]
     out = tmp_path / "a.jsonl"
     with forks.Popen(line, cwd=tmp_path, env=ts.environment(tmp_path), stderr=subprocess.DEVNULL) as process:
-        while not out.exists() or out.read_bytes().count(b"\n") < 3:
+        while not out.exists() or out.read_bytes().count(b"\n") < 2:
             assert process.poll() is None
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
-    assert out.read_bytes().count(b"\n") < 16
+    assert out.read_bytes().count(b"\n") < 10
     assert ts.run(tmp_path, *flags, "--out=a.jsonl", "--batch_size=5").code == 0
     by_index = sorted(ts.read_answers(out), key=lambda answer: answer["index"])
     assert by_index == sorted(ts.read_answers(tmp_path / "whole.jsonl"), key=lambda answer: answer["index"])
     rewards = [found["reward"] for answer in by_index for found in answer["completions"]]
-    assert len(rewards) == 32 and len(set(rewards)) > 10
+    assert len(rewards) == 20 and len(set(rewards)) > 5
 
 
 def test_the_reward_model_is_recorded_and_another_is_refused(home, tmp_path):
@@ -277,10 +277,3 @@ def test_mistakes_are_one_line(home, arguments, words):
     assert ended.code == 1 and ended.out == ""
     assert ended.err.count("\n") == 1 and all(word in ended.err for word in words), ended.err
     assert not list(home.glob("never.jsonl*"))
-
-
-@pytest.mark.slow
-def test_drawing_answers_loads_nothing_that_prepares_data():
-    code = "import sys, sample; print(*(name for name in sys.modules if name.startswith(('groundup.text', 'prepare'))))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ts.ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

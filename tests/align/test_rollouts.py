@@ -104,7 +104,7 @@ def by_hand(model: Transformer, one: Rollout, temperature: float) -> torch.Tenso
 @pytest.mark.parametrize("temperature", [0.7])  # at 1 a division that is left out would not show
 def test_tokens_come_as_often_as_training_believes(model, tokenizer, prompts, temperature):
     """First tokens of 1000 answers, counted, against the probabilities that answer_logps gives."""
-    found = draw(model, tokenizer, prompts[:1], [5], 1000, 1, temperature, n_rows=1000)
+    found = draw(model, tokenizer, prompts[:1], [5], 1000, 1, temperature, n_rows=100)
     counts = torch.bincount(
         torch.tensor([one.ids[0] for one in found]), minlength=model.cfg.vocab_size
     )
@@ -175,7 +175,7 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
     kept = new_sampler()
     own = kept.engine
     places, cache = [p.data_ptr() for p in own.model.parameters()], None
-    for _ in range(3):
+    for _ in range(2):
         alone = new_sampler()
         found.append([one.ids for one in kept.draw(prompts[:3], [7, 8, 9], n=6)])
         assert found[-1] == [one.ids for one in alone.draw(prompts[:3], [7, 8, 9], n=6)]
@@ -186,7 +186,7 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
         with torch.no_grad():
             for p in policy.parameters():
                 p.add_(torch.randn_like(p), alpha=0.03)
-    assert found[0] != found[1] != found[2]
+    assert found[0] != found[1]
     assert new_sampler(compile=False).engine is None
     monkeypatch.setattr(decode, "step_c", step_c)
     if decode.step_c(torch.float32):  # a CPU has its step in C

@@ -65,8 +65,8 @@ def test_the_model_has_the_random_weights_of_the_seed(folder):
 def test_several_processes_make_the_model_at_once(tmp_path):
     directory = tmp_path / "debug/model"
     code = f"from groundup.demo.debug_model import make_debug_model; make_debug_model({str(directory)!r})"
-    runs = [forks.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
-    assert [run.wait() for run in runs] == [0, 0, 0]
+    runs = [forks.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
+    assert [run.wait() for run in runs] == [0, 0]
     assert huggingface.load_config(directory).n_layer == 2
     assert not list(directory.parent.glob(".*"))
 

@@ -68,9 +68,11 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("read_bytes", [16, 61, 2**20])
-@pytest.mark.parametrize("suffix", [*COMPRESS, ".zst"])
-@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize(
+    "name, suffix, read_bytes",
+    [(name, "", n) for name in CONTAINERS for n in (16, 61, 2**20)]
+    + [(name, suffix, 61) for name in CONTAINERS for suffix in (*COMPRESS, ".zst") if suffix],
+)
 def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str, read_bytes: int) -> None:
     monkeypatch.setattr(streams, "READ_BYTES", read_bytes)
     raw, expected = CONTAINERS[name]
@@ -234,7 +236,7 @@ def test_json_array_large_element_takes_linear_time(monkeypatch: pytest.MonkeyPa
 def test_memory_is_bounded_by_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "READ_BYTES", 2**14)
     monkeypatch.setattr(streams, "SAMPLE_BYTES", 2**10)
-    texts = ["汉字 and English " * 60] * 2000  # 2.4 MB
+    texts = ["汉字 and English " * 240] * 500  # 2.4 MB
     files = {"a.jsonl": jsonl(texts), "a.json": json.dumps([{"text": t} for t in texts]).encode()}
     files |= {"a.csv": as_csv(texts, ","), "a.jsonl.gz": gzip.compress(jsonl(texts), 1)}
     for name, raw in files.items():

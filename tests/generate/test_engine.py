@@ -200,7 +200,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return texts, [dataclasses.replace(base, **change) for change in changes]
 
 
-@pytest.mark.parametrize("batch_size", [0, 1, 2, 5])
+@pytest.mark.parametrize("batch_size", [0, 2, 5])
 def test_batches_and_continuous_batches_equal_one_by_one(net, batch_size):
     texts, params = mixed_requests()
     want = [generate(net, None, [ids], p)[0] for ids, p in zip(texts, params, strict=True)]
@@ -245,17 +245,17 @@ def test_different_prompts_draw_independently():
     net = random_model(tiny_config(vocab_size=96))
     with torch.no_grad():
         net.lm_head.weight.zero_()
-    texts = [[i // 96, i % 96] for i in range(200)]
+    texts = [[i // 96, i % 96] for i in range(100)]
     first = torch.tensor([
-        [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed), batch_size=64))]
+        [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed), batch_size=32))]
         for seed in range(20)
     ])  # fmt: skip
-    pairs = [(row[:, None] == row).float().sum().item() - 200 for row in first]  # of 200 * 199 ordered ones
-    assert sum(pairs) / (20 * 200 * 199) == pytest.approx(1 / 96, rel=0.05)
+    pairs = [(row[:, None] == row).float().sum().item() - 100 for row in first]  # of 100 * 99 ordered ones
+    assert sum(pairs) / (20 * 100 * 99) == pytest.approx(1 / 96, rel=0.1)  # three times its spread
     means = (first < 48).double().mean(dim=1)
-    assert 0.3 < means.var().item() / (0.25 / 200) < 2  # of 20 runs: 1 +- 0.3
+    assert 0.3 < means.var().item() / (0.25 / 100) < 2  # of 20 runs: 1 +- 0.3
     between = (first[:, None] == first).float().mean().item() - 1 / 20  # runs with other seeds
-    assert between == pytest.approx(19 / 20 / 96, rel=0.15)
+    assert between == pytest.approx(19 / 20 / 96, rel=0.2)
 
 
 def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
@@ -352,26 +352,22 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (2,))])
-def test_compiled_equals_eager(dtype, batch_sizes, monkeypatch):
-    """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
+def test_compiled_equals_eager(monkeypatch):
+    """Also across widths, rows that rest, and a cache that grows; without another compilation for each length. Its
+    graph is not made machine code, which takes 15 s of g++ when it is new."""
+    step = torch.compile(decode.decode_step, backend="aot_eager", dynamic=False)
+    monkeypatch.setattr(decode, "compiled_step", lambda: step)
     monkeypatch.setattr(decode, "step_c", lambda *_: None)
     net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1, qkv_bias=True))
-    texts = [prompt(n, seed=n) for n in (3, 50, 20)]
+    texts = [prompt(n, seed=n) for n in (3, 50, 20, 230)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
     torch._dynamo.utils.counters.clear()
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        for rows in batch_sizes:
-            prompts = texts if rows == 2 else [texts[0], prompt(150)]
-            got = dict(generate_each(net, None, prompts, params, rows, compile=True))
-            want = dict(generate_each(net, None, prompts, params, rows))
-            for i in want:
-                a, b = want[i].completions[0], got[i].completions[0]
-                if dtype == torch.float32:
-                    assert a.ids == b.ids and a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
-                else:  # rounding differs; greedy texts part at the first near tie
-                    assert a.ids[:3] == b.ids[:3]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(batch_sizes)  # one for each number of rows
+    got = dict(generate_each(net, None, texts, params, 2, compile=True))
+    want = dict(generate_each(net, None, texts, params, 2))
+    for i in want:
+        a, b = want[i].completions[0], got[i].completions[0]
+        assert a.ids == b.ids and a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # ---- stopping -------------------------------------------------------------------------------------------------------
@@ -660,13 +656,13 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     monkeypatch.setattr(decode, "step_c", lambda *_: None)
     monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)
     net = random_model(tiny_config(n_kv_head=n_kv_head, block_size=400))
-    prompts = [ids for ids, _ in traffic(net, 12)]
+    prompts = [ids for ids, _ in traffic(net, 8)]
     params, calls = SamplingParams(40, temperature=0.0, logprobs=0), []
-    want = generate(net, None, prompts, params, batch_size=7)
+    want = generate(net, None, prompts, params, batch_size=5)
     monkeypatch.setattr(kv_cache, "has_varlen_lengths", lambda *args: True)
     kernel = lambda *args, **how: calls.append(len(args[0])) or lengths_kernel(*args, **how)  # noqa: E731
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
-    got = generate(net, None, prompts, params, batch_size=7)
+    got = generate(net, None, prompts, params, batch_size=5)
     assert only(got) == only(want) and max(calls) > 1
     for a, b in zip(got, want, strict=True):
         assert a.completions[0].cumulative_logprob == pytest.approx(b.completions[0].cumulative_logprob, abs=1e-4)
@@ -750,12 +746,12 @@ def test_a_gpu_generates_what_a_cpu_does(int8, compiled):
     assert only(generate(net.cuda(), None, prompts, params, compile=compiled)) == want
 
 
-@pytest.mark.parametrize("n", [60])
-def test_ids_are_the_same_alone_and_among_others_that_come_and_go(n, monkeypatch):
+def test_ids_are_the_same_alone_and_among_others_that_come_and_go(monkeypatch):
     """Requests in a shuffled order, at random moments, of which some are cancelled at random moments."""
     monkeypatch.setattr(engine, "CHUNK_TOKENS", 24)  # prompts are read in several pieces, between which others go on
     monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)  # texts move to a cache of longer rows as they grow
     net = random_model(tiny_config(n_kv_head=2, block_size=400))
+    n = 36
     asked = traffic(net, n)
     alone = [generate(net, None, [ids], params)[0] for ids, params in asked]
     draw, rows = random.Random(5), 16

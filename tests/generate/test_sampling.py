@@ -94,9 +94,9 @@ def test_a_gpu_keeps_what_a_cpu_keeps():
 
 @pytest.mark.slow
 def test_processors_equal_transformers_bit_for_bit():
-    """400 batches of four rows, each row with parameters of its own."""
+    """150 batches of four rows, each row with parameters of its own."""
     draw, happened = random.Random(0), Counter()
-    for trial in range(400):
+    for trial in range(150):
         V = draw.choice([5, 97, 1000, 5000])
         logits = torch.randn(4, V, generator=torch.Generator().manual_seed(trial)) * draw.choice([0.1, 3.0])
         if trial % 3 == 0:
@@ -124,7 +124,7 @@ def test_processors_equal_transformers_bit_for_bit():
             assert warped[0, chosen[row]] > -INF
             happened["cut"] += bool((warped == -INF).sum() > (want == -INF).sum())
         assert torch.equal(logits, before)  # the raw ones are still needed for logprobs
-    assert happened["processed"] > 500 and happened["cut"] > 700
+    assert happened["processed"] > 180 and happened["cut"] > 260
 
 
 # ---- what top_k, top_p and min_p keep, by hand ----------------------------------------------------------------------
@@ -313,7 +313,7 @@ def chi_square_is_fine(counts: np.ndarray, probs: np.ndarray) -> bool:
 @pytest.mark.parametrize("one_generator", [True, False])
 def test_draws_have_the_multinomial_law(one_generator):
     """Also the first draws of neighbouring seeds, which is what the samples of a prompt are."""
-    probs, n = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01]), 20000
+    probs, n = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01]), 8000
     rows = RowParams([SamplingParams()] * n, 7)
     generators = seeded(5) * n if one_generator else seeded(*range(n))
     got = choose(probs.log().expand(n, 7), rows, generators)
@@ -321,7 +321,7 @@ def test_draws_have_the_multinomial_law(one_generator):
 
 
 def test_draws_after_temperature_and_top_p_have_their_law():
-    probs, n = np.array([0.5, 0.3, 0.15, 0.05]), 20000
+    probs, n = np.array([0.5, 0.3, 0.15, 0.05]), 8000
     rows = RowParams([SamplingParams(temperature=0.5, top_p=0.95)] * n, 4)
     got = choose(torch.tensor(probs).float().log().expand(n, 4), rows, seeded(6) * n)
     want = probs[:3] ** 2 / (probs[:3] ** 2).sum()  # of squares the first two have 0.93, the first three 0.993

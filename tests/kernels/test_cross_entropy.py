@@ -1,11 +1,11 @@
 """cross_entropy.py against its plain reference, torch's own loss, and autograd over full logits."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -303,9 +303,9 @@ HEAD_MEMORY = """
     from groundup.kernels.cross_entropy import cross_entropy
     from groundup.tokens import IGNORE
 
-    def peak_bytes():  # of this process alone: getrusage would remember the parent's before exec
+    def memory(name):  # of this process alone: getrusage would remember the parent's before exec
         with open("/proc/self/status", encoding="utf-8") as f:
-            return 1024 * int(next(line for line in f if line.startswith("VmHWM")).split()[1])
+            return 1024 * int(next(line for line in f if line.startswith(name)).split()[1])
 
     def chunked(hidden, weight, targets):
         return cross_entropy(hidden, weight, targets)[0]
@@ -316,19 +316,19 @@ HEAD_MEMORY = """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     N, C, V = 2048, 128, 16000
-    loss_of = {"chunked": chunked, "plain": plain}[sys.argv[1]]
     hidden = torch.randn(N, C, requires_grad=True)
     weight = (torch.randn(V, C) * 0.05).requires_grad_()
     targets = torch.randint(V, (N,))
     targets[::7] = IGNORE
-    # What libraries set up once is not the head's.
-    loss_of(hidden[:8], weight[:64], targets[:8] % 64).backward()
-    hidden.grad = weight.grad = None
-    before = peak_bytes()
-    loss = loss_of(hidden, weight, targets)
-    loss.backward()
-    print(peak_bytes() - before)
-    torch.save([loss.detach(), hidden.grad, weight.grad], sys.argv[2])
+    for loss_of in (chunked, plain):  # the one that takes less comes first
+        # What libraries set up once is not the head's.
+        loss_of(hidden[:8], weight[:64], targets[:8] % 64).backward()
+        hidden.grad = weight.grad = None
+        before = memory("VmRSS")
+        loss = loss_of(hidden, weight, targets)
+        loss.backward()
+        print(memory("VmHWM") - before)
+        torch.save([loss.detach(), hidden.grad, weight.grad], f"{sys.argv[1]}/{loss_of.__name__}")
 """
 
 
@@ -336,19 +336,11 @@ HEAD_MEMORY = """
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_head_takes_a_fifth_of_the_memory_of_full_logits(tmp_path):
     env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]), OMP_NUM_THREADS="1")
-    peak, results = {}, {}
-    for which in ("chunked", "plain"):
-        command = [sys.executable, "-c", textwrap.dedent(HEAD_MEMORY), which, str(tmp_path / which)]
-        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        peak[which], results[which] = (
-            int(out.stdout),
-            torch.load(tmp_path / which, weights_only=True),
-        )
-    for got, want in zip(results["chunked"], results["plain"], strict=True):
+    command = [sys.executable, "-c", textwrap.dedent(HEAD_MEMORY), str(tmp_path)]
+    out = forks.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    chunked, plain = (torch.load(tmp_path / name, weights_only=True) for name in ("chunked", "plain"))
+    for got, want in zip(chunked, plain, strict=True):
         assert relative_error(got, want) < 1e-6
-    assert (
-        peak["plain"] > 2 * 2048 * 16000 * 4
-    )  # at the least the logits and their gradient: the measure measures
-    assert 5 * peak["chunked"] < peak["plain"], {
-        which: f"{n / 2**20:.0f} MiB" for which, n in peak.items()
-    }
+    chunked_peak, plain_peak = map(int, out.split())
+    assert plain_peak > 2 * 2048 * 16000 * 4  # logits and their gradient: the measure measures
+    assert 5 * chunked_peak < plain_peak, out

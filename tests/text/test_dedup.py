@@ -68,14 +68,10 @@ def survivors_by_brute_force(signatures: np.ndarray, threshold: float, bands: in
     """{dropped: partner} by the definition, over all pairs."""
     kept: list[int] = []
     dropped = {}
-    every = signatures.tolist()
-    for i, signature in enumerate(every):
-        similarity = {}
-        for other in kept:
-            values = every[other]
-            same = [a == b for a, b in zip(signature, values, strict=True)]
-            if any(all(same[k * rows : (k + 1) * rows]) for k in range(bands)):
-                similarity[other] = sum(same) / len(same)
+    for i, signature in enumerate(signatures):
+        same = signatures[kept] == signature
+        met = same[:, : bands * rows].reshape(len(kept), bands, rows).all(axis=2).any(axis=1)
+        similarity = {kept[k]: same[k].mean() for k in np.flatnonzero(met)}
         best = max(similarity, key=lambda other: (similarity[other], -other), default=None)
         if min(signature) == 2**32 - 1:
             continue
@@ -117,7 +113,8 @@ def test_every_code_point_is_classed_as_unicode_says() -> None:
     characters = [chr(i) for i in range(0x110000) if unicodedata.category(chr(i)) != "Cn" and not 0xD800 <= i < 0xE000]
     doubled = [c + c for c in characters]  # of a separator 0 units, of a character that is a unit of its own 2, else 1
     counts = np.diff(dedup.units(doubled).starts)
-    expected = [len(unit_strings(text)) for text in doubled]
+    places = [match.start() for match in UNIT.finditer(half_width("\n".join(doubled)))]  # three characters each
+    expected = np.bincount(np.array(places) // 3, minlength=len(doubled)).tolist()
     wrong = [(hex(ord(c)), e) for c, e, n in zip(characters, expected, counts.tolist(), strict=True) if e != n]
     assert not wrong, wrong[:20]
 
@@ -126,7 +123,7 @@ def test_every_code_point_is_classed_as_unicode_says() -> None:
 def test_units_and_their_places_equal_a_regular_expression(size: int) -> None:
     rng = random.Random(size)
     alphabet = list("aZé1٣_-' \n\u3000．，Ａｚ９ßİΣςが゙ガｶﾞー々〇甲乙𠀀𪜀한국ไทย\u0301\u200d🙂ﬁ\ud800\x00⺮")
-    texts = ["".join(rng.choices(alphabet, k=rng.randrange(size))) for _ in range(max(3, 300_000 // size))]
+    texts = ["".join(rng.choices(alphabet, k=rng.randrange(size))) for _ in range(max(3, 60_000 // size))]
     found = dedup.units(texts)
     assert len(found.starts) == len(texts) + 1 and found.hashes.dtype == np.uint64
     hash_of: dict[str, int] = {}
@@ -357,10 +354,10 @@ def test_a_chain_of_near_copies_does_not_drop_its_far_end() -> None:
 
 
 def test_many_identical_documents(tmp_path: Path) -> None:
-    signatures = np.tile(noisy_copies(1, seed=0), (10_000, 1))
+    signatures = np.tile(noisy_copies(1, seed=0), (3000, 1))
     np.save(tmp_path / "s.npy", signatures)
     found = near_duplicates(np.load(tmp_path / "s.npy", mmap_mode="r"), 0.8, 16, 8)
-    assert np.array_equal(found.dropped, np.arange(1, 10_000)) and not found.partner.any() and found.capped == 0
+    assert np.array_equal(found.dropped, np.arange(1, 3000)) and not found.partner.any() and found.capped == 0
     nothing = np.full((1000, 128), 2**32 - 1, np.uint32)
     assert len(near_duplicates(nothing, 0.8, 16, 8).dropped) == 0
 

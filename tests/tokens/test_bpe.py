@@ -57,7 +57,7 @@ def random_texts(n: int, seed: int, longest: int = 40) -> list[str]:
     return ["".join(part() for _ in range(rng.randrange(longest))) for _ in range(n)]
 
 
-TEXTS = [*CORPUS, "", " ", "\n", *random_texts(600, seed=1)]
+TEXTS = [*CORPUS, "", " ", "\n", *random_texts(300, seed=1)]
 
 
 # ---- the trainer -----------------------------------------------------------------------------
@@ -160,8 +160,9 @@ def test_hand_worked_example():
 def test_chunks_are_the_matches_of_the_pattern(monkeypatch: pytest.MonkeyPatch, name: str):
     """With bpe.c, where texts are counted together, and without it."""
     monkeypatch.setattr(bpe_module, "BATCH_CHARS", 500)
-    everything = "".join(f"a{chr(c)}b1{chr(c)} {chr(c)}!" for c in [*range(0x3100), *range(0xF900, 0x33000, 99)])
-    texts = [*TEXTS, *random_texts(600, seed=2), everything, *PARTS]
+    codes = [*range(0x500), *range(0x500, 0x3100, 3), *range(0xF900, 0x33000, 99)]
+    everything = "".join(f"a{chr(c)}b1{chr(c)} {chr(c)}!" for c in codes)
+    texts = [*TEXTS, everything, *PARTS]
     want = Counter(chunk.encode() for text in texts for chunk in regex.findall(PATTERNS[name], text))
     assert count_chunks(texts, PATTERNS[name]) == want
     monkeypatch.setattr(bpe_module, "load_library", lambda: None)
@@ -207,13 +208,13 @@ ALL_PATTERNS = [*PATTERNS.values(), LLAMA3_PATTERN, O200K_PATTERN]
 def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, pattern: str):
     """At each place where a text may be cut, the chunks of the parts are the chunks of the whole."""
     cuts = 0
-    for text in [*TEXTS, *random_texts(700, seed=5)]:
+    for text in TEXTS:
         whole = regex.findall(pattern, text)
         for cut in SAFE_CUT.finditer(text):
             cuts += 1
             parts = regex.findall(pattern, text[: cut.start()]) + regex.findall(pattern, text[cut.start() :])
             assert parts == whole, (text, cut.start())
-    assert cuts > 1000
+    assert cuts > 250
 
 
 def chunks_of_tiktoken(pattern: str, texts: list[str], chunks: list[list[str]]) -> list[bool]:
@@ -230,7 +231,7 @@ def chunks_of_tiktoken(pattern: str, texts: list[str], chunks: list[list[str]]) 
 def test_two_engines_cut_every_character_alike(name: str):
     """Rust's and Oniguruma's: the tokenizer and its copy in transformers. And nothing is left out."""
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERNS[name]), "isolated")
-    codes = [*range(0x3000), *range(0x3000, 0xD800, 5), *range(0xE000, 0x34000, 5)]
+    codes = [*range(0x3000), *range(0x3000, 0xD800, 15), *range(0xE000, 0x34000, 15)]
     characters = [chr(c) for c in codes]
     for start in range(0, len(characters), 20_000):
         texts = [f"a{c}甲" for c in characters[start : start + 20_000]]

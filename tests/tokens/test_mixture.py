@@ -15,8 +15,8 @@ from groundup.tokens.mixture import Mixture, Sampler, Stage, WindowSampler
 
 
 def test_permute_is_a_bijection() -> None:
-    for n in [*range(1, 301), 1000, 4096, 4097, 65_536, 99_991]:
-        for epoch in range(3):
+    for n in [*range(1, 131), 255, 256, 257, 4096, 4097, 99_991]:
+        for epoch in range(2):
             keys = mixture.hash_words(8, n, epoch)
             found = mixture.permute(np.arange(n), n, keys)
             assert np.array_equal(np.sort(found), np.arange(n)), n
@@ -29,10 +29,10 @@ def test_permute_is_a_bijection() -> None:
 
 def test_permutation_looks_random() -> None:
     counts: dict[tuple[int, ...], int] = {}
-    for key in range(4800):
+    for key in range(2400):
         order = tuple(mixture.permute(np.arange(4), 4, mixture.hash_words(8, "small", key)))
         counts[order] = counts.get(order, 0) + 1
-    chi2 = sum((count - 200) ** 2 / 200 for count in counts.values())
+    chi2 = sum((count - 100) ** 2 / 100 for count in counts.values())
     assert len(counts) == 24 and chi2 < 49.7  # 23 degrees of freedom: one in a thousand is above
     n = 100_003
     order = mixture.permute(np.arange(n), n, mixture.hash_words(8, 1)).astype(float)

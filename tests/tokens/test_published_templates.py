@@ -6,6 +6,7 @@ are the markers that it writes, once as special tokens and once as tokens that a
     PYTHONPATH=.:tests python tests/tokens/test_published_templates.py DIR     # those of another version: *.jinja
 """
 
+import functools
 import json
 import re
 import sys
@@ -55,14 +56,15 @@ ANSWERS = ["Hello!", " Hello! \n", "<think>\nwell\n</think>\n\nfine"]
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def small() -> dict:
     """The files of a byte-level tokenizer, in which every template's markers are put."""
     return train(["Hello! How are you? well fine system user assistant\n\n" * 3], 512).files
 
 
-def tokenizer_for(source: str, small: dict, special: bool = True) -> Tokenizer:
-    description = json.loads(small["tokenizer.json"])
+@functools.cache
+def tokenizer_for(source: str, special: bool = True) -> Tokenizer:
+    description = json.loads(small()["tokenizer.json"])
     known = {token["content"] for token in description["added_tokens"]}
     names = sorted({*MARKER.findall(source), "<s>", "</s>"} - known)
     first = 1 + max(token["id"] for token in description["added_tokens"])
@@ -75,12 +77,12 @@ def tokenizer_for(source: str, small: dict, special: bool = True) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
-def test_an_answer_has_the_same_ids_in_every_stage(name, small):
+def test_an_answer_has_the_same_ids_in_every_stage(name):
     source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
-    tokenizer = chat_ready(tokenizer_for(source, small))
+    tokenizer = chat_ready(tokenizer_for(source))
     asked = tokenizer.render(QUESTION, add_generation_prompt=True)[0]
     reader = LabelReader(tokenizer, 10**6)
-    for answer in ANSWERS:
+    for answer, other in zip(ANSWERS, ANSWERS[1:] + ANSWERS[:1], strict=True):
         talk = [*QUESTION, {"role": "assistant", "content": answer}]
         ids, mask = tokenizer.render(talk)  # sft.py
         [text], _ = render_jinja_template([talk], chat_template=source, **VARIABLES)
@@ -94,13 +96,12 @@ def test_an_answer_has_the_same_ids_in_every_stage(name, small):
         assert last in tokenizer.stop_ids
 
         # dpo.py and reward.py, beside an answer of another kind on either side
-        for other in ANSWERS:
-            found = pairs.tokenize_pair(Pair(QUESTION, answer, other), tokenizer)
-            given = found.given[0]
-            assert [*found.prompt, *found.chosen[:given]] == before
-            assert found.chosen[given:].tolist() == learned
-            found = pairs.tokenize_pair(Pair(QUESTION, other, answer), tokenizer)
-            assert found.rejected[found.given[1] :].tolist() == learned
+        found = pairs.tokenize_pair(Pair(QUESTION, answer, other), tokenizer)
+        given = found.given[0]
+        assert [*found.prompt, *found.chosen[:given]] == before
+        assert found.chosen[given:].tolist() == learned
+        found = pairs.tokenize_pair(Pair(QUESTION, other, answer), tokenizer)
+        assert found.rejected[found.given[1] :].tolist() == learned
 
         # dpo.py --loss=kto, of a label and of a pair
         row = {"prompt": QUESTION[0]["content"], "completion": answer, "label": True}
@@ -123,18 +124,20 @@ def test_an_answer_has_the_same_ids_in_every_stage(name, small):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_template_that_teaches_no_end_is_refused_in_one_line(name, small):
+def test_a_template_that_teaches_no_end_is_refused_in_one_line(name):
     source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
     with pytest.raises(UserError, match=REFUSED[name]) as error:
-        chat_ready(tokenizer_for(source, small))
+        chat_ready(tokenizer_for(source))
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
-def test_no_marker_in_a_question_becomes_one(name, special, small):
+TAKEN = [name for name in NAMES if name not in REFUSED]
+
+
+@pytest.mark.parametrize("name, special", [(name, True) for name in TAKEN] + [(name, False) for name in TAKEN[::3]])
+def test_no_marker_in_a_question_becomes_one(name, special):
     source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
-    tokenizer = tokenizer_for(source, small, special)
+    tokenizer = tokenizer_for(source, special)
     description = json.loads(tokenizer.files["tokenizer.json"])
     ids_of = {token["content"]: token["id"] for token in description["added_tokens"]}
     markers = {i for name, i in ids_of.items() if name in source}
@@ -156,12 +159,12 @@ def write_rows(path: Path, *rows: dict) -> str:
 
 
 @pytest.mark.parametrize("name", ["", "qwen3", "llama3", "gemma3"])
-def test_an_answer_is_as_likely_in_every_stage(name, small, tmp_path):
+def test_an_answer_is_as_likely_in_every_stage(name, tmp_path):
     """A model is tuned with the batches of sft.py until it gives the answer. Then its probability is
     that of sft's evaluation, of dpo's step 0 (and of its reference) and of rl's draw."""
-    tokenizer = Tokenizer(small)
+    tokenizer = Tokenizer(small())
     if name:
-        tokenizer = tokenizer_for((TRL / f"{name}.jinja").read_text(encoding="utf-8"), small)
+        tokenizer = tokenizer_for((TRL / f"{name}.jinja").read_text(encoding="utf-8"))
     tokenizer = chat_ready(tokenizer)
     question, answer = "How are you?", "well fine"
     chat = write_rows(tmp_path / "chat.jsonl", {"prompt": question, "response": answer})
@@ -208,17 +211,16 @@ def test_an_answer_is_as_likely_in_every_stage(name, small, tmp_path):
 def sweep(folder: Path) -> Counter[str]:
     """Try every template in a folder, and count."""
     globals()["TRL"], counts = folder, Counter()
-    files = train(["Hello! How are you? well fine system user assistant\n\n" * 3], 512).files
     for path in sorted(folder.glob("*.jinja")):
         try:
-            chat_ready(tokenizer_for(path.read_text(encoding="utf-8"), files))
+            chat_ready(tokenizer_for(path.read_text(encoding="utf-8")))
         except UserError as error:
             counts["refused"] += 1
             print(f"{path.stem}: {error}")
             continue
-        test_an_answer_has_the_same_ids_in_every_stage(path.stem, files)
-        test_no_marker_in_a_question_becomes_one(path.stem, True, files)
-        test_no_marker_in_a_question_becomes_one(path.stem, False, files)
+        test_an_answer_has_the_same_ids_in_every_stage(path.stem)
+        test_no_marker_in_a_question_becomes_one(path.stem, True)
+        test_no_marker_in_a_question_becomes_one(path.stem, False)
         counts["the same ids in every stage, an end that is learned, no forged marker"] += 1
     return counts
 

@@ -77,7 +77,7 @@ def talk(rng: random.Random, system: float = 0.5) -> list[dict]:
     return messages
 
 
-TALKS = [talk(random.Random(i)) for i in range(200)]
+TALKS = [talk(random.Random(i)) for i in range(40)]
 
 
 def marked(pieces: list[Piece]) -> tuple[str, set[int]]:

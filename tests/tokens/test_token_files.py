@@ -419,11 +419,11 @@ def test_batches_of_another_kind(tmp_path: Path) -> None:
     batches.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_samples_and_their_order_do_not_depend_on_ranks_or_accumulation(tmp_path: Path, world_size: int) -> None:
     split = row(tmp_path, 16 * 101 + 5)  # 100 windows
     expected = take(split, batch_size=48, accum_steps=1, n_steps=5)
-    for accum_steps in (1, 2, 4, 6):
+    for accum_steps in (1, 6):
         if 48 % (world_size * accum_steps):
             continue
         batch_size = 48 // world_size // accum_steps
@@ -630,11 +630,11 @@ def test_a_mixture_gives_the_tokens_of_its_sources(tmp_path: Path) -> None:
     assert (batches.order.epochs(30 * STEP) > 1).all()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_a_mixture_does_not_depend_on_ranks_or_accumulation(tmp_path: Path, world_size: int) -> None:
     write_sources(tmp_path, {"wiki": 40, "code": 15})
     expected = mixed_run(tmp_path, 22)
-    for accum_steps in (1, 2, 4):
+    for accum_steps in (1, 4):
         size = STEP // world_size // accum_steps
         ranks = [
             mixed_run(tmp_path, 22, size, accum_steps, rank=rank, world_size=world_size) for rank in range(world_size)
@@ -646,7 +646,7 @@ def test_a_mixture_does_not_depend_on_ranks_or_accumulation(tmp_path: Path, worl
 def test_a_mixture_resumes_at_every_step(tmp_path: Path, options: dict) -> None:
     write_sources(tmp_path, {"wiki": 60, "code": 15}, recipe={"order": "length"})
     whole = mixed_run(tmp_path, 30, **options)
-    for step in range(30):
+    for step in range(0, 30, 3):
         assert torch.equal(mixed_run(tmp_path, 1, start=step, **options)[0], whole[step])
     late = inputs(mixed_batches(tmp_path, start=10**6), 1)  # two million epochs on: nothing is skipped one by one
     assert ((late % 2 == 1) & (late != EOT)).any()
@@ -742,7 +742,7 @@ def check_packing(lengths: np.ndarray, row_tokens: int, packing: Packing) -> Non
 
 @pytest.mark.parametrize("row_tokens", [2, 3, 17, 65])
 def test_rows_hold_every_document_once(row_tokens: int) -> None:
-    for seed in range(5):
+    for seed in range(2):
         lengths = np.random.default_rng(seed).integers(1, 150, 200)
         packing = pack_rows(lengths, row_tokens, seed)
         check_packing(lengths, row_tokens, packing)

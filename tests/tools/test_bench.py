@@ -36,6 +36,12 @@ CPU = torch.device("cpu")
 DEFAULTS = dict(vars(bench))
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """A few milliseconds of each step are enough: no figure is looked at."""
+    monkeypatch.setattr(timing, "repeated", partial(timing.repeated, least_s=0.002))
+
+
 def run(*flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     command = [sys.executable, "tools/bench.py", *flags]
     return forks.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
@@ -207,7 +213,8 @@ def test_ranks_measure_the_cases_in_turns(tmp_path, monkeypatch):
     """Two ranks send a ring's share of 3M float32 gradients, PowerSGD a twentieth of it."""
     monkeypatch.setattr(bench_ddp, "MODEL", dataclasses.replace(bench_ddp.MODEL, n_layer=2))
     code = f"import json, sys\nsys.path[:0] = {sys.path}\nimport bench_ddp\nfrom model import ModelConfig\n"
-    code += f"bench_ddp.STEPS, bench_ddp.MODEL = 1, {bench_ddp.MODEL}\nbench_ddp.run_rank(*json.loads(sys.argv[1]))\n"
+    code += f"bench_ddp.STEPS, bench_ddp.SEQUENCES, bench_ddp.MODEL = 1, 1, {bench_ddp.MODEL}\n"
+    code += "bench_ddp.LENGTH = 8\nbench_ddp.run_rank(*json.loads(sys.argv[1]))\n"
     (tmp_path / "small.py").write_text(code, encoding="utf-8")
     monkeypatch.setattr(bench_ddp, "__file__", str(tmp_path / "small.py"))
     # Forks have no -W of their own, and torch is imported.
@@ -316,7 +323,7 @@ def test_readers_give_the_texts_of_the_bare_modules(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_program(tmp_path):
     """A cheap row whose peer is there, as a process: table and file say the same; every sample is in the file."""
-    done = run("--rows=dedup", "--quick=True", "--repeats=2", f"--out={tmp_path / 'bench.json'}")
+    done = run("--rows=dedup", "--quick=True", "--repeats=2", "--input=docs/*.md", f"--out={tmp_path / 'bench.json'}")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert {"date", "command", "hardware", "versions", "load_average", "lines"} == set(report)

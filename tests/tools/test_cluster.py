@@ -110,9 +110,8 @@ def prepared(corpus, tmp_path_factory) -> Path:
     return run_prepare(settings(corpus, tmp_path_factory.mktemp("prepared") / "out"))
 
 
-@pytest.mark.parametrize("tasks", [1, 3])
-def test_the_files_are_those_of_prepare_for_any_number_of_tasks(corpus, prepared, tmp_path, tasks):
-    manifest = run_stages(settings(corpus, tmp_path / "out", tasks=tasks, parts=7 - 2 * tasks))
+def test_the_files_are_those_of_prepare_for_any_number_of_tasks(corpus, prepared, tmp_path):
+    manifest = run_stages(settings(corpus, tmp_path / "out", tasks=3, parts=2))
     assert arrays(tmp_path / "out") == arrays(prepared)
     expected = verify(prepared)
     assert manifest["splits"] == expected["splits"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import forks
 import pytest
 
-from configurator import defaults_of
+from configurator import defaults_of, read_file
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.train.log import read_events
@@ -90,8 +90,9 @@ def write_run(directory: Path, script: str, **settings: object) -> Path:
 
 
 def settings_of(name: str) -> dict:
-    _, settings = curves.config_of(ROOT / "config" / f"{name}.py")
-    return settings
+    path = ROOT / "config" / f"{name}.py"
+    defaults = defaults_of(ROOT / f"{curves.script_of(path)}.py")
+    return defaults | read_file(str(path), defaults)
 
 
 def test_the_reference_is_the_nearest_config_of_the_script_if_that_has_run(tmp_path, monkeypatch):
@@ -139,9 +140,9 @@ def test_shipped_curves_are_of_configs_and_say_where_they_are_from():
 @pytest.mark.slow
 def test_a_real_run_with_a_wrong_learning_rate_is_called_so(tmp_path, capsys, monkeypatch):
     """config/debug.py on the data that it makes, beside its shipped curve."""
-    flags = [f"--out_dir={tmp_path}/mine", "--learning_rate=3e-1", "--sample_prompts=", "--save_every=50"]
-    done = forks.run([sys.executable, ROOT / "pretrain.py", ROOT / "config/debug.py", *flags], cwd=tmp_path,
-                          capture_output=True, text=True)  # fmt: skip
+    flags = "--out_dir=mine --learning_rate=3e-1 --batch_size=8 --sample_prompts= --eval_steps=2 --save_every=50"
+    command = [sys.executable, ROOT / "pretrain.py", ROOT / "config/debug.py", *flags.split()]
+    done = forks.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
     plot.main({"runs": "mine", "out": "x.svg", "x": "steps", "y": "", "smooth": 0.2, "reference": True})

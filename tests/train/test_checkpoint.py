@@ -850,6 +850,7 @@ def test_a_file_of_ones_own_beside_a_log_is_neither_replaced_nor_deleted(tmp_pat
 
 def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monkeypatch) -> None:
     """`--resume=never --overwrite=True` must not delete what the run saved before a rank died."""
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     changes = {"resume": "never", "overwrite": True}
     path = find(begun, **changes)
@@ -857,6 +858,9 @@ def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monk
     checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", path)
     assert names(begun) == ["config.py", "latest", "step_000003"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert find(begun, **changes) is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.delenv("RANK")  # what another program's torchrun has left is no restart
     assert find(begun, **changes) is None
     checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", None)
     assert names(begun) == ["config.py"]
@@ -875,6 +879,7 @@ def test_a_step_to_resume_from(begun: Path, monkeypatch) -> None:
     path = find(begun, **changes)
     assert path == begun / "step_000003" and len(checkpoint.step_dirs(begun)) == 3
     (begun / "README.md").write_text("# out: a run of pretrain.py\n\nComplete: step 8 of 8", encoding="utf-8")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the same command, after an error
     assert find(begun, **changes) == begun / "step_000008"
     checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", begun / "step_000008")
@@ -908,6 +913,13 @@ def test_what_a_resume_says(begun: Path, capsys: pytest.CaptureFixture) -> None:
     text = capsys.readouterr().out
     assert "after step 3; changed: resume 'auto' -> 'must'; init_from='second' has no effect" in text
     assert "max_steps=3 is reached: raise it" in text and text.endswith("from second as it is now\n")
+
+
+def test_a_longer_run_says_how_its_learning_rate_jumps(begun: Path, capsys) -> None:
+    rate = {"learning_rate": 1.0, "schedule": "linear", "min_lr": 0.1}
+    save(begun, 4, tiny(), config={"max_steps": 4, **rate}, other={"data": DATA})
+    find(begun, max_steps=9, **rate)
+    assert "learning rate 0.1 -> 0.5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_two_threads_write_whole_lines(tmp_path):
     log = RunLog(str(tmp_path), 9, 0)
 
     def write(kind: str) -> None:
-        for step in range(500):
+        for step in range(150):
             log.write(kind, step, {"path": "x" * 3000})
 
     writers = [threading.Thread(target=write, args=(kind,)) for kind in ("save", "note")]
@@ -215,7 +215,7 @@ def test_two_threads_write_whole_lines(tmp_path):
     for writer in writers:
         writer.join()
     log.close()
-    assert len(read_events(log.path)) == 1000
+    assert len(read_events(log.path)) == 300
 
 
 def test_a_full_disk_is_reported_and_the_run_goes_on(tmp_path, capsys):
@@ -348,7 +348,7 @@ def trained(tmp_path_factory) -> Path:
         "--log_every=2",
     ]
     forks.run(
-        [*command, "--eval_every=3", f"--out_dir={out}"], cwd=ROOT, check=True, capture_output=True
+        [*command, "--eval_every=6", "--eval_steps=2", f"--out_dir={out}"], cwd=ROOT, check=True, capture_output=True
     )
     return out
 

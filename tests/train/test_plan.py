@@ -200,7 +200,7 @@ SHAPES = {
 def test_a_step_holds_less_than_planned(shape, dtype):
     """And more than half of it, without the margin."""
     changes, settings = SHAPES[shape]
-    cfg, config = ModelConfig(**SMALL | changes), CONFIG | settings | {"block_size": 64}
+    cfg, config = ModelConfig(**SMALL | {"n_layer": 2} | changes), CONFIG | settings | {"block_size": 64}
     trainable = config["trainable"]
     torch.manual_seed(0)
     x = torch.randint(cfg.vocab_size, (8, 64))
@@ -293,11 +293,6 @@ def test_a_plan_that_does_not_fit_warns(monkeypatch, limit, warned):
     assert ("warning     needs" in described()) == warned
 
 
-def test_a_plan_of_70_billion_parameters_takes_no_memory():
-    cfg = ModelConfig(128256, 8, 80, 64, 8, n_embd=8192, ffn_dim=28672, tie_embeddings=False)
-    assert "70,553,706,496" in described(8, cfg)  # Llama 3 70B
-
-
 @pytest.mark.parametrize(
     "line, file",
     [
@@ -353,9 +348,8 @@ def of_size(n_layer: int, n_embd: int, block_size: int, batch_size: int) -> list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [[], ["--activation_checkpointing=True"]])
-def test_a_run_peaks_below_its_plan(tmp_path, how):
-    flags = [*of_size(2, 256, 256, 2), "--device=cpu", "--dtype=float32", "--optimizer=adamw", *how]
+def test_a_run_peaks_below_its_plan(tmp_path):
+    flags = [*of_size(2, 256, 128, 2), "--device=cpu", "--dtype=float32", "--optimizer=adamw"]
     planned, peak = planned_and_peak(tmp_path / "out", *flags)
     assert 0.5 * planned < peak < planned
 

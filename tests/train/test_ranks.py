@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,16 @@ def test_the_first_key_that_differs_from_rank_0_is_named(theirs, monkeypatch):
         ranks.check_equal(mine)
 
 
+def test_another_file_of_the_project_on_a_rank_is_named(monkeypatch):
+    """It may change what a rank adds to the gradient, which no comparison of weights shows."""
+    code = ranks.checksums_of_code()
+    assert {"pretrain.py", "model.py", str(Path("groundup/train/optim.py"))} <= set(code)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "gather_objects", lambda mine: [mine, mine | {"pretrain.py": 1}])
+    with pytest.raises(UserError, match="rank 1 has pretrain.py=1, rank 0 has .* the same command, code"):
+        ranks.check_equal({"seed": 1})
+
+
 def test_absent_variables_of_torchrun_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for key in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -120,7 +131,9 @@ def test_a_world_size_that_was_left_over_is_no_world(monkeypatch):
 
 @pytest.mark.parametrize(("key", "value", "says"), [
     ("WORLD_SIZE", "x", "WORLD_SIZE='x' in the environment is no whole number of at least 0; start with torchrun"),
-    ("MASTER_PORT", "0", "MASTER_PORT='0' in the environment is no whole number of at least 1"),
+    ("MASTER_PORT", "0", "MASTER_PORT='0' in the environment is no whole number from 1 to 65535"),
+    ("MASTER_PORT", "99999", "MASTER_PORT='99999' in the environment is no whole number from 1 to 65535"),
+    ("RANK", "\u0661", "in the environment is no whole number of at least 0"),
     ("RANK", "2", "RANK=2 must be below WORLD_SIZE=2"),
 ])  # fmt: skip
 def test_what_torchrun_would_not_set_is_one_line(key, value, says, monkeypatch):
