@@ -688,9 +688,12 @@ class JsonStream:
                 if not self._read():
                     raise
                 continue
-            # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9
-            may_go_on = isinstance(value, int | float) and end >= len(self.text) - len("e+")
-            if not (may_go_on and self._read()):
+            if isinstance(value, dict | list):
+                return value, end
+            # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9; and what follows a
+            # text tells whether it is an element
+            near_end = len(self.text) - len("e+")
+            if self.WHITE_SPACE.match(self.text, end).end() < near_end or not self._read():
                 return value, end
 
     def _next(self) -> str:
