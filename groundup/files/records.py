@@ -99,7 +99,7 @@ def is_over_lines(head: bytes) -> bool:
         return False
     except json.JSONDecodeError:
         text = head.decode("utf-8", "replace")
-    except RecursionError:
+    except (ValueError, RecursionError):  # a number of thousands of digits, nested too deep
         return False
     try:
         DECODER.raw_decode(text)
@@ -107,7 +107,7 @@ def is_over_lines(head: bytes) -> bool:
         # it may go on behind the head
         goes_on = error.pos >= len(text) - 1 or error.msg.startswith("Unterminated string")
         return goes_on and len(first) < len(text) - 1
-    except RecursionError:
+    except (ValueError, RecursionError):
         return False
     return True
 

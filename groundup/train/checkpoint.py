@@ -381,22 +381,41 @@ def repair(out: Path) -> None:
 
 
 def remove_copy(link: Path) -> None:
-    """Remove a checkpoint where a link was: `cp -rL`, rsync -L and object stores copy its target.
+    """Make a link again of the checkpoint that `cp -rL`, rsync -L or an object store has put there.
 
-    If its step was not copied, it becomes that step. What is no whole checkpoint stays.
+    If its step was not copied, or is damaged, the copy becomes that step. What is no whole
+    checkpoint stays.
     """
     sums = link / "checksums.json"
     if link.is_symlink() or not sums.is_file():
         return
-    originals = [step / sums.name for step in step_dirs(link.parent)]
-    if any(path.is_file() and path.read_bytes() == sums.read_bytes() for path in originals):
-        discard(link)
-        return
-    with suppress(UserError):
-        check_bytes(link)
+    with suppress(UserError, KeyError):
         step = link.parent / f"step_{read_state(link / 'train_state.pt')['step']:06d}"
-        if not step.exists():
+        original = step / sums.name
+        if step.exists() and not is_same(original, sums):
+            return
+        if step.exists() and is_whole(step):
+            discard(link)
+        else:
+            check_bytes(link)
+            if step.exists():
+                discard(step)
             link.rename(step)
+        link.symlink_to(step.name, target_is_directory=True)
+
+
+def is_same(path: Path, other: Path) -> bool:
+    """Return whether both are files with the same bytes."""
+    return path.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def is_whole(step_dir: Path) -> bool:
+    """Return whether every file of a checkpoint is as it was written."""
+    try:
+        check_bytes(step_dir)
+    except UserError:
+        return False
+    return True
 
 
 def discard(directory: Path) -> None:
@@ -445,7 +464,7 @@ def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> st
         warmup = kept_warmup(state, config, max_steps)
         before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
         after = rate_after(state["step"], config, warmup, max_steps)
-        if before != after:
+        if before != after and state["step"] < max_steps:
             changed.append(f"so the next learning rate {before:.3g} -> {after:.3g}")
     source = config["init_from"]
     text = f"continuing {path} after step {step_of(path)}"

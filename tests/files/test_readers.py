@@ -471,3 +471,11 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "a" / "link").symlink_to(tmp_path / "elsewhere")
     found = [str(Path(file).relative_to(tmp_path)) for file in readers.find_files(str(tmp_path / "a"))]
     assert found == ["a/b/y.txt", "a/link/z.txt", "a/x.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_number_of_thousands_of_digits_costs_its_line(tmp_path: Path, name: str) -> None:
+    """Also in the first line, which tells the layout."""
+    (tmp_path / name).write_text('{"n": ' + "9" * 5000 + '}\n{"n": 1}\n', "utf-8")
+    first, second = records.read_records(str(tmp_path / name))
+    assert first.problem == "bad_json" and second.value == {"n": 1}
