@@ -347,7 +347,8 @@ def test_markdown(page, answers):
     answers(*pieces[:3], *[""] * 50, *pieces[3:])
     page.type("#ask", "?\n")
     page.until("document.querySelector('.answer h1')")
-    assert page.all(".code") == [] and page.texts(".rest")[0].startswith("```py")
+    page.until("document.querySelector('.rest').textContent.startsWith('```py')")
+    assert page.all(".code") == []
     page.until("!runs.size && !document.querySelector('.rest').textContent")
     shape_of = """
         const box = document.querySelector(".text").cloneNode(true);
