@@ -189,7 +189,9 @@ def violated(value: object, comment: str) -> str:
         return "a number of 64 bits"
     # NaN passes neither comparison.
     if found := re.search(f"at least {NUMBER}", comment):
-        return "finite" if value == math.inf else "" if value >= float(found[1]) else found[0]
+        if value == math.inf:
+            return "finite"
+        return "" if value >= float(found[1]) else found[0]
     if found := re.search(f"from {NUMBER} to {NUMBER}", comment):
         return "" if float(found[1]) <= value <= float(found[2]) else found[0]
     return ""

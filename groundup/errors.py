@@ -135,7 +135,8 @@ def line_of(error: BaseException) -> str:
     # "failed to map": a directory that is noexec; OSError: one that cannot be written
     failures = "ompiler|CompileE|ProcessE|failed to map|(OS|Permission|FileNotFound)Error"
     if type(error).__name__ == "InductorError" and re.search(failures, reason):
-        fix = "use compile=False, install gcc, g++ and python3-dev, or set TMPDIR and TORCHINDUCTOR_CACHE_DIR"
+        fix = "use compile=False, install gcc, g++ and python3-dev, or set TMPDIR and"
+        fix += " TORCHINDUCTOR_CACHE_DIR"
         return f"{script}: torch.compile cannot build a kernel; {fix} ({reason})"
     return ""
 

@@ -27,7 +27,7 @@ CONFIG = {  # the part of tokenizer_config.json that both backends share
     "clean_up_tokenization_spaces": False,
     "chat_template": CHAT_TEMPLATE,
 }
-# docs/measurements.md, "Size of the vocabulary"
+# Fewer ids cost bits per byte: docs/measurements.md, "Size of the vocabulary".
 FOR_CHINESE = 4096
 SMALLEST_MEASURED = 300_000  # bytes
 SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special tokens

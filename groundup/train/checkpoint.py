@@ -56,8 +56,9 @@ from model import ModelConfig, Transformer
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
 LINKS = ("latest", *BEST)
-OF_THE_RATE = ("learning_rate", "min_lr", "schedule", "warmup_steps", "decay_fraction", "max_steps")
-OF_THE_RATE += ("epochs",)
+# Settings that the learning rate of a step depends on; without max_steps, epochs tell the steps.
+OF_THE_RATE = ("learning_rate", "min_lr", "schedule", "warmup_steps", "decay_fraction")
+OF_THE_RATE += ("max_steps", "epochs")
 NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
 START_OVER = "start over with --resume=never --overwrite=True"
 
@@ -209,7 +210,7 @@ def resume_mode(config: dict) -> str:
 
 def is_restarted() -> bool:
     """Return whether torchrun has started these processes again, after an error."""
-    # Without RANK it is another program's, which torchrun has started.
+    # Without RANK torchrun has not started us: another program has left the count.
     return "RANK" in os.environ and ranks.number_in("TORCHELASTIC_RESTART_COUNT") > 0
 
 
@@ -371,7 +372,7 @@ def repair(out: Path) -> None:
     """Remove what a killed save has left, and what links became in a copy of the run."""
     for name in LINKS:
         with housekeeping("turn copies of checkpoints into links again"):
-            remove_copy(out / name)
+            link_again(out / name)
     for path in list(out.iterdir()):
         found = HIDDEN.fullmatch(path.name)
         if found and found[2] == "old" and not (out / found[1]).exists():
@@ -380,16 +381,18 @@ def repair(out: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_copy(link: Path) -> None:
-    """Make a link again of the checkpoint that `cp -rL`, rsync -L or an object store has put there.
+def link_again(link: Path) -> None:
+    """Replace a copy of a checkpoint by a link to it: `cp -rL` and object stores copy what links
+    lead to.
 
-    If its step was not copied, or is damaged, the copy becomes that step. What is no whole
-    checkpoint stays.
+    If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
+    stays.
     """
     sums = link / "checksums.json"
     if link.is_symlink() or not sums.is_file():
         return
-    with suppress(UserError, KeyError):
+    # a damaged train_state.pt, or one without a step
+    with suppress(ValueError, KeyError, TypeError):
         step = link.parent / f"step_{read_state(link / 'train_state.pt')['step']:06d}"
         original = step / sums.name
         if step.exists() and not is_same(original, sums):

@@ -349,12 +349,13 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
     linked = (out / BEST[0]).resolve().name
     forgotten = [path for path in steps if path.name == linked and path not in evaluated]
     for path in forgotten:
-        text = f"{out}/best is {path.name}, of which log.jsonl has no evaluation, and so it stays"
+        text = f"log.jsonl has no evaluation of {path.name}, so {out}/best stays there"
         say(f"warning: {text}; remove this link to choose by the log")
     best = (forgotten + ranking)[: len(BEST)]
     with housekeeping("put the log on the disk"):
         sync(out / "log.jsonl")  # what is removed below follows from it
-    for link, target in zip(LINKS, [steps[-1], *best, None, None], strict=False):
+    absent = [None] * (len(BEST) - len(best))
+    for link, target in zip(LINKS, [steps[-1], *best, *absent], strict=True):
         with housekeeping("update the links latest, best and best2"):
             point(out / link, target)
     for path in steps[:-keep_last] if keep_last else []:
