@@ -19,7 +19,7 @@ dtype of the autocast around the call, else that of the weights.
 
 import functools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -38,7 +38,17 @@ from groundup.generate.decode import (
     is_native,
 )
 from groundup.generate.json_mode import JsonText, drawn_orders
-from groundup.generate.kv_cache import KVCache, Part, Row, Rows, cache_bytes, free_bytes, row_length
+from groundup.generate.kv_cache import (
+    KVCache,
+    Part,
+    PrefixIndex,
+    Row,
+    Rows,
+    cache_bytes,
+    free_bytes,
+    n_shared,
+    row_length,
+)
 from groundup.generate.sampling import RowParams, SamplingParams, Seen
 from groundup.kernels import compute_dtype
 from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
@@ -305,10 +315,12 @@ class Engine:
         self.cache = Rows(
             self.model.cfg, self.device, self.dtype, self.n_rows if self.compile else 0
         )
-        self.prefixes: list[Row] = []  # texts that have ended, the last of them last
+        self.prompts = PrefixIndex()  # of the samples that have a row
+        self.ended = PrefixIndex()  # texts that have ended: the prefix cache
         self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
         self.reading: list[Sample] = []  # samples whose prompt is read
         self.running: list[Sample] = []  # samples that generate
+        self.promised_bytes = 0  # memory that those two may need
         self.drawn_for: list[Sample] = []  # samples that params and seen are for
         self.params: RowParams | None = None
         self.seen: Seen | None = None
@@ -320,7 +332,7 @@ class Engine:
         assert self.compile and not self.busy, (
             "an answer would begin with one model and end with another"
         )
-        self.prefixes = []
+        self.ended = PrefixIndex()
         for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
             old.data.copy_(new.data)
 
@@ -391,55 +403,71 @@ class Engine:
         generate."""
         while self.waiting and len(self.reading) + len(self.running) < self.n_rows:
             request, s = self.waiting[0]
-            while (short := self.bytes_of(request) > self.spare_bytes()) and self.prefixes:
-                del self.prefixes[0]
+            n_bytes = self.bytes_of(request)
+            while (short := n_bytes > self.spare_bytes()) and self.ended.ids:
+                self.ended.remove(next(iter(self.ended.ids)))
             if short and (self.reading or self.running):
                 break
             self.waiting.popleft()
+            self.promised_bytes += n_bytes
             generator = torch.Generator(self.device)
             generator.manual_seed(request.seed_of(s))
             self.reading.append(Sample(request, s, self.tokenizer, generator))
-        before: list[Sample] = []
-        for sample in list(self.reading):
-            if sample.row is None:
-                self.assign_row(sample, before)
-            if sample in self.reading:  # not one whose whole prompt was there
-                before.append(sample)
+        if any(sample.row is None for sample in self.reading):
+            self.assign_rows()
 
-    def assign_row(self, sample: Sample, before: list[Sample]) -> None:
-        """Give a sample a row, with what the cache has of its prompt, unless a sample before it
-        is to read more."""
-        request = sample.request
-        if any(other.request is request for other in before):
-            return
-        known = request.logits is not None  # the prompt was read for another sample
-        # The last token is read for its logits, all tokens if the prompt is to be scored.
-        ids = (
-            request.ids if known else request.ids[: -1 if request.params.prompt_logprobs < 0 else 0]
-        )
-        n, source = self.longest_prefix(ids)
-        if not known and any(n_shared(one.request.ids, ids) >= n + MIN_SHARED for one in before):
-            return
-        n = n if known or n >= MIN_SHARED else 0
+    def assign_rows(self) -> None:
+        """Give samples a row, with what the cache has of their prompts.
+
+        A sample waits while one before it reads the same prompt, or more of its beginning than the
+        cache has."""
+        new = [sample for sample in self.reading if sample.row is None]
+        n_of_size = Counter(self.prompt_row(sample.request) for sample in new)
+        reading, before = set(), PrefixIndex()  # requests, and their prompts
+        for sample in list(self.reading):
+            request = sample.request
+            if request in reading:
+                continue
+            if sample.row is None:
+                known = request.logits is not None  # the prompt was read for another sample
+                # The last token is read for its logits, all tokens if the prompt is to be scored.
+                n_needless = len(request.ids) - 1 if request.params.prompt_logprobs < 0 else 0
+                ids = request.ids if known else request.ids[:n_needless]
+                n, source = self.longest_prefix(ids)
+                n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
+                if known or n_coming < n + MIN_SHARED:
+                    n = n if known or n >= MIN_SHARED else 0
+                    size = self.prompt_row(request)
+                    self.assign_row(sample, source, ids[:n], n_of_size[size])
+                    n_of_size[size] -= 1
+                if n == len(request.ids):
+                    self.reading.remove(sample)
+                    self.running.append(sample)
+                    continue
+            reading.add(request)
+            before.add(sample, request.ids)
+
+    def prompt_row(self, request: Request) -> int:
+        """Return the positions of the row that a sample begins with."""
         length = request.length if self.compile else len(request.ids)
-        size = row_length(self.model.cfg, length)
-        together = sum(
-            s.row is None and row_length(self.model.cfg, len(s.request.ids)) == size
-            for s in self.reading
-        )
+        return row_length(self.model.cfg, length)
+
+    def assign_row(self, sample: Sample, source: Row | None, ids: list[int], together: int) -> None:
+        """Give a sample a row, with these ids of another. together: see Rows.fit."""
         sample.row = Row()
-        self.cache.fit(sample.row, length, together)
-        sample.row.cached_ids = ids[:n]
-        if n:
-            sample.row.copy(source, n)
-        if n == len(request.ids):
-            self.reading.remove(sample)
-            self.running.append(sample)
+        self.cache.fit(sample.row, self.prompt_row(sample.request), together)
+        sample.row.cached_ids = ids
+        if ids:
+            sample.row.copy(source, len(ids))
+        self.prompts.add(sample.row, sample.request.ids)
 
     def longest_prefix(self, ids: list[int]) -> tuple[int, Row | None]:
         """Return (how many of `ids` a text in the cache begins with, that text)."""
-        begun = [sample.row for sample in self.running + self.reading if sample.row]
-        found = ((n_shared(row.cached_ids, ids), row) for row in [*begun, *self.prefixes])
+        found = (
+            (min(n_shared(text, ids), len(row.cached_ids)), row)
+            for texts in (self.prompts, self.ended)
+            for text, row in texts.beside(ids)
+        )
         return max(found, key=itemgetter(0), default=(0, None))
 
     def read(self, whole: bool) -> None:
@@ -500,7 +528,10 @@ class Engine:
     def leave(self, sample: Sample) -> None:
         """Free the row of a sample; its text stays in the prefix cache as long as there is memory."""
         (self.running if sample in self.running else self.reading).remove(sample)
+        self.promised_bytes -= self.bytes_of(sample.request)
         row = sample.row
+        if row in self.prompts.ids:
+            self.prompts.remove(row)
         # The last two: Ctrl-C while it was placed
         if row is None or row.cache is None or row not in row.cache.texts:
             return
@@ -508,16 +539,18 @@ class Engine:
         self.cache.leave(row.cache, row.slot)
 
     def save_prefix(self, row: Row) -> None:
-        """Keep a copy of a text, unless one that is kept begins so; those that it begins with go."""
+        """Keep a copy of a text, unless one that is kept begins so; one that it begins with goes."""
         ids = row.cached_ids
-        if any(n_shared(kept.cached_ids, ids) == len(ids) for kept in self.prefixes):
-            return
-        others = [
-            kept for kept in self.prefixes if n_shared(ids, kept.cached_ids) < len(kept.cached_ids)
-        ]
-        self.prefixes = others
+        for text, kept in self.ended.beside(ids):
+            n = n_shared(text, ids)
+            if n == len(ids):
+                return
+            if n == len(text):
+                self.ended.remove(kept)
         if ids and cache_bytes(self.model.cfg, 1, len(ids), self.dtype) < self.spare_bytes():
-            self.prefixes = [*others, row.saved(self.model.cfg)][-self.n_rows :]
+            self.ended.add(row.saved(self.model.cfg), ids)
+        if len(self.ended.ids) > self.n_rows:
+            self.ended.remove(next(iter(self.ended.ids)))
 
     # ---- one token of each -----------------------------------------------------------------------
 
@@ -611,8 +644,7 @@ class Engine:
 
     def spare_bytes(self) -> float:
         """Return the free memory that no sample may need."""
-        promised = sum(self.bytes_of(sample.request) for sample in self.running + self.reading)
-        return free_bytes(self.device) + self.cache.n_bytes() - promised
+        return free_bytes(self.device) + self.cache.n_bytes() - self.promised_bytes
 
     def check_memory(self, rows: int, length: int) -> None:
         """Raise UserError if the cache of these rows is more than the memory."""
@@ -620,16 +652,10 @@ class Engine:
         free = (
             free_bytes(self.device)
             + self.cache.n_bytes()
-            + sum(text.cache.n_bytes for text in self.prefixes)
+            + sum(row.cache.n_bytes for row in self.ended.ids)
         )
         if needed > free:
             raise UserError(
                 f"sample: a cache of {rows} x {length} tokens takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB "
                 "are free; fewer tokens (a shorter prompt, max_new_tokens) need less"
             )
-
-
-def n_shared(a: list[int], b: list[int]) -> int:
-    """Return how many ids two texts begin with together."""
-    n = min(len(a), len(b))
-    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])

@@ -13,8 +13,10 @@ others.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -311,6 +313,42 @@ class Rows:
                 parts.append(cache.part(at))
                 rows += cache.texts
         return parts, rows
+
+
+# ---- texts that begin alike ----------------------------------------------------------------------
+
+
+def n_shared(a: list[int], b: list[int]) -> int:
+    """Return how many ids two texts begin with together."""
+    n = min(len(a), len(b))
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+
+
+class PrefixIndex:
+    """Texts in alphabetical order of their ids: of all of them, one of the two between which another
+    text belongs begins with most of its ids."""
+
+    def __init__(self) -> None:
+        self.sorted: list[tuple[list[int], Row]] = []
+        self.ids: dict[Row, list[int]] = {}  # the oldest first
+
+    def add(self, row: Row, ids: list[int]) -> None:
+        self.ids[row] = ids
+        insort(self.sorted, (ids, row), key=itemgetter(0))
+
+    def remove(self, row: Row) -> None:
+        place = self.place(self.ids.pop(row))
+        while self.sorted[place][1] is not row:
+            place += 1
+        del self.sorted[place]
+
+    def place(self, ids: list[int]) -> int:
+        return bisect_left(self.sorted, ids, key=itemgetter(0))
+
+    def beside(self, ids: list[int]) -> list[tuple[list[int], Row]]:
+        """Return the texts that stand before and behind the place of `ids`, with their rows."""
+        place = self.place(ids)
+        return self.sorted[max(0, place - 1) : place + 1]
 
 
 # ---- memory --------------------------------------------------------------------------------------

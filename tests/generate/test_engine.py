@@ -340,7 +340,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
         results = generate(net, None, [prompt(9)], SamplingParams(max_new_tokens=8, temperature=0, logprobs=97))
         text = prompt(9) + results[0].completions[0].ids
         want = net(torch.tensor([text[:-1]]))[0, 8:].float().log_softmax(dim=-1)
-    assert e.prefixes[0].cache.keys[0].dtype == torch.bfloat16
+    assert next(iter(e.ended.ids)).cache.keys[0].dtype == torch.bfloat16
     assert e.model.lm_head.dtype == e.model.layers[1].mlp.down_proj.dtype == torch.bfloat16
     assert e.model.embed_tokens.weight is net.embed_tokens.weight and net.lm_head.weight.dtype == torch.float32
     assert e.model.norm.weight is net.norm.weight
@@ -778,7 +778,34 @@ def test_ids_are_the_same_alone_and_among_others_that_come_and_go(monkeypatch):
     assert moves >= 2 and 1 < len(cancelled) < n / 3 and len(finished) + len(cancelled) == n
     assert ids_of([finished[i] for i in sorted(finished)]) == ids_of([alone[i] for i in sorted(finished)])
     assert busy.cache.n_bytes() == 0  # of what has ended only copies are kept, which give way to requests
-    assert len(busy.prefixes) <= rows
+    assert len(busy.ended.ids) <= rows and not busy.prompts.ids and busy.promised_bytes == 0
+
+
+def test_prefix_index_finds_what_comparing_all_texts_finds():
+    draw, index, texts = random.Random(5), kv_cache.PrefixIndex(), {}
+    for _ in range(400):
+        ids = [draw.randrange(3) for _ in range(draw.randrange(7))]
+        found = max((kv_cache.n_shared(text, ids) for text, _ in index.beside(ids)), default=0)
+        assert found == max((kv_cache.n_shared(text, ids) for text in texts.values()), default=0)
+        row = kv_cache.Row()
+        index.add(row, ids)
+        texts[row] = ids
+        if draw.random() < 0.4:
+            row = draw.choice(list(texts))
+            index.remove(row)
+            del texts[row]
+    assert index.ids == texts and [row for _, row in index.sorted] != list(texts)
+
+
+def test_work_grows_with_the_number_of_rows_not_with_its_square(net, monkeypatch):
+    """Prompts that begin alike, all at once: each was compared with all others, three times."""
+    compared = []
+    n_shared = kv_cache.n_shared
+    for module in (kv_cache, engine):
+        monkeypatch.setattr(module, "n_shared", lambda *texts: compared.append(1) or n_shared(*texts))
+    prompts = [prompt(12) + [i % 10, i // 10] for i in range(100)]
+    generate(net, None, prompts, SamplingParams(1, temperature=0))
+    assert len(compared) < 20 * len(prompts)
 
 
 def test_a_long_prompt_lets_the_others_go_on(net, monkeypatch):
