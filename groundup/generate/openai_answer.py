@@ -127,10 +127,10 @@ class Choice:
         return self.described({"delta": {"turns": turn.messages}}, [])
 
     def call_mark(self, token: int) -> str:
-        """Return the name of a special token that begins a call: as one, it has no text."""
+        """Return the name of a special token that marks a call: as one, it has no text."""
         special = token in self.tokenizer.special_ids and self.asked.params.skip_special_tokens
         name = self.tokenizer.decode([token]) if special else ""
-        return name if name in CallReader.MARKS else ""
+        return name if name in CallReader.MARKS + CallReader.INNER_MARKS else ""
 
     def echo(self) -> list[Position]:
         """Return the positions of the prompt, which is repeated before the answer."""

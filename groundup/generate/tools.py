@@ -199,10 +199,12 @@ def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
 class CallReader:
     """Divides an answer into what is said and what is called.
 
-    Three forms are calls: <tool_call>{...}</tool_call> (Hermes, Qwen, ours), {...} as the whole
-    answer (Llama 3), [TOOL_CALLS] and a list (Mistral). A list may also be the whole answer."""
+    These are calls: <tool_call>{...}</tool_call> (Hermes, Qwen, ours), {...} as the whole answer
+    (Llama 3), [TOOL_CALLS] and a list, or a name and its arguments (Mistral). A list may also be the
+    whole answer, and some models write one object behind another."""
 
     MARKS = ("<tool_call>", "[TOOL_CALLS]")
+    INNER_MARKS = ("[CALL_ID]", "[ARGS]")  # Mistral's, between a name and its arguments
     MARK = re.compile("|".join(map(re.escape, MARKS)))
     CLOSE, SPACE = re.compile(r"\s*(?:</tool_call>)?\s*"), re.compile(r"\s*")
 
@@ -218,11 +220,9 @@ class CallReader:
         if not self.said and self.pending.lstrip()[:1] in ("", "{", "["):
             return "", []
         mark = self.MARK.search(self.pending)
-        if mark:
-            cut = mark.start()
-        else:
-            cut = len(self.pending) - n_pending(self.pending, self.MARKS)
-        text, self.pending = self.pending[:cut], self.pending[cut:]
+        cut = mark.start() if mark else len(self.pending) - n_pending(self.pending, self.MARKS)
+        text = self.pending[:cut].rstrip()  # before a call no space is said
+        self.pending = self.pending[len(text) :]
         self.said |= bool(text)
         return text, []
 
@@ -234,8 +234,7 @@ class CallReader:
         said, calls, end = "", [], 0
         while begin:
             try:
-                value, after = STRICT.raw_decode(text, self.SPACE.match(text, begin.end()).end())
-                found = calls_in(value)
+                found, after = calls_at(text, begin.end(), is_bare)
             except (ValueError, RecursionError):
                 found = []
             if not found:
@@ -254,26 +253,44 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-STRICT = json.JSONDecoder(parse_constant=refuse_constant)  # without NaN
+# Without NaN, but with the line breaks that some models write into their strings
+JSON = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
+NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+OPENING = re.compile(r"\s*;?\s*(?=[\[{])")  # of the first value, or of one that follows
 
 
-def calls_in(value: object) -> list[dict]:
-    """Return the calls in a JSON object or list of them in OpenAI's form, [] if it is none."""
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        name = call.get("name") if isinstance(call, dict) else None
-        arguments = call.get("arguments", call.get("parameters")) if isinstance(name, str) else None
-        if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own form
-            arguments = STRICT.decode(arguments or "{}")
-        if not isinstance(arguments, dict):
-            return []
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
-        function = {"name": name, "arguments": written}
-        own = call.get("id")  # Mistral's models write one, which the result is to have
-        is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
-        calls.append({
-            "id": own if is_own else f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": function,
-        })
-    return calls
+def calls_at(text: str, begin: int, is_bare: bool) -> tuple[list[dict], int]:
+    """Return (the calls that stand there in a text, where they end), ([], ...) = others stand there.
+
+    Raise ValueError or RecursionError for what is no JSON."""
+    if named := NAMED.match(text, begin):
+        arguments, end = JSON.raw_decode(text, named.end())
+        return [call_of({"name": named[1], "arguments": arguments, "id": named[2]})], end
+    calls, end = [], begin
+    while opening := OPENING.match(text, end):
+        value, end = JSON.raw_decode(text, opening.end())
+        for one in value if isinstance(value, list) else [value]:
+            has_name = isinstance(one, dict) and isinstance(one.get("name"), str)
+            # Other objects have names, too: only a mark makes one without arguments a call
+            if not has_name or is_bare and not {"arguments", "parameters"} & one.keys():
+                return [], end
+            calls.append(call_of(one))
+    return calls, end
+
+
+def call_of(found: dict) -> dict:
+    """Return a call in OpenAI's form. Raise ValueError for arguments that are no object."""
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own form
+        arguments = JSON.decode(arguments or "{}")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments must be an object")
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
+    own = found.get("id")  # Mistral's models write one, which the result is to have
+    is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
+    return {
+        "id": own if is_own else f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": found["name"], "arguments": written},
+    }
