@@ -98,6 +98,7 @@ weights = "full"  # full | int8 (matrices rounded to 8 bits: faster on a CPU)
 compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start takes 20 s longer
 
 BODY_S = 20  # for a client to send its body
+UNICODE_LINE_ENDS = "\x85\u2028\u2029"
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
 
@@ -250,6 +251,7 @@ class Server:
             Route("/health", self.health),
             Route("/metrics", self.counts),
             Route("/v1/models", self.cards),
+            Route("/v1/models/", self.cards),
             Route("/v1/models/{name:path}", self.one_card),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -511,7 +513,11 @@ async def or_disconnect(work: Awaitable, receive: Any) -> Any:
 
 
 def sse(body: dict) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    """Return a server-sent event. Escape what some clients take for the end of its line."""
+    text = json.dumps(body, ensure_ascii=False)
+    for char in UNICODE_LINE_ENDS:
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return f"data: {text}\n\n"
 
 
 # ---- the start -----------------------------------------------------------------------------------

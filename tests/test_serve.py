@@ -116,6 +116,13 @@ def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):
     assert usage == found.usage
 
 
+def test_an_event_is_one_line_however_a_client_divides_lines():
+    """httpx's iter_lines and others take U+0085, U+2028 and U+2029 for ends of lines."""
+    body = {"text": "a\u2028b\u2029c\x85d\n\x0c 北京"}
+    line, end = serve.sse(body).splitlines()
+    assert json.loads(line.removeprefix("data: ")) == body and not end and "北京" in line
+
+
 def test_an_engine_with_weights_of_8_bits(directory):
     model = serve.Model("tiny", directory, torch.device("cpu"), torch.float32, 4, int8=True)
     net = to_int8(huggingface.load_model(directory))
@@ -445,6 +452,8 @@ def test_half_a_surrogate_is_text(server):
 def test_other_paths_health_and_metrics(server, client):
     httpx = library("httpx")
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    listed = httpx.get(f"{server[0]}/v1/models/").json()  # some clients end it so
+    assert [card["id"] for card in listed["data"]] == ["tiny"]
     assert httpx.get(server[0] + "/health").json() == {"status": "ok"}
     lines = dict(line.rsplit(" ", 1) for line in httpx.get(server[0] + "/metrics").text.splitlines() if line[0] != "#")
     assert float(lines["groundup_generated_tokens_total"]) > 50
