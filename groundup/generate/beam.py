@@ -70,8 +70,7 @@ class BeamSearch(Engine):
         K, n = request.params.num_beams, len(request.ids)
         self.check_memory(K, request.length)
         cache = KVCache(self.model.cfg, K, request.length, self.device, self.dtype)
-        if self.compile:
-            cache.mark()
+        cache.few_widths = self.compile
         for begin in range(0, n, CHUNK_TOKENS):
             self.read_piece(cache, [0], [request], begin, min(begin + CHUNK_TOKENS, n))
         select(cache, torch.zeros(K, dtype=torch.int64, device=self.device), n)

@@ -31,8 +31,8 @@ def generate(
     time, 0 = all. copies=False: use the matrices as they are, without faster copies of them, in
     half the memory. stop: asked before each token; if it is true, no result is returned.
 
-    tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows, if
-    step.c does not do it; this takes 5 to 30 s and pays off from some thousand tokens."""
+    tokenizer=None: ids only. compile=True: on a GPU, record the decoding step; this takes 20 s and
+    pays off from some thousand tokens."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
         what = f"{len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"

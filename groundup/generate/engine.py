@@ -33,6 +33,7 @@ from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.decode import (
     CHUNK_TOKENS,
+    can_record,
     decoding_step,
     for_inference,
     is_native,
@@ -296,13 +297,12 @@ class Engine:
         copies: bool = True,
     ) -> None:
         """rows: the most texts at a time. copies=False: use the matrices as they are, without faster
-        copies of them, in half the memory. compile: compile the decoding step for each number of
-        rows, if step.c does not do it."""
+        copies of them, in half the memory. compile: on a GPU, record the decoding step."""
         self.device = model.embed_tokens.weight.device
         matrices = (p for p in model.layers.parameters() if p.ndim == 2)  # none with 8 bits
         self.dtype = compute_dtype(next(matrices, model.embed_tokens.weight))
         native = copies and is_native(model.cfg, self.device, self.dtype)
-        self.compile = compile and not native
+        self.compile = compile and can_record(self.device)
         self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = decoding_step(self.model, self.compile)
@@ -626,9 +626,6 @@ class Engine:
 
     def forward(self, tokens: list[int] | Tensor, parts: list[Part]) -> Tensor:
         """tokens (B,) of the rows of these parts of the cache -> logits (B, V) float32."""
-        if self.compile and self.device.type != "cuda":
-            for part in parts:
-                torch._dynamo.maybe_mark_dynamic(part.span, 0)  # one compiled step for all widths
         # A tenth less time per call than no_grad
         lean = nullcontext() if self.compile else torch.inference_mode()
         with lean, self.autocast():

@@ -64,7 +64,7 @@ class KVCache:
         self.keys = [empty(shape, torch.device(device), dtype).zero_() for _ in range(cfg.n_layer)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
         self.span = torch.arange(max_length, device=device)
-        self.compiled = False
+        self.few_widths = False  # for CUDA graphs, of which there is one for each width
         self.texts: list[Row | None] = []  # the text in each row, if Rows keeps this cache
 
     @property
@@ -86,19 +86,12 @@ class KVCache:
         """Return the part of a CacheStep: the next position of the first rows, -1 = leave the
         row unchanged."""
         n_widths = max(lengths) // MIN_WIDTH + 1
-        if self.compiled:
-            n_widths = 1 << (n_widths - 1).bit_length()  # a power of two: few graphs
+        if self.few_widths:
+            n_widths = 1 << (n_widths - 1).bit_length()  # a power of two
         width = min(MIN_WIDTH * n_widths, self.max_length)
         at = [n if n >= 0 else self.max_length for n in lengths]
         lengths = torch.tensor(at, device=self.span.device)
         return Part(self.keys, self.values, lengths, self.span[:width])
-
-    def mark(self) -> None:
-        """Tell torch.compile how a step uses the cache."""
-        self.compiled = True
-        for layer in self.layers if self.keys[0].is_cpu else ():
-            # One compiled step for caches of all lengths
-            torch._dynamo.maybe_mark_dynamic(layer, 2)
 
     def resize(self, rows: int) -> None:
         """Keep the first rows, as many as there are then."""
@@ -283,7 +276,7 @@ class Rows:
             new[:, :, : old.max_length] = had[:, :, : old.max_length]
         for row in filter(None, cache.texts):
             row.cache = cache
-        cache.mark()
+        cache.few_widths = True
         self.caches = {size: cache}
 
     def leave(self, cache: KVCache, slot: int) -> None:
