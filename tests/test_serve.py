@@ -25,9 +25,9 @@ from groundup.files.row_formats import messages_of
 from groundup.generate import openai_format, sampling
 from groundup.generate.completion import generate, never_sampled, prompt_ids
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, Request, Sample
+from groundup.generate.engine import Engine, Request, Sample, Token
 from groundup.generate.http import bounded_protocol
-from groundup.generate.openai_answer import Choice, Position
+from groundup.generate.openai_answer import Choice
 from groundup.generate.openai_format import Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
@@ -206,7 +206,7 @@ def test_a_prompt_is_scored_as_lm_eval_asks(client, alone):
 def test_tokens_of_the_same_text_keep_their_own_logprobs(directory):
     """Ids without a text, and broken characters, share a key of the object in which OpenAI gives the likeliest."""
     choice = choice_of(directory, b'{"prompt": "a", "logprobs": 2}')
-    found = choice.logprobs([Position(999_998, {999_998: -9.0, 999_999: -1.0, 999_997: -2.0}, 0)])
+    found = choice.logprobs([Token(999_998, "", "", {999_998: -9.0, 999_999: -1.0, 999_997: -2.0})])
     assert found["token_logprobs"] == [-9.0] and found["top_logprobs"] == [{"": -9.0}]
 
 
@@ -323,7 +323,8 @@ def test_the_servers_tools_run_and_the_answer_goes_on(tool_client, directory, mo
     write(monkeypatch, directory, "So." + ADD + "<|im_end|>", "It is 5.<|im_end|>")
     chunks = [c.choices[0] for c in tool_client.chat.completions.create(**how, stream=True)]
     (at,) = (i for i, chunk in enumerate(chunks) if getattr(chunk.delta, "turns", None))
-    assert chunks[at].delta.turns == turns and "".join(c.delta.content or "" for c in chunks[:at]) == "So."
+    assert chunks[at].delta.turns == [{"index": i} | one for i, one in enumerate(turns)]
+    assert "".join(c.delta.content or "" for c in chunks[:at]) == "So."
     assert "".join(c.delta.content or "" for c in chunks[at:]) == "It is 5." and chunks[-1].finish_reason == "stop"
     # the ids of the draw stay; the template writes what follows them
     tokenizer = Tokenizer.load(directory)
@@ -333,6 +334,14 @@ def test_the_servers_tools_run_and_the_answer_goes_on(tool_client, directory, mo
     assert second[: len(first + drawn)] == first + drawn
     follows = "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(second[len(first + drawn) :]) == follows
+
+
+def test_openais_stream_helper_adds_up_turns_that_call_tools(tool_client, directory, monkeypatch):
+    """It wants an index in the items of a list that comes in several chunks."""
+    write(monkeypatch, directory, ADD + "<|im_end|>", ADD + "<|im_end|>", "Done.<|im_end|>")
+    with tool_client.chat.completions.stream(model="tiny", messages=ASKED, max_tokens=300) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "Done." and [turn["role"] for turn in message.turns] == ["assistant", "tool"] * 2
 
 
 def test_tools_that_the_prompt_does_not_show(directory, tmp_path, monkeypatch, asked_ids):

@@ -4,8 +4,8 @@
     step = decoding_step(view, compile)
     step(view, tokens, parts)            # tokens (B,) -> logits (B, V) float32
 
-On a CPU a step is a call of C code (kernels/decoding.py), on a GPU with compile=True a recorded CUDA
-graph. Otherwise it runs as model.py has it: decode_step is the plain reference of both.
+On a CPU a step is a call of C code (kernels/decoding.py), on a GPU with compile=True a recorded
+CUDA graph. Otherwise it runs as model.py has it: decode_step is the plain reference of both.
 """
 
 import copy
@@ -78,8 +78,8 @@ def to_int8(model: Transformer) -> Transformer:
 
 
 def shared_copy(model: Transformer) -> Transformer:
-    """Return a copy that shares all tensors, with eager blocks: those compiled for training would be
-    compiled anew here."""
+    """Return a copy that shares all tensors, with eager blocks: those compiled for training would
+    be compiled anew here."""
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
     compiled = [vars(part)["forward"] for part in model.modules() if "forward" in vars(part)]
     view = copy.deepcopy(model, same | {id(forward): None for forward in compiled})
@@ -143,10 +143,10 @@ def groups_of_one_input(model: Transformer) -> list[list[nn.Linear]]:
 class RecordedStep:
     """decode_step of one cache with a fixed number of rows, with compiled blocks, on a GPU.
 
-    At one row a step is a few hundred short kernels, and Python takes longer to launch them than the
-    GPU to run them. A CUDA graph launches all of them at once. It reads and writes the addresses of
-    its recording: tokens and lengths are copied into its own tensors; weights and cache stay where
-    they were.
+    At one row a step is a few hundred short kernels, and Python takes longer to launch them than
+    the GPU to run them. A CUDA graph launches all of them at once. It reads and writes the places
+    of its recording: tokens and lengths are copied into its own tensors; weights and cache stay
+    where they were.
 
     A graph is recorded for each width of the cache. All blocks share one compiled function, so
     that it takes seconds, not a minute."""

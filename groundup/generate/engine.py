@@ -3,7 +3,8 @@
     engine = Engine(model, tokenizer, rows)
     engine.add(check(...)), .step(), .cancel(...)  # requests come and go while others generate
     engine.run(requests)                           # the tokens of all, as rows become free
-    engine.stream(ids, params)                     # those of one text; only what is new of the prompt is read
+    engine.answer(prompts, params)                 # the results of all
+    engine.stream(ids, params)                     # those of one text
 
 A Request has samples, and a Sample that generates has a Row of the cache. A sample that ends makes
 room for the next (continuous batching). Each draws from its own generator, seeded by a hash of the
@@ -12,8 +13,8 @@ torch's global generators are not touched.
 
 On a CPU a step is a single call of step.c, in which a row is computed to the bit as if it were
 alone. Elsewhere, and in the pieces in which a prompt is read (prefill), the number of rows changes
-the rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16, so another id is
-next to never drawn in float32, now and then in bfloat16 and float16. Products and cache have the
+the rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16. So another id
+is next to never drawn in float32, now and then in bfloat16 and float16. Products and cache have the
 dtype of the autocast around the call, else that of the weights.
 """
 
@@ -86,7 +87,8 @@ class Token(NamedTuple):
     id: int
     text: str  # what may be shown now: whole characters, no beginning of a stop string
     finish: str  # "" = it goes on | stop | length
-    logprobs: dict[int, float]  # of it and of the likeliest, before any processor
+    # Of it and of the likeliest, before any processor; None: of the first token of a prompt
+    logprobs: dict[int, float] | None
     is_end: bool = False  # it ends the text and is no part of it
     begin: int = 0  # characters of the text before it
 
@@ -117,10 +119,8 @@ class Request:
         """Return the n best samples, best first; without best_of all samples in their order."""
         samples = [self.completions[s] for s in sorted(self.completions)]
         if self.params.best_of > self.params.n:
-            mean = self.params.best_of_by == "mean"
-            samples.sort(
-                key=lambda c: c.cumulative_logprob / (len(c.ids) if mean else 1), reverse=True
-            )
+            power = int(self.params.best_of_by == "mean")
+            samples.sort(key=lambda c: c.cumulative_logprob / len(c.ids) ** power, reverse=True)
         scored = self.params.prompt_logprobs >= 0
         return Result(self.ids, samples[: self.params.n], self.prompt_logprobs if scored else None)
 
@@ -135,26 +135,23 @@ def check(
     """Return the request. Raise UserError if this model cannot serve it."""
     name, V = f"sample: prompt {index}", cfg.vocab_size
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise UserError(
-            f"{name} is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids"
-        )
+        what = f"is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids"
+        raise UserError(f"{name} {what}")
     if not ids:
         raise UserError(f"{name} has no tokens; begin an empty one with <|endoftext|>")
     if len(ids) > cfg.block_size:
         raise UserError(f"{name} has {len(ids)} tokens, block_size is {cfg.block_size}; shorten it")
     if foreign := [i for i in ids if not 0 <= i < V]:
-        raise UserError(
-            f"{name} has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer"
-        )
+        what = f"has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer"
+        raise UserError(f"{name} {what}")
     if params.json_object and tokenizer is None:
         raise UserError(f"{name} asks for json_object, but there is no tokenizer")
     if params.stop and tokenizer is None:
         raise UserError(f"{name} has stop strings {params.stop}, but there is no tokenizer")
     RowParams([params], V)  # raises UserError for ids that the model does not have
     # Prompt and result together may be one longer than the context: the last token is not fed back.
-    return Request(
-        index, list(ids), params, min(params.max_new_tokens, cfg.block_size - len(ids) + 1)
-    )
+    limit = min(params.max_new_tokens, cfg.block_size - len(ids) + 1)
+    return Request(index, list(ids), params, limit)
 
 
 class StopStrings:
@@ -248,7 +245,7 @@ class Sample:
         return Token(token, piece, finish, found, is_end, begin)
 
     def grow(self, token: int) -> tuple[str, str | None]:
-        """Return what may be shown now, and the stop string that ends the text before it, if any."""
+        """Return what may be shown now, and the stop string before which the text ends, if any."""
         may_stop = len(self.ids) >= self.request.params.min_new_tokens
         chars = self.decode(token)
         self.n_chars += len(chars)
@@ -296,8 +293,9 @@ class Engine:
         compile: bool = False,
         copies: bool = True,
     ) -> None:
-        """rows: the most texts at a time. copies=False: use the matrices as they are, without faster
-        copies of them, in half the memory. compile: on a GPU, record the decoding step."""
+        """rows: the most texts at a time. compile: on a GPU, record the decoding step.
+
+        copies=False: use the matrices as they are, without faster copies, in half the memory."""
         self.device = model.embed_tokens.weight.device
         matrices = (p for p in model.layers.parameters() if p.ndim == 2)  # none with 8 bits
         self.dtype = compute_dtype(next(matrices, model.embed_tokens.weight))
@@ -312,9 +310,8 @@ class Engine:
 
     def clear(self) -> None:
         """Forget all requests and all that the cache holds."""
-        self.cache = Rows(
-            self.model.cfg, self.device, self.dtype, self.n_rows if self.compile else 0
-        )
+        fixed = self.n_rows if self.compile else 0
+        self.cache = Rows(self.model.cfg, self.device, self.dtype, fixed)
         self.prompts = PrefixIndex()  # of the samples that have a row
         self.ended = PrefixIndex()  # texts that have ended: the prefix cache
         self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
@@ -329,9 +326,8 @@ class Engine:
         """Take the weights that `model` has now, between requests, with compiled steps. They
         stay in their place: a CUDA graph reads them, and the cache, where they were when it was
         recorded."""
-        assert self.compile and not self.busy, (
-            "an answer would begin with one model and end with another"
-        )
+        # An answer would begin with one model and end with another
+        assert self.compile and not self.busy
         self.ended = PrefixIndex()
         for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
             old.data.copy_(new.data)
@@ -349,10 +345,9 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Forget a request; its rows and their memory are free."""
         self.waiting = deque(pair for pair in self.waiting if pair[0] is not request)
-        for sample in [
-            sample for sample in self.reading + self.running if sample.request is request
-        ]:
-            self.leave(sample)
+        for sample in self.reading + self.running:
+            if sample.request is request:
+                self.leave(sample)
 
     @torch.no_grad()
     def step(self, whole: bool = False) -> list[tuple[Sample, Token]]:
@@ -395,6 +390,23 @@ class Engine:
         finally:
             for request in mine:
                 self.cancel(request)
+
+    def finish(
+        self, requests: Iterable[Request], stop: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index, Result) of each request in the order of finishing, see `run`."""
+        for sample, _ in self.run(requests, stop):
+            if sample.last:
+                yield sample.request.index, sample.request.result()
+
+    def answer(
+        self, prompts: Iterable[list[int]], params: SamplingParams
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index, Result) of each prompt in the order of finishing.
+
+        A bad prompt raises UserError when its turn comes."""
+        how = params, self.model.cfg, self.tokenizer
+        return self.finish(check(i, ids, *how) for i, ids in enumerate(prompts))
 
     # ---- from waiting to running -----------------------------------------------------------------
 
@@ -478,15 +490,11 @@ class Engine:
             begun.sort(key=lambda sample: len(sample.request.ids))
         begin, cache = len(begun[0].row.cached_ids), begun[0].row.cache
         # A few tokens that a row has are read again with others that lack them.
-        group = [
-            s
-            for s in begun
-            if s.row.cache is cache and begin <= len(s.row.cached_ids) < begin + MIN_SHARED
-        ]
+        places = range(begin, begin + MIN_SHARED)
+        group = [s for s in begun if s.row.cache is cache and len(s.row.cached_ids) in places]
         T = [min(CHUNK_TOKENS, len(s.request.ids) - begin) for s in group]
-        n_rows = [n for n in range(1, CHUNK_ROWS + 1) if whole or n * max(T[:n]) <= CHUNK_TOKENS][
-            -1
-        ]
+        sizes = range(1, CHUNK_ROWS + 1)
+        n_rows = max(n for n in sizes if whole or n * max(T[:n]) <= CHUNK_TOKENS)
         group, end = group[:n_rows], begin + max(T[:n_rows])
         self.read_piece(cache, [s.row.slot for s in group], [s.request for s in group], begin, end)
         for sample in group:
@@ -502,9 +510,8 @@ class Engine:
         """Read tokens begin to end of the prompts, all longer than `begin`, into these rows of
         the cache."""
         pieces = [request.ids[begin:end] for request in requests]
-        idx = torch.tensor(
-            [ids + [0] * (end - begin - len(ids)) for ids in pieces], device=self.device
-        )
+        padded = [ids + [0] * (end - begin - len(ids)) for ids in pieces]
+        idx = torch.tensor(padded, device=self.device)
         rows = torch.tensor(slots, device=self.device)
         with self.autocast():
             hidden = self.model.hidden(idx, cache.chunk(begin, end - begin, rows))  # (n, T, C)
@@ -517,16 +524,17 @@ class Engine:
 
     def score(self, request: Request, hidden: Tensor, following: list[int]) -> None:
         """Append the log-probabilities of the tokens that follow in the prompt. hidden (T, C)."""
-        size = max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size)
+        size, k = (
+            max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size),
+            request.params.prompt_logprobs,
+        )
         targets = torch.tensor(following, device=self.device).split(size)
         for h, t in zip(hidden[: len(following)].split(size), targets, strict=True):
-            ids, logps = sampling.top_logprobs(
-                self.model.lm_head(h).float(), t, request.params.prompt_logprobs
-            )
+            ids, logps = sampling.top_logprobs(self.model.lm_head(h).float(), t, k)
             request.prompt_logprobs += map(dict, map(zip, ids.tolist(), logps.tolist()))
 
     def leave(self, sample: Sample) -> None:
-        """Free the row of a sample; its text stays in the prefix cache as long as there is memory."""
+        """Free the row of a sample; its text stays in the prefix cache while there is memory."""
         (self.running if sample in self.running else self.reading).remove(sample)
         self.promised_bytes -= self.bytes_of(sample.request)
         row = sample.row
@@ -539,7 +547,7 @@ class Engine:
         self.cache.leave(row.cache, row.slot)
 
     def save_prefix(self, row: Row) -> None:
-        """Keep a copy of a text, unless one that is kept begins so; one that it begins with goes."""
+        """Keep a copy of a text, unless one that is kept begins so; drop one that it begins with."""
         ids = row.cached_ids
         for text, kept in self.ended.beside(ids):
             n = n_shared(text, ids)
@@ -566,14 +574,12 @@ class Engine:
         if samples != self.drawn_for:
             V, params = self.model.cfg.vocab_size, [sample.request.params for sample in samples]
             self.drawn_for, self.params = samples, RowParams(params, V, self.device)
-            prompts, outputs = zip(
-                *((sample.request.ids, sample.ids) for sample in samples), strict=True
-            )
+            prompts = [sample.request.ids for sample in samples]
+            outputs = [sample.ids for sample in samples]
             penalty = any(p.has_penalty for p in params)
             self.seen = Seen(prompts, V, self.device, outputs) if penalty else None
-        processed = sampling.process(
-            logits, self.params, self.seen, [len(sample.ids) for sample in samples]
-        )
+        n_out = [len(sample.ids) for sample in samples]
+        processed = sampling.process(logits, self.params, self.seen, n_out)
         generators = [sample.generator for sample in samples]
         tokens = sampling.choose(processed, self.params, generators)  # (R,)
         for row, sample in enumerate(samples):
@@ -585,10 +591,8 @@ class Engine:
         ids, logps = (x.tolist() for x in sampling.top_logprobs(logits, tokens, max(k, 0)))
         if not all(math.isfinite(of_row[0]) for of_row in logps):
             sampling.check_logits(logits)
-        drawn = [
-            (sample, sample.push(*found))
-            for sample, *found in zip(samples, ids, logps, strict=True)
-        ]
+        each = zip(samples, ids, logps, strict=True)
+        drawn = [(sample, sample.push(*found)) for sample, *found in each]
         for sample, token in drawn:
             if token.finish:
                 self.leave(sample)
@@ -613,9 +617,8 @@ class Engine:
             return None
         for sample in self.running:
             self.cache.fit(sample.row, len(sample.row.cached_ids) + 1)
-        parts, rows = self.cache.step({
-            sample.row: len(sample.row.cached_ids) for sample in self.running
-        })
+        lengths = {sample.row: len(sample.row.cached_ids) for sample in self.running}
+        parts, rows = self.cache.step(lengths)
         last = {sample.row: sample.ids[-1] for sample in self.running}
         logits = self.forward([last.get(row, 0) for row in rows], parts)
         at = {row: i for i, row in enumerate(rows)}
@@ -635,9 +638,8 @@ class Engine:
 
     def bytes_of(self, request: Request) -> int:
         """Return the memory that a sample may need."""
-        return cache_bytes(
-            self.model.cfg, 1, row_length(self.model.cfg, request.length), self.dtype
-        )
+        length = row_length(self.model.cfg, request.length)
+        return cache_bytes(self.model.cfg, 1, length, self.dtype)
 
     def spare_bytes(self) -> float:
         """Return the free memory that no sample may need."""
@@ -646,13 +648,9 @@ class Engine:
     def check_memory(self, rows: int, length: int) -> None:
         """Raise UserError if the cache of these rows is more than the memory."""
         needed = cache_bytes(self.model.cfg, rows, length, self.dtype)
-        free = (
-            free_bytes(self.device)
-            + self.cache.n_bytes()
-            + sum(row.cache.n_bytes for row in self.ended.ids)
-        )
+        free = free_bytes(self.device) + self.cache.n_bytes()
+        free += sum(row.cache.n_bytes for row in self.ended.ids)
         if needed > free:
-            raise UserError(
-                f"sample: a cache of {rows} x {length} tokens takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB "
-                "are free; fewer tokens (a shorter prompt, max_new_tokens) need less"
-            )
+            what = f"a cache of {rows} x {length} tokens takes {needed / 2**30:.1f} GiB"
+            what += f", {free / 2**30:.1f} GiB are free; fewer tokens"
+            raise UserError(f"sample: {what} (a shorter prompt, max_new_tokens) need less")

@@ -4,7 +4,7 @@ position once.
 A call of the model computes new positions and keeps them:
 
     cache = KVCache(cfg, rows, max_length, device, dtype)
-    model(idx, cache=cache.chunk(begin, T, rows))        # the same T positions of some rows: prompts
+    model(idx, cache=cache.chunk(begin, T, rows))        # the same T positions of some rows
     model(idx, cache=CacheStep([cache.part(lengths)]))   # the next token (rows, 1) of every row
 
 `Rows` holds texts that come, grow and go, in several of these: texts of up to 256 tokens in one,
@@ -77,9 +77,7 @@ class KVCache:
 
     def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
         """Positions begin to begin + T of the rows (n,) int64; None = all rows."""
-        assert begin + T <= self.max_length, (
-            f"cache holds {self.max_length} positions, {begin + T} asked"
-        )
+        assert begin + T <= self.max_length, f"{begin + T} of {self.max_length} positions"
         return CacheChunk(self, begin, begin + T, slice(None) if rows is None else rows)
 
     def part(self, lengths: list[int]) -> Part:
@@ -95,9 +93,8 @@ class KVCache:
 
     def resize(self, rows: int) -> None:
         """Keep the first rows, as many as there are then."""
-        self.keys, self.values = (
-            [resized(x, rows) for x in side] for side in (self.keys, self.values)
-        )
+        self.keys = [resized(x, rows) for x in self.keys]
+        self.values = [resized(x, rows) for x in self.values]
 
 
 def empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -135,9 +132,8 @@ class CacheChunk:
         their beginning."""
         keys[self.rows, :, self.begin : self.end] = k
         values[self.rows, :, self.begin : self.end] = v
-        return cached_attention(
-            q, keys[self.rows, :, : self.end], values[self.rows, :, : self.end], self.mask
-        )
+        known = keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
+        return cached_attention(q, *known, self.mask)
 
 
 class CacheStep:
@@ -178,7 +174,8 @@ class CacheStep:
 
 
 def attention_of(part: Part, at: Tensor) -> Callable:
-    """Return a function of q, keys and values: the attention of each row up to its position at (n, 1)."""
+    """Return a function of q, keys and values: the attention of each row up to its place at (n,
+    1)."""
     keys = part.keys[0]
     # See `empty`; to ask the device would break a compiled graph
     if keys.stride(1) > keys.stride(2):
@@ -318,8 +315,10 @@ def n_shared(a: list[int], b: list[int]) -> int:
 
 
 class PrefixIndex:
-    """Texts in alphabetical order of their ids: of all of them, one of the two between which another
-    text belongs begins with most of its ids."""
+    """Texts in alphabetical order of their ids.
+
+    Of all of them, one of the two between which a text belongs shares the longest beginning with
+    it."""
 
     def __init__(self) -> None:
         self.sorted: list[tuple[list[int], Row]] = []
@@ -330,10 +329,10 @@ class PrefixIndex:
         insort(self.sorted, (ids, row), key=itemgetter(0))
 
     def remove(self, row: Row) -> None:
-        place = self.place(self.ids.pop(row))
+        place = self.place(self.ids[row])
         while self.sorted[place][1] is not row:
             place += 1
-        del self.sorted[place]
+        del self.sorted[place], self.ids[row]
 
     def place(self, ids: list[int]) -> int:
         return bisect_left(self.sorted, ids, key=itemgetter(0))

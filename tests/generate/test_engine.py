@@ -13,8 +13,8 @@ from test_model import as_transformers, compile_blocks, random_ids, random_model
 
 from groundup.errors import UserError
 from groundup.generate import decode, engine, kv_cache
-from groundup.generate.beam import BeamParams, search_each
-from groundup.generate.completion import begin_prompt, generate, generate_each, never_sampled
+from groundup.generate.beam import BeamParams, BeamSearch
+from groundup.generate.completion import begin_prompt, generate, never_sampled
 from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, Request, Sample, check
 from groundup.generate.kv_cache import CacheStep, KVCache
@@ -137,7 +137,7 @@ def test_samples_wait_for_memory_and_one_that_never_fits_is_refused_with_the_num
     monkeypatch.setattr(engine, "free_bytes", lambda device: 2**12)
     for draw in (
         lambda: generate(net, None, texts, params),
-        lambda: next(search_each(net, None, texts, BeamParams(max_new_tokens=30, temperature=0))),
+        lambda: next(BeamSearch(net, None, 2).answer(texts, BeamParams(max_new_tokens=30, temperature=0))),
     ):
         with pytest.raises(UserError) as caught:
             draw()
@@ -221,7 +221,7 @@ def test_a_file_of_prompts_equals_a_list_and_is_read_as_rows_become_free(net):
             taken.append(ids)
             yield ids
 
-    found = generate_each(net, None, lines(), params, batch_size=2)
+    found = Engine(net, None, 2).answer(lines(), params)
     first = next(found)
     assert len(taken) < 4
     found = [first, *found]
@@ -357,13 +357,13 @@ def test_rows_for_a_recorded_step_equal_others(monkeypatch):
     texts = [prompt(n, seed=n) for n in (3, 50, 20, 230)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
     monkeypatch.setattr(decode, "step_c", lambda *_: None)
-    want = dict(generate_each(net, None, texts, params, 2, compile=True))  # not on a CPU
+    want = dict(Engine(net, None, 2, compile=True).answer(texts, params))  # not on a CPU
     widths = set()
     monkeypatch.setattr(engine, "can_record", lambda device: True)
     monkeypatch.setattr(decode, "RecordedStep", lambda view: lambda model, tokens, parts: (
         widths.add((len(parts), len(tokens), len(parts[0].span))) or decode.decode_step(model, tokens, parts)
     ))  # fmt: skip
-    got = dict(generate_each(net, None, texts, params, 2, compile=True))
+    got = dict(Engine(net, None, 2, compile=True).answer(texts, params))
     for i in want:
         a, b = want[i].completions[0], got[i].completions[0]
         assert a.ids == b.ids and a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
@@ -575,7 +575,7 @@ def test_beams_equal_transformers(net):
     hf = as_transformers(net)
     texts = [prompt(n, seed=n) for n in (9, 1, 20)]
     params = BeamParams(max_new_tokens=12, temperature=0, num_beams=3, n=2, eos_ids=frozenset({4, 9, 33}))
-    for ids, (_, result) in zip(texts, search_each(net, None, texts, params), strict=True):
+    for ids, (_, result) in zip(texts, BeamSearch(net, None, params.num_beams).answer(texts, params), strict=True):
         want = hf.generate(
             torch.tensor([ids]), do_sample=False, max_new_tokens=12, num_beams=3, num_return_sequences=2,
             eos_token_id=[4, 9, 33], pad_token_id=0, return_dict_in_generate=True, output_scores=True,
@@ -886,7 +886,7 @@ def test_impossible_prompts_are_one_line(net, prompts, words):
     assert all(word in text for word in words), text
     if prompts:
         with pytest.raises(UserError):
-            list(generate_each(net, None, iter(prompts), SamplingParams(max_new_tokens=2), 2))
+            list(Engine(net, None, 2).answer(iter(prompts), SamplingParams(max_new_tokens=2)))
 
 
 def test_impossible_calls_are_one_line(net, monkeypatch):
@@ -898,7 +898,7 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     with pytest.raises(UserError, match="not finite"):
         generate(broken, None, [[1]], SamplingParams())
     with pytest.raises(UserError, match="not finite"):
-        next(search_each(broken, None, [[1]], BeamParams(temperature=0)))
+        next(BeamSearch(broken, None, 2).answer([[1]], BeamParams(temperature=0)))
     for prompt in ("ab", 7, torch.tensor([1, 2]), [1, "a"]):
         with pytest.raises(UserError, match="must be a list of token ids"):
             generate(net, None, [prompt], SamplingParams())
