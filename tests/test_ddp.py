@@ -271,8 +271,8 @@ def check_equals_torch_ddp(world: ranks.World) -> None:
     """Bitwise for two ranks, whatever the buckets: a sum of two terms has no order."""
     tolerance = 0.0 if world.world_size == 2 else 1e-6
     models = [new_model(3), new_model(3, tied=True), Casting()]
-    accumulations = (1, 3) if world.world_size == 2 else (3,)
-    cases = itertools.product(models, (BLOCK_MB, 0.5, 100.0), accumulations)
+    cases = [(models[0], mb, n) for mb in (BLOCK_MB, 0.5, 100.0) for n in (1, 3)]
+    cases = cases[::3] + [(model, BLOCK_MB, 3) for model in models[1:]]
     for start, bucket_mb, accum_steps in cases:
         model = copy.deepcopy(start)
         torchs = nn.parallel.DistributedDataParallel(
@@ -294,7 +294,7 @@ def check_ranks_stay_equal(world: ranks.World) -> None:
     for clip, scaler, dtype in (
         (0.0, None, torch.float32),
         (0.5, None, torch.float32),
-        (0.5, torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3), torch.float32),
+        (0.5, torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2), torch.float32),
         (0.5, None, torch.bfloat16),
     ):
         model, optimizer = new_model(world.rank).to(dtype), FlatAdamW()
@@ -307,7 +307,7 @@ def check_ranks_stay_equal(world: ranks.World) -> None:
         assert model.norm.weight.tolist() == [1] * D
         digests = [digest(list(model.parameters()))]
         assert digests[0] == digest(list(_frozen_norm(new_model(0)).to(dtype).parameters()))
-        for step in range(5):
+        for step in range(3):
             for micro_step in range(2):
                 parallel.sync = micro_step == 1
                 _, _, x, y = batch(world, 2 * step + micro_step)
@@ -316,7 +316,7 @@ def check_ranks_stay_equal(world: ranks.World) -> None:
             parallel.step(optimizer, 1e-3, clip, scaler)
             digests.append(digest(list(model.parameters())))
         assert_same_on_all_ranks(digests)
-        assert len(set(digests)) == 6
+        assert len(set(digests)) == 4
 
 
 def _frozen_norm(model: Llama) -> Llama:
