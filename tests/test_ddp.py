@@ -16,13 +16,13 @@ import multiprocessing.forkserver
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -897,7 +897,7 @@ def test_close_ends_the_threads_of_the_group() -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parent.parent),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = forks.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "gloo" not in done.stdout, done.stdout
 
@@ -916,7 +916,7 @@ def lose_rank(world: ranks.World, report: Callable[[str, str], None], how: str) 
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "stopped":
-                time.sleep(5)
+                time.sleep(3.5)
             sys.exit(0)  # "left": one step fewer than the others
         model(x, y).backward()
         parallel.step(optimizer, 1e-3)
@@ -924,11 +924,11 @@ def lose_rank(world: ranks.World, report: Callable[[str, str], None], how: str) 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("how", "seconds"), [("killed", 5.0), ("left", 5.0), ("stopped", 3.0 + 2.0)]
+    ("how", "seconds"), [("killed", 5.0), ("left", 5.0), ("stopped", 2.0 + 2.0)]
 )
 def test_lost_rank(how: str, seconds: float, tmp_path: Path) -> None:
     """The survivor says in one line who, when, what and where: within seconds or at timeout_s."""
-    reports, _ = start_ranks(functools.partial(lose_rank, how=how), 2, tmp_path, timeout_s=3)
+    reports, _ = start_ranks(functools.partial(lose_rank, how=how), 2, tmp_path, timeout_s=2)
     assert "lost" in reports[1], reports
     when, text = reports[0]["error"]
     assert when - reports[1]["lost"][0] < seconds, (when - reports[1]["lost"][0], text)
