@@ -244,7 +244,7 @@ def dedup_row(options: Options) -> Iterator[Line]:
         sets = elements(texts)
         if our_survivors(texts) != plain_survivors(sets):
             raise UserError(f"bench: dedup: survivors differ, {name}")
-        # Which bulk() hashes
+        # What bulk() hashes
         shingles = [[number.to_bytes(4, "little") for number in numbers] for numbers in sets]
         for case, theirs, ours in (
             (

@@ -274,7 +274,7 @@ class Growth:
         ):
             return "no_answer"
         for other, in_other in self.known:
-            # Lcs <= n: most end here
+            # lcs <= n: most end here
             n, length = (
                 len(units) - len(in_it - in_other),
                 len(units) + len(other),

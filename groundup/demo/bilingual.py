@@ -35,7 +35,7 @@ from groundup.errors import UserError
 N_STORIES = 1200  # of a language
 TOGETHER, TIMES = 5, 3  # statements in a document, and documents that a statement is in
 MAX_SENTENCE = 120  # characters: longer descriptions are left to python_talks.py
-# And QUESTIONS
+# Beside QUESTIONS
 DESCRIBED = (
     "Can you explain {}?",
     "Please tell me about {}.",

@@ -34,7 +34,7 @@ def library_sources() -> Iterator[tuple[str, str]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, inner, names in os.walk(library):
-        # Site-packages may be a hundred times larger than the rest
+        # site-packages may be a hundred times larger than the rest
         inner[:] = set(inner) - set(NOT_DOCS.split())
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [file for file in sorted(files) if is_documentation(file.relative_to(library))]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from groundup.demo.python_docs import library_sources, python_docs
 
-# Of a description: shorter says nothing, longer does not fit a small model's window
+# Words of a description: shorter says nothing, longer does not fit a small model's window
 MIN_WORDS, MAX_CHARS = (
     3,
     600,
