@@ -57,10 +57,7 @@ seed = 1337  # decides which tasks are shown
 
 LAG = 32  # requests
 # Words or single Chinese characters of an instruction; Alpaca takes 4 to 150 words
-MIN_UNITS, MAX_UNITS = (
-    3,
-    150,
-)
+MIN_UNITS, MAX_UNITS = (3, 150)
 DEMO_CHARS = 1500  # longer tasks are not shown
 BLOCKED = re.compile(  # what an instruction must not ask for: the model can only read and write text
     r"(?<![A-Za-z0-9])(image|pictures?|photo|video|audio|draw|attached)(?![A-Za-z0-9])|图片|图像|照片|视频|音频|附件",
@@ -275,10 +272,7 @@ class Growth:
             return "no_answer"
         for other, in_other in self.known:
             # lcs <= n: most end here
-            n, length = (
-                len(units) - len(in_it - in_other),
-                len(units) + len(other),
-            )
+            n, length = (len(units) - len(in_it - in_other), len(units) + len(other))
             if (
                 2 * n / length >= self.c.rouge
                 and 2 * common_length(units, other) / length >= self.c.rouge

@@ -36,11 +36,7 @@ N_STORIES = 1200  # of a language
 TOGETHER, TIMES = 5, 3  # statements in a document, and documents that a statement is in
 MAX_SENTENCE = 120  # characters: longer descriptions are left to python_talks.py
 # Beside QUESTIONS
-DESCRIBED = (
-    "Can you explain {}?",
-    "Please tell me about {}.",
-    "Do you know what {} is for?",
-)
+DESCRIBED = ("Can you explain {}?", "Please tell me about {}.", "Do you know what {} is for?")
 KEPT = 4  # one comparison in four is never asked, so that questions.jsonl can
 FORM = re.compile("(en|zh)[?!.] ")
 # A paragraph of whole sentences, without quoted code

@@ -19,15 +19,9 @@ from typing import NamedTuple
 from groundup.demo.python_docs import library_sources, python_docs
 
 # Words of a description: shorter says nothing, longer does not fit a small model's window
-MIN_WORDS, MAX_CHARS = (
-    3,
-    600,
-)
+MIN_WORDS, MAX_CHARS = (3, 600)
 # One subject in 12 is asked about in Chinese, one in 3 in two turns
-CHINESE_EVERY, FOLLOW_UP_EVERY = (
-    12,
-    3,
-)
+CHINESE_EVERY, FOLLOW_UP_EVERY = (12, 3)
 C_MODULES = (builtins, itertools, math)  # written in C: their documentation is in no source file
 
 QUESTIONS = {
