@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import math
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -798,12 +797,8 @@ def start_ranks(
 
     Return each rank's reports {name: (time, text)}, and the exit codes.
     """
-    # A fork cannot use CUDA if its parent has asked for the number of GPUs
-    context = multiprocessing.get_context("forkserver" if device_type == "cpu" else "spawn")
-    multiprocessing.set_forkserver_preload(["test_ddp_step", "test_powersgd"])
-    with pytest.MonkeyPatch.context() as patch:  # else the server finds neither
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        multiprocessing.forkserver.ensure_running()
+    # Where CUDA is at hand a fork can use neither it nor the gradients that its parent has computed.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
