@@ -440,38 +440,48 @@ class Engine:
             request = sample.request
             if request in reading:
                 continue
-            if sample.row is None:
-                known = request.logits is not None  # the prompt was read for another sample
-                # The last token is read for its logits, all tokens if the prompt is to be scored.
-                n_needless = len(request.ids) - 1 if request.params.prompt_logprobs < 0 else 0
-                ids = request.ids if known else request.ids[:n_needless]
-                n, source = self.longest_prefix(ids)
-                n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
-                if known or n_coming < n + MIN_SHARED:
-                    n = n if known or n >= MIN_SHARED else 0
-                    size = self.prompt_row(request)
-                    self.assign_row(sample, source, ids[:n], n_of_size[size])
-                    n_of_size[size] -= 1
-                if n == len(request.ids):
-                    self.reading.remove(sample)
-                    self.running.append(sample)
-                    continue
+            if sample.row is None and not self.is_coming(request, before):
+                size = self.prompt_row(request)
+                self.assign_row(sample, n_of_size[size])
+                n_of_size[size] -= 1
+            if sample.row and len(sample.row.cached_ids) == len(request.ids):
+                self.reading.remove(sample)
+                self.running.append(sample)
+                continue
             reading.add(request)
             before.add(sample, request.ids)
+
+    def is_coming(self, request: Request, before: PrefixIndex) -> bool:
+        """Return whether one of the prompts `before` is about to bring more of this one."""
+        ids = self.cacheable_ids(request)
+        n, _ = self.longest_prefix(ids)
+        n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
+        return request.logits is None and n_coming >= n + MIN_SHARED
+
+    def assign_row(self, sample: Sample, together: int) -> None:
+        """Give a sample a row, with what the cache has of its prompt. together: see Rows.fit."""
+        request, row = sample.request, Row()
+        ids = self.cacheable_ids(request)
+        n, source = self.longest_prefix(ids)
+        n = n if n >= MIN_SHARED or request.logits is not None else 0
+        sample.row = row
+        self.cache.fit(row, self.prompt_row(request), together)
+        row.cached_ids = ids[:n]
+        if n:
+            row.copy(source, n)
+        self.prompts.add(row, request.ids)
+
+    def cacheable_ids(self, request: Request) -> list[int]:
+        """Return the ids of a prompt that need not be read where the cache has them."""
+        if request.logits is not None:  # it was read for another sample
+            return request.ids
+        # The last token is read for its logits, all tokens if the prompt is to be scored.
+        return request.ids[:-1] if request.params.prompt_logprobs < 0 else []
 
     def prompt_row(self, request: Request) -> int:
         """Return the positions of the row that a sample begins with."""
         length = request.length if self.compile else len(request.ids)
         return row_length(self.model.cfg, length)
-
-    def assign_row(self, sample: Sample, source: Row | None, ids: list[int], together: int) -> None:
-        """Give a sample a row, with these ids of another. together: see Rows.fit."""
-        sample.row = Row()
-        self.cache.fit(sample.row, self.prompt_row(sample.request), together)
-        sample.row.cached_ids = ids
-        if ids:
-            sample.row.copy(source, len(ids))
-        self.prompts.add(sample.row, sample.request.ids)
 
     def longest_prefix(self, ids: list[int]) -> tuple[int, Row | None]:
         """Return (how many of `ids` a text in the cache begins with, that text)."""
