@@ -557,7 +557,7 @@ class Engine:
         self.cache.leave(row.cache, row.slot)
 
     def save_prefix(self, row: Row) -> None:
-        """Keep a copy of a text, unless one that is kept begins so; drop one that it begins with."""
+        """Keep a copy of a text, unless a kept one begins so; drop one that it begins with."""
         ids = row.cached_ids
         for text, kept in self.ended.beside(ids):
             n = n_shared(text, ids)
