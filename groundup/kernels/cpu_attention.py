@@ -35,6 +35,7 @@ def suits(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: floa
     """Return whether attention.c is written for this processor and these heads."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return False
+    # It reads 8 numbers at a time, and draws no random ones.
     if head_dim % 8 or dropout:
         return False
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has none
@@ -55,6 +56,9 @@ def library() -> ctypes.CDLL | None:
             function.argtypes = [ctypes.c_void_p, ctypes.c_int]
             function.restype = None
     return found
+
+
+# The next two are the structs of attention.c, field by field.
 
 
 class Heads(ctypes.Structure):
@@ -109,6 +113,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Te
     return y, lse
 
 
+# torch.compile asks for shapes alone.
 @torch.library.register_fake("groundup::cpu_attention")
 def shapes(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
     return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)

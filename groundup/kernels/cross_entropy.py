@@ -76,14 +76,14 @@ def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tenso
 
     correct: the target is the likeliest token. IGNORE is never correct."""
     w = weight.to(compute_dtype(hidden))
-    rows = chunk_rows(weight.shape[0], hidden.device.type)
-    nats, correct = [], []
+    nats = hidden.new_empty(len(hidden), dtype=torch.float32)
+    correct = torch.empty_like(targets, dtype=torch.bool)
     with torch.autocast(hidden.device.type, enabled=False):
-        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-            logits = (h.to(w.dtype) @ w.T).float()
-            nats.append(softmax_cross_entropy(logits, t)[0])
-            correct.append(logits.argmax(dim=1) == t)
-    return torch.cat(nats), torch.cat(correct)
+        for part in chunks(len(hidden), weight):
+            logits = (hidden[part].to(w.dtype) @ w.T).float()
+            nats[part], _ = softmax_cross_entropy(logits, targets[part])
+            correct[part] = logits.argmax(dim=1) == targets[part]  # no id is IGNORE
+    return nats, correct
 
 
 @torch.no_grad()
@@ -94,17 +94,17 @@ def token_entropies(hidden: Tensor, weight: Tensor, temperature: float = 1.0) ->
     with torch.autocast(hidden.device.type, enabled=False):
         for part in chunks(len(hidden), weight):
             logits = (hidden[part].to(w.dtype) @ w.T).float()
+            # entropy = -sum over the vocabulary of p log p
             logps = logits.div_(temperature).log_softmax(dim=1)
             entropies[part] = -(logps.exp() * logps).sum(1)
     return entropies
 
 
 def chunk_rows(vocab_size: int, device_type: str) -> int:
-    """Return for how many tokens the logits are held at once.
-
-    On a GPU a power of two, as most batches are: so no small chunk is left over."""
+    """Return for how many tokens the logits are held at once."""
     if device_type == "cpu":
         return max(1, CHUNK_ELEMENTS // vocab_size)
+    # A power of two, as most batches are: so no small chunk is left over.
     return 2 ** (max(1, GPU_CHUNK_ELEMENTS // vocab_size).bit_length() - 1)
 
 
@@ -115,9 +115,8 @@ def chunks(n_tokens: int, weight: Tensor) -> list[slice]:
 
 
 def compile_loss(device: torch.device) -> None:
-    """Compile a chunk of the loss on a GPU: fewer kernels, and no logits in float32.
-
-    On a CPU it would not be faster, so nothing changes there."""
+    """Compile a chunk of the loss on a GPU: fewer kernels, and no logits in float32."""
+    # On a CPU it would not be faster.
     if device.type == "cuda":
         ChunkedCrossEntropy.compiled_chunk = staticmethod(torch.compile(fused_chunk))
 
@@ -215,14 +214,16 @@ def eager_chunk(
     h (n, C), w (V, C), scale (n,) float32, 0 where the target is IGNORE."""
     logits = (h @ w.T).float()
     nats, lse = softmax_cross_entropy(logits, targets)
+    # An evaluation, or a loss of frozen weights, needs no gradient.
     if not learns:
         return nats, None
     return nats, cross_entropy_gradient(logits, targets, lse, scale).to(h.dtype)
 
 
 def fused_chunk(h: Tensor, w: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what eager_chunk returns. Written to be compiled: a few kernels behind the product,
-    none of which writes the logits in float32."""
+    """Return what eager_chunk returns, with a gradient always."""
+    # Written to be compiled: a few kernels behind the product, none of which writes the logits in
+    # float32.
     logits = (h @ w.T).float()
     index = targets.clamp(min=0).unsqueeze(1)  # IGNORE is negative, and masked below
     # -log softmax(logits)[target] = logsumexp(logits) - logits[target]
@@ -237,7 +238,7 @@ def fused_chunk(h: Tensor, w: Tensor, targets: Tensor, scale: Tensor) -> tuple[T
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return (nats (n,), log of the sum of exponentials (n, 1)) of logits (n, V) float32."""
     valid = targets != IGNORE
-    index = targets.masked_fill(~valid, 0).unsqueeze(1)
+    index = targets.masked_fill(~valid, 0).unsqueeze(1)  # any id: it is multiplied by 0 below
     # On a CPU log_softmax is one kernel, and takes half the time of logsumexp's five passes.
     nats = -logits.log_softmax(dim=1).gather(1, index)
     return nats.squeeze(1) * valid, logits.gather(1, index) + nats
@@ -250,13 +251,14 @@ def cross_entropy_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: 
     p = logits.sub_(lse).exp_()  # softmax, in the memory of the logits
     index = targets.clamp(min=0).unsqueeze(1)
     p.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=p.dtype))
+    # The scale of an ignored target is 0, so its row becomes 0.
     return p.mul_(scale.unsqueeze(1))
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a (V, n) @ b (n, C) to out (V, C) float32.
-
-    A sum over many tokens can exceed float16's largest number, 65504, so it is in float32."""
+    """Add a (V, n) @ b (n, C) to out (V, C) float32."""
+    # A sum over many tokens can exceed float16's largest number, 65504, so it is in float32: within
+    # a GPU's product too, and on a CPU by widening float16 first.
     if a.dtype == torch.float32:
         out.addmm_(a, b)
     elif a.is_cuda:
@@ -271,10 +273,10 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """Head and log-softmax.
+    """Head and log-softmax. Backward computes a chunk's logits once more."""
 
-    A token's gradient depends on a loss that is known only after all tokens (a preference, a
-    policy's ratio), so backward computes a chunk's logits once more."""
+    # A token's gradient depends on a loss that is known only after all tokens: a preference, or a
+    # policy's ratio. So forward cannot compute it while it has the logits.
 
     @staticmethod
     def forward(

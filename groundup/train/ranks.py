@@ -364,6 +364,7 @@ def check_replicas(weights: list[Tensor]) -> None:
     mine = torch.cat(sums) if sums else torch.zeros(1)
     first, *others = gather_objects(mine)
     for other, theirs in enumerate(others, 1):
+        # Relative, so that it does not depend on the size of the model.
         difference = (theirs - first).norm() / first.norm().clamp(min=1e-30)
         if difference > TOLERANCE:  # False for nan, which the loop reports
             text = f"the weights of rank {other} differ from those of rank 0 by {difference:.1e}"
@@ -387,7 +388,8 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
         if work is not None:
             with named_errors(operation):
                 work.wait()
-        n_problems, n_stopping = flags.tolist() if work is not None else (problem != "", stop)
+        n_problems, n_stopping = flags.tolist()
+        # Only now the texts: most steps have none.
         if n_problems:
             problems = gather_objects(problem)
             other = next(i for i, text in enumerate(problems) if text)

@@ -139,7 +139,7 @@ class Saver:
                 "data": self.data,
                 "step": step,
                 "max_steps": self.log.max_steps,
-                "n_steps": ddp.n_steps,  # updates: rl.py makes several in a step
+                "n_steps": ddp.n_updates,  # updates: rl.py makes several in a step
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
                 "scaler": scaler.state_dict(),
@@ -186,6 +186,7 @@ class Saver:
             ranks.issue("send state", dist.send_object_list, state, 0, group=self.group)
             problem = ranks.gather_objects("", self.group)[0]
 
+        # All ranks know it, so all end together if there is nothing to go back to.
         self.saved = not problem
         if problem:
             text = f"checkpoint: cannot save {final}"
@@ -221,6 +222,7 @@ class Saver:
         temp = free_name(final, "tmp")
         try:
             temp.mkdir()
+            # What a resume needs, then what transformers reads.
             for rank, state in enumerate(states):
                 write_state(temp / rank_file(rank), state)
             write_state(temp / "train_state.pt", copied["state"])
@@ -241,6 +243,7 @@ class Saver:
 
     def _tidy_now(self) -> None:
         """Do the housekeeping on rank 0 while the others wait."""
+        # The others wait: their next save must not begin while steps are removed.
         if ranks.rank() == 0:
             tidy_run_dir(self.out_dir, self.newest_step, self.keep_last, self.log.val_losses())
         ranks.gather_objects(None, self.group)
@@ -256,7 +259,8 @@ def let_training_go_first() -> None:
 class HostMemory:
     """Copies of tensors in host memory. The memory is used again for the next copy."""
 
-    # Copies from a GPU are page-locked, so that they run while the CPU goes on.
+    # To allocate gigabytes takes longer than to copy them. Copies from a GPU are page-locked, so
+    # that they run while the CPU goes on.
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
         self.n_used = 0
