@@ -388,7 +388,8 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
         if work is not None:
             with named_errors(operation):
                 work.wait()
-        n_problems, n_stopping = flags.tolist()
+        # A rank alone reads no tensor: so a step can be traced without data.
+        n_problems, n_stopping = flags.tolist() if work is not None else (problem != "", stop)
         # Only now the texts: most steps have none.
         if n_problems:
             problems = gather_objects(problem)
