@@ -507,17 +507,13 @@ class DDP:
         if self._expected not in (None, (optimizer, lr)):
             raise UserError("ddp: step() got another optimizer or lr than expect_step()")
         norm = self._finish_reduction(stop)
-        # Everything below stays on the device: `found_inf` skips the update without a host sync.
-        # Only overlap_step="backward" waits for the GPU, to find out whether it must give up.
+        # Everything below stays on the device: `found_inf` skips the update without a host sync
         grad_scale = torch.ones((), device=self.device)
         if scaled:
             grad_scale = scaler.scale(grad_scale)
             unscale(norm, scaler)
         grad_scale = with_clipping(grad_scale, norm, clip)
-        self.found_inf = 1.0 - norm.isfinite().float()
-        self.skipped = count_skipped(self.skipped, self.found_inf)
-        if self._expected and self.found_inf:
-            raise UserError(self._half_updated())
+        self._note_whether_finite(norm)
         if not self._expected:
             # Kept until the next step: the side stream may still read its tensors
             self._update = Update(optimizer, lr, grad_scale, self.found_inf)
@@ -536,12 +532,17 @@ class DDP:
             self._begin_refresh(bucket)
         return norm
 
-    def _half_updated(self) -> str:
-        return (
-            f"ddp: step {self.n_updates + 1}: the gradient is not finite, and overlap_step="
-            "'backward' has applied a part of it; continue from the last checkpoint with "
-            "overlap_step='forward'"
-        )
+    def _note_whether_finite(self, norm: Tensor) -> None:
+        """Set `found_inf` and `skipped`."""
+        self.found_inf = 1.0 - norm.isfinite().float()
+        self.skipped = count_skipped(self.skipped, self.found_inf)
+        # Waits for the GPU: with overlap_step="backward" no update can be skipped any more.
+        if self._expected and self.found_inf:
+            raise UserError(
+                f"ddp: step {self.n_updates + 1}: the gradient is not finite, and overlap_step="
+                "'backward' has applied a part of it; continue from the last checkpoint with "
+                "overlap_step='forward'"
+            )
 
     def _finish_reduction(self, stop: bool) -> Tensor:
         """Wait for all buckets and return the global norm."""
@@ -782,9 +783,10 @@ def has_native_shards(flat: Tensor, shard_sizes: list[int]) -> bool:
 
 
 # ---- 7. optional: the same bits on any number of ranks -------------------------------------------
-# The last bits of a sum depend on the order of its terms. Here the micro-batches of a step are added
-# as one binary tree over their number, ((g0 + g1) + (g2 + g3)) + ... A rank computes consecutive
-# ones, so it adds a subtree of its own (DDP._add_in_tree) and the hook adds those of the ranks.
+# The last bits of a sum depend on the order of its terms. Here the micro-batches of a step are
+# added as one binary tree over their number, ((g0 + g1) + (g2 + g3)) + ... A rank computes
+# consecutive ones, so it adds a subtree of its own (DDP._add_in_tree) and the hook adds those of
+# the ranks.
 
 # Elements of a parameter whose squares are added by one rank: no shard cuts a piece. A multiple of
 # 128, because AdamW's kernel rounds the last few elements of a tensor in another way.

@@ -139,7 +139,7 @@ class HeadGradients:
         self.weight_dtype = weight.dtype
 
     def add(self, part: slice, grad_logits: Tensor, h: Tensor, w: Tensor) -> None:
-        """grad_logits (n, V) of the chunk `part`; h (n, C) and w (V, C), whose product they were."""
+        """Add those of the chunk `part`: grad_logits (n, V) of the logits h (n, C) @ w (V, C).T."""
         if self.hidden is not None:
             self.hidden[part] = grad_logits @ w
         if self.weight is not None:

@@ -1,4 +1,4 @@
-"""Products and decoding steps on a CPU in C: builds step.c with the machine's compiler and calls it.
+"""Products and decoding steps on a CPU in C: builds and calls step.c.
 
 Where there is no C compiler torch does the same, more slowly. The plain reference is decode_step of
 generate/decode.py.

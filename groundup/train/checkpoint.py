@@ -77,8 +77,8 @@ OF_A_MODEL = ("adapter_config.json", "config.json", "checksums.json")
 NO_RUN = ("adapter_config.json", "config.json", "manifest.json")
 
 # ---- checkpoints on the disk ---------------------------------------------------------------------
-# Which one is meant: `resolve` of the setting init_from, `newest_run` without one (sample.py), `find`
-# to continue out_dir.
+# Which one is meant: `resolve` of the setting init_from, `newest_run` without one (sample.py),
+# `find` to continue out_dir.
 
 
 def step_dirs(out_dir: Path) -> list[Path]:
@@ -175,7 +175,7 @@ def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
     """Return the run below `root` that saved last: of models of text, or of reward models."""
     # {run: when it saved last}. Checksums are written at the end of a save.
     saved = {}
-    # A reward model's config.json names its kind. An adapter, which writes text, has no config.json.
+    # A reward model's config.json names its kind. An adapter, which writes text, has none.
     for sums in Path(root).glob("*/step_*/checksums.json"):
         config = huggingface.config_path(sums.parent)
         if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:

@@ -583,7 +583,7 @@ def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
 
 
 def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:
-    """Return the architecture of `init_dir` for n_ids token ids and at least block_size positions."""
+    """Return init_dir's architecture for n_ids token ids and at least block_size positions."""
     cfg = load_config(init_dir)
     if block_size > cfg.block_size:
         what = f"block_size={block_size} exceeds the {cfg.block_size} tokens of {init_dir}"

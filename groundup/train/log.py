@@ -1,8 +1,9 @@
 """What a run writes about itself: lines for people, log.jsonl for programs, README.md at the end.
 
-`RunLog` writes all three and keeps the clock behind their times. With the setting `track` the events
-also go to TensorBoard, trackio or wandb. All three write to this machine only. `trackio show` and
-`tensorboard --logdir=out` show them here; `wandb sync` sends them on, or WANDB_MODE=online at once.
+`RunLog` writes all three and keeps the clock behind their times. With the setting `track` the
+events also go to TensorBoard, trackio or wandb, which write to this machine only. `trackio show`
+and `tensorboard --logdir=out` show them here; `wandb sync` sends them on, or WANDB_MODE=online at
+once.
 """
 
 import importlib.util

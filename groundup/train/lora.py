@@ -187,9 +187,8 @@ def set_trainable(model: Transformer, trainable: str, cfg: LoRAConfig) -> None:
     refuse_adapters(model)
     chosen = names_to_train(model, trainable)
     if "lora" not in split_parts(trainable) and cfg.rank != LoRAConfig.rank:
-        say(
-            f"warning     lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
-        )
+        text = f"lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
+        say(f"warning     {text}")
     if "lora" in split_parts(trainable):
         cfg = find_modules(model, cfg)
         check_beside_adapters(chosen, trainable, cfg)

@@ -49,8 +49,8 @@ class AdamWSegment:
         self, bucket: Bucket, items: list[int], betas: tuple[float, float], decay: float
     ) -> None:
         self.items = items
-        # Views: what is changed here is changed in the model. The parameters lie side by side, so one
-        # call of the kernel updates all of them.
+        # Views: what is changed here is changed in the model. The parameters lie side by side, so
+        # one call of the kernel updates all of them.
         self.begin, end = own_span(bucket, items)
         self.param, self.grad = bucket.param[self.begin : end], bucket.grad[self.begin : end]
         self.state = {key: torch.zeros_like(self.param) for key in ("exp_avg", "exp_avg_sq")}

@@ -96,8 +96,8 @@ class Saver:
     ) -> None:
         """Copy everything that a resume needs, and start to write it. Call ddp.flush() before.
 
-        ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: added to the training state, plain
-        data and tensors.
+        ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: plain data and tensors, added to
+        the training state.
         """
         # The copy before this one must be written: its memory is used again.
         self.wait()
