@@ -39,7 +39,7 @@ from groundup.train.device import (
     peak_flops,
     seed_everything,
 )
-from groundup.train.log import RunLog, raise_not_finite, rows_by_source
+from groundup.train.log import RunLog, raise_not_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
@@ -151,26 +151,25 @@ def evaluate(
     # With eval_steps batch_size decides what is seen. Else 4,096 tokens at a time are a fifth
     # faster than 1,024 (measured on a CPU).
     n_rows = batch_size if eval_steps else max(batch_size, 4096 // block_size)
-    sums = torch.zeros(len(corpus.val), 3, dtype=torch.float64)  # nats, tokens, bytes
+    names = ("nats", "tokens", "bytes")
+    sums = {name: torch.zeros(len(corpus.val), dtype=torch.float64) for name in names}
     val_batches = corpus.val_batches(n_rows, eval_steps, ranks.rank(), ranks.world_size())
     for k, batches in enumerate(val_batches.values()):
         # same_forwards: when one rank gets a signal, all leave after the same batch
         for x, y in fsdp.same_forwards(model, batches, stop_signal):
-            n_tokens, n_bytes = y.numel(), token_bytes[y].sum().item()
+            sums["tokens"][k] += y.numel()
+            sums["bytes"][k] += token_bytes[y].sum().item()
             missing = (0, 0, 0, n_rows - len(x))  # pad the last batch: a new shape recompiles
             x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)
             with autocast(torch_device, torch_dtype):
-                nats = model(x.to(torch_device), y.to(torch_device)).item()
-            sums[k] += torch.tensor([nats, n_tokens, n_bytes], dtype=torch.float64)
+                sums["nats"][k] += model(x.to(torch_device), y.to(torch_device)).item()
     model.train()
     if ranks.any_rank(stop_signal()):
         return {}
-    ranks.all_reduce_sum(sums)
-
     losses = {}
-    for end, (nats, n_tokens, n_bytes) in rows_by_source(sums, corpus).items():
-        losses[f"val_loss{end}"] = (nats / n_tokens).item()
-        losses[f"val_bpb{end}"] = (nats / math.log(2) / n_bytes).item()
+    for end, row in sums_by_source(sums, "tokens", corpus).items():
+        losses[f"val_loss{end}"] = (row["nats"] / row["tokens"]).item()
+        losses[f"val_bpb{end}"] = (row["nats"] / math.log(2) / row["bytes"]).item()
     return losses
 
 
@@ -266,8 +265,8 @@ if __name__ == "__main__":
     else:
         init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
         # rank 0 draws new weights, DDP sends them to the others
-        is_new = world.is_main and not init_dir
-        with init_device, SkipInit(not is_new), weights_in(frozen_dtype(trainable, torch_dtype)):
+        draws = nullcontext() if world.is_main and not init_dir else SkipInit()
+        with init_device, draws, weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, alpha=2.0 * lora_rank))
     if world.is_main:

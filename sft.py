@@ -43,7 +43,7 @@ from groundup.train.device import (
     peak_flops,
     seed_everything,
 )
-from groundup.train.log import RunLog, raise_not_finite, rows_by_source
+from groundup.train.log import RunLog, raise_not_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, lora_config_of, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
@@ -138,30 +138,28 @@ def evaluate(
     With several sources: of each, and their average weighted by the sources' shares. {} if a signal
     to stop came meanwhile."""
     model.eval()
-    sums = torch.zeros(len(corpus.val), 4, dtype=torch.float64)  # nats, labels, correct, bytes
+    names = ("nats", "labels", "correct", "bytes")
+    sums = {name: torch.zeros(len(corpus.val), dtype=torch.float64) for name in names}
     val_batches = corpus.val_batches(batch_size, eval_steps, ranks.rank(), ranks.world_size())
-    for source, batches in enumerate(val_batches.values()):
+    for k, batches in enumerate(val_batches.values()):
         for batch in fsdp.same_forwards(model, batches, stop_signal):
-            n_labels, n_bytes = len(batch.targets), token_bytes[batch.targets].sum().item()
+            sums["labels"][k] += len(batch.targets)
+            sums["bytes"][k] += token_bytes[batch.targets].sum().item()
             batch = batch.to(torch_device)
             batch = batch.even(batch_size)  # pad the last batch: a new shape recompiles
             with autocast(torch_device, torch_dtype):
                 hidden = hidden_at_labels(model, batch)
                 nats, correct = token_scores(hidden, model.lm_head.weight, batch.targets)
-            n_nats, n_correct = nats.cpu().double().sum().item(), correct.sum().item()
-            sums[source] += torch.tensor(
-                [n_nats, n_labels, n_correct, n_bytes], dtype=torch.float64
-            )
+            sums["nats"][k] += nats.cpu().double().sum()
+            sums["correct"][k] += correct.sum().item()
     model.train()
     if ranks.any_rank(stop_signal()):
         return {}
-    ranks.all_reduce_sum(sums)
-
     scores = {}
-    for end, (nats, n_labels, n_correct, n_bytes) in rows_by_source(sums, corpus).items():
-        scores[f"val_loss{end}"] = (nats / n_labels).item()
-        scores[f"val_bpb{end}"] = (nats / math.log(2) / n_bytes).item()
-        scores[f"mean_token_accuracy{end}"] = (n_correct / n_labels).item()
+    for end, row in sums_by_source(sums, "labels", corpus).items():
+        scores[f"val_loss{end}"] = (row["nats"] / row["labels"]).item()
+        scores[f"val_bpb{end}"] = (row["nats"] / math.log(2) / row["bytes"]).item()
+        scores[f"mean_token_accuracy{end}"] = (row["correct"] / row["labels"]).item()
     return scores
 
 

@@ -109,6 +109,7 @@ def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Return causal attention, or with `mask` what the mask shows."""
+    # torch picks the kernel: flash attention on a GPU, its own on a CPU.
     sharing = q.shape[1] // k.shape[1]
     if mask is None:
         return F.scaled_dot_product_attention(
@@ -226,7 +227,7 @@ def documents_of(idx: Tensor, opener: int) -> Tensor:
 
 def starts_of(documents: Tensor) -> Tensor:
     """Return where documents start, (B, T) bool: where their number changes."""
-    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts = torch.ones_like(documents, dtype=torch.bool)  # also the first token of a row
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return starts
 
@@ -246,6 +247,7 @@ def positions_of(starts: Tensor) -> Tensor:
 
 def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask (B, 1, T, T) that shows earlier positions of the same document."""
+    # Of the same document, by its number, and not after the query.
     number = starts.cumsum(1)
     same = number[:, None, :, None] == number[:, None, None, :]
     return additive_mask(same.tril(), dtype)
@@ -265,6 +267,7 @@ def document_borders(starts: Tensor, most: int) -> Tensor:
     # The size is fixed, and the rest is filled with N (documents without tokens): so compiled
     # blocks stay valid, and the GPU need not report how many documents there are.
     N = starts.numel()
+    # The k-th document starts at the first token whose number is k.
     number = starts.flatten().cumsum(0)
     wanted = torch.arange(1, most + 2, device=starts.device)
     borders = torch.searchsorted(number, wanted, out_int32=True)

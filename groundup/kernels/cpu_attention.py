@@ -50,6 +50,7 @@ def works(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: floa
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return attention.c, compiled; None without a compiler."""
+    # Both functions take the struct Attention below and the number of threads.
     found = compile_c(Path(__file__).with_name("attention.c"))
     if found is not None:
         for function in (found.attention, found.attention_backward):
@@ -125,6 +126,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     dq, dk, dv = gradient_shapes(dy, lse, q, k, v, firsts)
+    # autograd may bring a gradient with any strides, such as that of a sum
     dy = dy if dy.stride(3) == 1 else dy.contiguous()
     call("attention_backward", lse, firsts, q=q, k=k, v=v, dy=dy, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv

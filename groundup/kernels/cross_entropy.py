@@ -56,7 +56,7 @@ def cross_entropy(
     weights * nats, with weights (N,) float32 or None for 1. Without a valid target the loss and its
     gradients are 0."""
     dtype = compute_dtype(hidden)
-    with_grad = torch.is_grad_enabled()
+    with_grad = torch.is_grad_enabled()  # inside the function it is always off
     return ChunkedCrossEntropy.apply(hidden, weight, targets, weights, dtype, with_grad)
 
 
@@ -131,6 +131,7 @@ class HeadGradients:
 
     def __init__(self, ctx, hidden: Tensor, weight: Tensor, with_grad: bool) -> None:
         self.hidden = self.weight = None
+        # Each row of `hidden` is in one chunk; every chunk adds to all of the head.
         if with_grad and ctx.needs_input_grad[0]:
             self.hidden = torch.empty_like(hidden)
         if with_grad and ctx.needs_input_grad[1]:
@@ -203,6 +204,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple:
+        # of hidden and weight; targets, weights, dtype and with_grad have none
         return *scaled(ctx.saved_tensors, grad), None, None, None, None
 
 
@@ -310,9 +312,11 @@ class ChunkedLogps(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(ctx.dtype), targets[part]
+                # the logits once more, then as in ChunkedCrossEntropy
                 logits = (h @ w.T).float().div_(ctx.temperature)
                 grad_logits = cross_entropy_gradient(logits, t, lse[part], scale[part])
                 grad_logits = grad_logits.to(ctx.dtype)
                 gradients.add(part, grad_logits, h, w)
                 del grad_logits  # before the next chunk's logits are made
+        # of hidden and weight; targets, dtype and temperature have none
         return *gradients.total(), None, None, None

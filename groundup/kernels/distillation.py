@@ -132,6 +132,7 @@ class ChunkedDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor) -> tuple:
+        # of hidden and weight; the teacher is frozen
         return *scaled(ctx.saved_tensors, grad), None, None, None, None, None, None
 
 
@@ -142,7 +143,7 @@ def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tup
     # With g = d divergence / d q, that with respect to the logits is q * (g - sum(q * g)) /
     # temperature; constants in g cancel. g = log q - log p for the reverse divergence and
     # (1 - beta) * (log q - log m) for the mixed one.
-    n_ids = min(logits.shape[1], teacher_logits.shape[1])
+    n_ids = min(logits.shape[1], teacher_logits.shape[1])  # rows that pad a vocabulary mean nothing
     log_q = (logits[:, :n_ids] / how.temperature).log_softmax(1)
     log_p = (teacher_logits[:, :n_ids] / how.temperature).log_softmax(1)
     q = log_q.exp()
@@ -156,6 +157,7 @@ def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tup
     if how.beta == 1:
         g = log_q - log_p
     else:
+        # log m = log(beta p + (1 - beta) q), from logarithms: p and q may be 0 in float32
         log_m = torch.logaddexp(log_p + math.log(how.beta), log_q + math.log1p(-how.beta))
         kl_of_p = how.beta * (log_p.exp() * (log_p - log_m)).sum(1)
         g = (1 - how.beta) * (log_q - log_m)

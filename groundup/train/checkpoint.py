@@ -115,6 +115,7 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
 
 def check_bytes(step_dir: Path) -> None:
     """Raise UserError unless every file of a checkpoint is as it was written (CRC-32)."""
+    # A file of another size or another bit has another checksum; one that is absent cannot be read.
     sums = step_dir / "checksums.json"
     for name, expected in read_json(sums).items():
         # A file from elsewhere must not name files outside its directory.
@@ -365,6 +366,7 @@ def is_of_a_run(path: Path) -> bool:
 
 def check_own(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
+    # Other names than those of a run do not matter: nothing is written under them.
     suspects = [*NO_RUN, *(name for name in FIRST_LINES if not is_of_a_run(out / name))]
     # The first file of a run is config.py, the second log.jsonl.
     begun = is_of_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
@@ -438,6 +440,7 @@ def discard(directory: Path) -> None:
 
 def check_architecture(path: Path, wanted: ModelConfig) -> None:
     """Raise UserError unless the checkpoint has the architecture that the settings ask for."""
+    # Name all sizes that differ, not the first one alone.
     saved, differ = huggingface.load_config(path), []
     for field in dataclasses.fields(wanted):
         was, asked = getattr(saved, field.name), getattr(wanted, field.name)
@@ -458,6 +461,7 @@ def check_same_computation(path: Path) -> None:
 def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
     """Raise UserError if the order of the samples has changed, so that there is no next sample."""
     # Stages of a mixture that start after `step` may change.
+    # `data` and `stages` describe the mixture; the other keys are settings.
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
     if differ and set(differ) <= {"data", "stages"}:
         key = changed_entry(saved, now, step)

@@ -287,6 +287,7 @@ def gather_rows(rows: Tensor, p: Tensor, name: str) -> Tensor:
     """Return the whole tensor of which each rank has the rows that it keeps of `p`."""
     from torch.distributed.tensor import DTensor, Shard
 
+    # torch knows how rows are divided, also where the last ranks have fewer.
     sharded = DTensor.from_local(
         rows, p.device_mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride()
     )

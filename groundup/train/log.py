@@ -222,6 +222,7 @@ class RunLog:
 
     def val_losses(self) -> dict[int, float]:
         """Return {step: val_loss} of the evaluations with a finite loss. Any thread may call it."""
+        # A loss that is not finite is null in the log.
         losses = {event["step"]: event.get("val_loss") for event in self.evaluations}
         return {step: loss for step, loss in losses.items() if loss is not None}
 
@@ -331,17 +332,22 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
-def rows_by_source(sums: Tensor, corpus: Corpus) -> dict[str, Tensor]:
-    """Return {"": average of the sources, "/wiki": sums of one, ...}, the ends of metrics' names.
+def sums_by_source(
+    sums: Mapping[str, Tensor], per: str, corpus: Corpus
+) -> dict[str, dict[str, Tensor]]:
+    """Add sums up over the ranks. Return {"": average of the sources, "/wiki": of one, ...}.
 
-    sums (sources, k) float64: of the validation text of each, column 1 is the number of tokens. The
-    average is per token, weighted by the sources' shares. One source has no row of its own.
+    sums: {name: (sources,) float64} of the validation data. The average is weighted by the sources'
+    shares and divided by the sum called `per`. One source has no entry of its own. The keys are the
+    ends of metrics' names.
     """
+    whole = ranks.all_reduce_sum(torch.stack(list(sums.values()), dim=1))  # (sources, names)
+    n = whole[:, list(sums).index(per)]
     shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
-    rows = {"": (shares[:, None] * sums / sums[:, 1:2]).sum(0)}
+    rows = {"": (shares[:, None] * whole / n[:, None]).sum(0)}
     if len(corpus.val) > 1:
-        rows |= {f"/{name}": row for name, row in zip(corpus.val, sums, strict=True)}
-    return rows
+        rows |= {f"/{name}": row for name, row in zip(corpus.val, whole, strict=True)}
+    return {end: dict(zip(sums, row, strict=True)) for end, row in rows.items()}
 
 
 # ---- trackers ------------------------------------------------------------------------------------
@@ -476,6 +482,7 @@ Settings other than the defaults, and the data:
 
 def summary(events: list[dict], max_steps: int) -> str:
     """Return a sentence: how far the run came, and when."""
+    # By the log, because the run may have been interrupted and continued.
     last = max((event["step"] for event in events), default=0)
     ended = "Complete" if last == max_steps else "Ended before its last step"
     # Not every stage counts tokens.

@@ -156,6 +156,7 @@ def merge_(model: Transformer) -> None:
     """Add the adapters to the weights, in place, and turn their layers into plain ones."""
     for name, layer in adapters(model):
         layer.weight.copy_(layer.merged_weight())
+        # The same Parameter in another layer: tied weights and names stay.
         plain = plain_linear(layer.weight, layer.bias).train(layer.training)
         model.set_submodule(name, plain)
 
@@ -285,7 +286,7 @@ def resize_vocab(
         raise UserError(f"lora: {vocab_size=} is less than {old_size}; rows are only added")
 
     # Embedding (V, C) and head (V, C) are one tensor if they are tied.
-    n_old = min(n_known or old_size, old_size)
+    n_old = min(n_known or old_size, old_size)  # rows that are kept
     embedding = resized(model.embed_tokens.weight, vocab_size, n_old, pieces or {})
     head = embedding
     if not model.cfg.tie_embeddings:

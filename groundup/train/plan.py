@@ -94,6 +94,7 @@ def memory(
     rows = min(N, chunk_rows(model.cfg.vocab_size, device.type))
     parts["logits"] = 4 * (3 * rows * V + head)
     parts |= other or {}
+    # What a plan cannot know, of all of the above.
     parts["margin"] = MARGIN[device.type] * sum(parts.values())
     if device.type == "cpu":
         parts["interpreter"] = PROCESS

@@ -159,6 +159,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for what the thread has to do."""
+        # All ranks have the same work under way, in the same order.
         pending, self.pending = self.pending, []
         for future in pending:
             ranks.wait_together(future, self.timeout_s)
@@ -321,6 +322,7 @@ def write_state(path: Path, state: dict) -> None:
 
 def commit(temp: Path, final: Path) -> None:
     """Put a complete checkpoint on the disk, then give it its name."""
+    # The checksums come last: a directory that has them is complete.
     files = [path for path in sorted(temp.rglob("*")) if path.is_file()]
     sums = {path.relative_to(temp).as_posix(): huggingface.checksum(path) for path in files}
     huggingface.write_json(temp / "checksums.json", sums)
@@ -346,6 +348,7 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
     steps = [path for path in step_dirs(out) if step_of(path) <= newest_step]
     if not steps:
         return
+    # Which two are the best?
     evaluated = [path for path in steps if step_of(path) in val_losses]
     # Sorting is stable: of equal losses the earlier is better.
     ranking = sorted(evaluated, key=lambda path: val_losses[step_of(path)])
