@@ -29,7 +29,7 @@ GPU_CHUNK_ELEMENTS = 2**28
 
 
 def reference_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return what `cross_entropy` returns, by its definition. Tests compare the two.
 
@@ -43,21 +43,17 @@ def reference_cross_entropy(
     by `token_logps`."""
     logits = (hidden @ weight.T).float()  # (N, V)
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-    loss = nats.sum() if weights is None else (nats * weights).sum()
-    return loss, nats.detach()
+    return nats.sum(), nats.detach()
 
 
-def cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return (loss 0-d float32, nats (N,) float32 without gradient).
 
-    nats = -log softmax(hidden @ weight.T)[target], 0 where the target is IGNORE; loss = the sum of
-    weights * nats, with weights (N,) float32 or None for 1. Without a valid target the loss and its
-    gradients are 0."""
+    nats = -log softmax(hidden @ weight.T)[target], 0 where the target is IGNORE; loss = their sum.
+    Without a valid target the loss and its gradients are 0."""
     dtype = compute_dtype(hidden)
     with_grad = torch.is_grad_enabled()  # inside the function it is always off
-    return ChunkedCrossEntropy.apply(hidden, weight, targets, weights, dtype, with_grad)
+    return ChunkedCrossEntropy.apply(hidden, weight, targets, dtype, with_grad)
 
 
 def token_logps(
@@ -169,7 +165,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        weights: Tensor | None,
         dtype: torch.dtype,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -186,15 +181,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(dtype), targets[part]
-                # What a token counts; 0 also keeps an ignored one out of the gradients
-                scale = (t != IGNORE).float()
-                if weights is not None:
-                    scale = weights[part].float() * scale
                 if fused:
-                    nats[part], grad_logits = fused(h, w, t, scale)
+                    nats[part], grad_logits = fused(h, w, t)
                 else:
-                    nats[part], grad_logits = eager_chunk(h, w, t, scale, gradients.any)
-                loss += (nats[part] * scale).sum()
+                    nats[part], grad_logits = eager_chunk(h, w, t, gradients.any)
+                loss += nats[part].sum()
                 gradients.add(part, grad_logits, h, w)
                 del grad_logits  # before the next chunk's logits are made
 
@@ -204,25 +195,26 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple:
-        # of hidden and weight; targets, weights, dtype and with_grad have none
-        return *scaled(ctx.saved_tensors, grad), None, None, None, None
+        # of hidden and weight; targets, dtype and with_grad have none
+        return *scaled(ctx.saved_tensors, grad), None, None, None
 
 
 def eager_chunk(
-    h: Tensor, w: Tensor, targets: Tensor, scale: Tensor, learns: bool
+    h: Tensor, w: Tensor, targets: Tensor, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (nats (n,), gradient of sum(scale * nats) with respect to the logits (n, V)).
+    """Return (nats (n,), gradient of their sum with respect to the logits (n, V)).
 
-    h (n, C), w (V, C), scale (n,) float32, 0 where the target is IGNORE."""
+    h (n, C), w (V, C). learns: the gradient is asked for."""
     logits = (h @ w.T).float()
     nats, lse = softmax_cross_entropy(logits, targets)
     # An evaluation, or a loss of frozen weights, needs no gradient.
     if not learns:
         return nats, None
-    return nats, cross_entropy_gradient(logits, targets, lse, scale).to(h.dtype)
+    valid = (targets != IGNORE).float()
+    return nats, cross_entropy_gradient(logits, targets, lse, valid).to(h.dtype)
 
 
-def fused_chunk(h: Tensor, w: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def fused_chunk(h: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return what eager_chunk returns, with a gradient always."""
     # Written to be compiled: a few kernels behind the product, none of which writes the logits in
     # float32.
@@ -230,10 +222,11 @@ def fused_chunk(h: Tensor, w: Tensor, targets: Tensor, scale: Tensor) -> tuple[T
     index = targets.clamp(min=0).unsqueeze(1)  # IGNORE is negative, and masked below
     # -log softmax(logits)[target] = logsumexp(logits) - logits[target]
     lse = logits.logsumexp(dim=1, keepdim=True)
-    nats = (lse - logits.gather(1, index)).squeeze(1) * (targets != IGNORE)
+    valid = targets != IGNORE
+    nats = (lse - logits.gather(1, index)).squeeze(1) * valid
     # d nats / d logits = softmax(logits) - one_hot(target)
     is_target = torch.arange(w.shape[0], device=w.device) == index
-    grad = ((logits - lse).exp() - is_target.float()) * scale.unsqueeze(1)
+    grad = ((logits - lse).exp() - is_target.float()) * valid.unsqueeze(1)
     return nats, grad.to(h.dtype)
 
 
@@ -253,7 +246,7 @@ def cross_entropy_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: 
     p = logits.sub_(lse).exp_()  # softmax, in the memory of the logits
     index = targets.clamp(min=0).unsqueeze(1)
     p.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=p.dtype))
-    # The scale of an ignored target is 0, so its row becomes 0.
+    # Where the target is IGNORE the caller's scale is 0, so the row becomes 0.
     return p.mul_(scale.unsqueeze(1))
 
 
