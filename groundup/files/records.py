@@ -412,9 +412,10 @@ def quotes_of_tsv(head: bytes) -> bool:
 def column_names(row: Sequence[str]) -> list[str]:
     """Return the names of columns; of two equal ones the second becomes name_2."""
     names: list[str] = []
-    for name in row:
-        number = sum(other == name for other in row[: len(names)]) + 1
-        names.append(name if number == 1 else f"{name}_{number}")
+    seen: Counter[str] = Counter()
+    for name in map(str.strip, row):
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return names
 
 

@@ -75,15 +75,23 @@ def messages_of(row: object, kind: str = "chat") -> tuple[list[dict], str]:
 def pair_of(row: object) -> tuple[Pair | None, str]:
     """Return (Pair, "") or (None, what is wrong), such as an empty answer or equal answers."""
     try:
-        pair = read(row, "preference")
-        check_media(pair.prompt, row)
-        if is_blank(pair.chosen) or is_blank(pair.rejected):
-            raise BadRow("empty answer")
-        if are_equal(pair.chosen, pair.rejected):
-            raise BadRow("chosen and rejected are the same")
-        return pair, ""
+        return read_pair(row), ""
     except BadRow as problem:
-        return None, str(problem)
+        return None, problem.detail or problem.reason
+
+
+def read_pair(row: object) -> Pair:
+    """Return the pair of a row. Raise BadRow, with a detail where the reason is one to count."""
+    pair = read(row, "preference")
+    check_media(pair.prompt, row)
+    if is_blank(pair.chosen) or is_blank(pair.rejected):
+        raise BadRow(*EMPTY)
+    if are_equal(pair.chosen, pair.rejected):
+        raise BadRow("equal answers", "chosen and rejected are the same")
+    return pair
+
+
+EMPTY = ("empty answer", "empty answer")
 
 
 # ---- which format ----------------------------------------------------------------------------
@@ -112,7 +120,7 @@ def refuse_one_side(row: dict, given: dict) -> None:
     if len(sides) == 1:
         missing = "rejected" if sides == ["chosen"] else "chosen"
         if row.get(missing) == "":
-            raise BadRow("empty answer")
+            raise BadRow(*EMPTY)
         raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(given)})")
 
 
@@ -223,13 +231,21 @@ def has_all(row: dict, known: RowFormat) -> bool:
 
 def rename(row: dict, names: dict[str, str]) -> dict:
     """Return a row under the usual names of its keys, unless it has these, too."""
-    if names.keys().isdisjoint(row):
-        return row
-    found: dict = {}
-    for key, value in row.items():
-        name = names.get(key, key)
-        found[key if name in row or name in found else name] = value
-    return found
+    keys = usual_keys(tuple(row), names is ANSWER_NAMES)
+    return dict(zip(keys, row.values(), strict=True)) if keys else row
+
+
+@lru_cache(maxsize=64)
+def usual_keys(keys: tuple[str, ...], answers: bool) -> list[str]:
+    """Return the usual names of the keys of a row, [] if they have these.
+
+    Known keys may be in capitals: Question, PROMPT."""
+    names = ANSWER_NAMES if answers else OTHER_NAMES
+    found: list[str] = []
+    for key in keys:
+        name = names.get(key) or (key.lower() if key.lower() in COLUMNS else key)
+        found.append(key if name in keys or name in found else name)
+    return found if found != list(keys) else []
 
 
 def usual_names(**names: str) -> dict[str, str]:
@@ -238,16 +254,15 @@ def usual_names(**names: str) -> dict[str, str]:
 
 
 OTHER_NAMES = usual_names(
-    chosen="response_chosen pos_resp response_j",  # MedicalGPT, CValues, StackExchange
-    rejected="reject rejected_response response_rejected neg_resp response_k",
-    instruction="INSTRUCTION",  # Zhihu-KOL
-    question="Question",  # medical-o1
+    # MedicalGPT, CValues, StackExchange, When2Call, OpenAI
+    chosen="response_chosen pos_resp response_j chosen_response preferred_output",
+    rejected="reject rejected_response response_rejected neg_resp response_k non_preferred_output",
     input="inputs",  # Aya, FLAN, xP3
     reasoning_content="Complex_CoT",  # medical-o1
 )
 ANSWER_NAMES = usual_names(
     output="targets",  # Aya, FLAN, xP3
-    response="RESPONSE Response generation",  # Zhihu-KOL, medical-o1, distilabel
+    response="generation",  # distilabel
     solution="generated_solution",  # OpenMathInstruct
 )
 
@@ -289,10 +304,8 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [key for key in left if row[key] not in seen]
     for key, listing in threads.items():
         left += unread_of_turns(key, listing)
-    if row is not given:  # by the names that they have in the file
-        usual = OTHER_NAMES | ANSWER_NAMES
-        own = {usual[key]: key for key in reversed(list(given)) if key in usual}
-        left = [key if key in given else own.get(key, key) for key in left]
+    own = dict(zip(row, given, strict=True))  # the names that they have in the file
+    left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
     return left
@@ -311,7 +324,9 @@ def keys_read(
 
 
 def is_about(key: str) -> bool:
-    return key in ABOUT or key == "id" or key.endswith("_id")
+    # pandas writes the numbers of rows under "" and reads them as "Unnamed: 0"
+    unnamed = not key or key.startswith("Unnamed: ")
+    return unnamed or key.lower() in ABOUT or key == "id" or key.endswith("_id")
 
 
 def unread_settings(settings: object) -> list[str]:
@@ -334,11 +349,9 @@ def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
 
 
 def has_content(value: object) -> bool:
-    if value is None or isinstance(value, bool | int | float):
-        return False
-    if isinstance(value, str) and (not value.strip() or value in turns.NOTHING):
-        return False
-    return value not in ([], {})
+    if isinstance(value, str):
+        return bool(value.strip()) and value not in turns.NOTHING
+    return not isinstance(value, bool | int | float) and value not in (None, [], {})
 
 
 KNOWN_OF_TURNS = {*turns.TURN_KEYS, *turns.THOUGHT_KEYS}
@@ -408,6 +421,10 @@ def one_turn(question: str, answer: str, row: dict) -> list[dict]:
 def asked_turns(question: str, row: dict) -> list[dict]:
     """Return the turns under the first key of a text_key, or its text after the history."""
     value = row[first_key(question)]
+    if isinstance(value, str) and value.startswith('{"messages"'):
+        value = unpacked(value)
+    if isinstance(value, dict) and "messages" in value:  # OpenAI's preference tuning
+        return turns_at("messages", value)
     if is_turns(value):
         return read_turns(value)
     return [*history(row), *turns.question_turns(whole_question(question, row))]
@@ -614,7 +631,7 @@ def two_conversations(chosen: list[dict], rejected: list[dict]) -> Pair:
     if not is_learned(good):
         raise BadRow("the chosen answer is one not to learn from")
     if turns.said(prompt) != turns.said(other):
-        raise BadRow("chosen and rejected answer different prompts")
+        raise BadRow("different prompts", "chosen and rejected answer different prompts")
     prompt = [{key: turn[key] for key in turn if key != "learn"} for turn in prompt]
     return Pair(prompt, good["content"], bad["content"])
 
@@ -751,6 +768,7 @@ def asking(name: str, question: str, answer: str, keys: str = "") -> RowFormat:
 CHATS = (
     RowFormat("messages (OpenAI)", "messages", partial(turns_at, "messages")),
     RowFormat("conversations (ShareGPT)", "conversations", partial(turns_at, "conversations")),
+    RowFormat("contents (Gemini)", "contents", partial(turns_at, "contents")),
     RowFormat(
         "conversation (Firefly, WildChat, LMSYS, Capybara)",
         "conversation",
@@ -766,22 +784,23 @@ CHATS = (
     asking("prompts and answers", "prompt", "answer"),
     asking("prompts and completions (trl)", "prompt", "completion"),
     asking("questions (medical CSV)", "title?,ask?", "answer", "title,ask,answer"),
+    asking("questions and solutions (LIMO)", "question", "solution"),
     asking("questions and answers", "question", "answer"),
     asking("multiple choice (ARC)", "question", "answerKey", "question,choices,answerKey"),
     asking("questions and responses (OpenOrca)", "question", "response"),
     asking("questions (baike_qa)", "title,desc?", "answer"),
     asking("questions (webtext2019zh)", "title,desc?", "content", "title,desc,content"),
     asking("queries and responses (MetaMathQA)", "query", "response"),
+    RowFormat("calls (xLAM)", "query,answers,tools", calls_for),
+    asking("queries and answers (CodeFeedback)", "query", "answer"),
     asking("problems and solutions (NuminaMath, MATH)", "problem", "solution"),
     asking("problems and answers", "problem", "answer"),
-    asking("questions and solutions", "question", "solution"),
     RowFormat("a thread (OpenAssistant)", "thread", partial(turns_at, "thread")),
     RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
     RowFormat("one message (OpenAssistant)", "message_id,parent_id,text,role", one_of_a_tree),
     RowFormat("glaive v2", "system,chat", turns.glaive),
     RowFormat("MOSS 002", "meta_instruction,plain_text", turns.moss_text),
     RowFormat("MOSS 003", "meta_instruction,chat", turns.moss_chat),
-    RowFormat("calls (xLAM)", "query,answers,tools", calls_for),
     RowFormat("texts by turns (UltraChat)", "data", partial(turns_at, "data")),
 )
 
