@@ -66,7 +66,7 @@ def layouts(shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Op
     model = huggingface.load_model(base, options.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     B, columns = options.batch_size, options.block_size
-    corpora = {name: ChatCorpus(data, tokenizer, columns, name == "packed", seed=1) for name in ("padded", "packed")}
+    corpora = {name: ChatCorpus(data, tokenizer, columns, 1, pack=name == "packed") for name in ("padded", "packed")}
 
     def load(name: str, step: int) -> tuple:
         numbers = (step * B + np.arange(B)) % corpora[name].train[0].n_rows

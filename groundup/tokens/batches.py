@@ -23,8 +23,16 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.tokens import IGNORE
-from groundup.tokens.corpus import Corpus, names_of, spread
-from groundup.tokens.mixture import Mixture, Sampler, WindowSampler, parse_data_dir, parse_weights
+from groundup.tokens.mixture import (
+    Corpus,
+    Mixture,
+    Sampler,
+    WindowSampler,
+    names_of,
+    parse_data_dir,
+    parse_weights,
+    spread,
+)
 from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate, read_manifest
 
 # ---- the sources of pretrain.py --------------------------------------------------------------

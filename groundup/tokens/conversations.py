@@ -33,8 +33,7 @@ from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
-from groundup.tokens.corpus import spread
-from groundup.tokens.mixture import Mixture
+from groundup.tokens.mixture import Mixture, spread
 from groundup.tokens.packing import pack_rows
 from groundup.tokens.rows import (
     STRANGE,
@@ -373,23 +372,12 @@ def load_rows(rows: Sequence[Rows], sources: np.ndarray, numbers: np.ndarray) ->
 # ---- the sources of a run --------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ChatCorpus(RowCorpus):
-    """The conversations that a `data` string names. train, val: Rows. Raise UserError."""
+    """The conversations that `data` names. train, val: Rows. Raise UserError."""
 
+    pack: bool = True  # several conversations in a row
     many_epochs = 30.0  # a hundred conversations are learned well in twenty epochs
-
-    def __init__(
-        self,
-        spec: str,
-        tokenizer: Tokenizer,
-        block_size: int,
-        pack: bool,
-        seed: int,
-        val_data: str = "",
-        val_fraction: float = 0.02,
-    ) -> None:
-        self.pack = pack
-        super().__init__(spec, tokenizer, block_size, seed, val_data, val_fraction)
 
     def read(self, path: str, val_fraction: float) -> SourceRows:
         return read_chat(path, self.tokenizer, val_fraction)

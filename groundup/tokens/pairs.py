@@ -31,18 +31,12 @@ from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens.batches import map_tensors
 from groundup.tokens.conversations import columns_for, fingerprint_of, sha256_of
-from groundup.tokens.corpus import spread
-from groundup.tokens.mixture import Sampler, hash_words, permute
+from groundup.tokens.mixture import Sampler, hash_words, permute, spread
 from groundup.tokens.rows import STRANGE, RowCorpus, RowReader
 from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer, split_answer
 
 SORTED_STEPS = 64  # consecutive steps whose pairs are sorted by length
-PROBLEMS = {  # of row_formats.pair_of, and how they are counted; with others a row is STRANGE
-    "empty answer": "empty answer",
-    "chosen and rejected are the same": "equal answers",
-    "chosen and rejected answer different prompts": "different prompts",
-}
 
 
 # ---- one pair --------------------------------------------------------------------------------
@@ -88,10 +82,11 @@ def tokenize_answer(
 
 def read_pair(row: object) -> turns.Pair:
     """Return the pair in a row of any format. Raise BadRow."""
-    pair, detail = row_formats.pair_of(row)
-    if not pair:
-        reason = PROBLEMS.get(detail, STRANGE)
-        raise BadRow(reason, detail if reason == STRANGE else "")
+    try:
+        pair = row_formats.read_pair(row)
+    except BadRow as problem:
+        # with a detail, the reason is one to count rows under
+        raise BadRow(problem.reason) if problem.detail else BadRow(STRANGE, str(problem)) from None
     if problem := turns.pair_problem(row, pair):
         raise BadRow(problem)
     return pair
