@@ -23,15 +23,15 @@ MARKS = {  # UTF-32's first: its little-endian mark begins with UTF-16's
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
-# What charset-normalizer may answer, and the codec that reads it and its extensions.
+# A codec, and what charset-normalizer may answer that it reads.
 TRUSTED = {
-    "gb2312": "gb18030", "gbk": "gb18030", "gb18030": "gb18030",
-    "big5": "big5hkscs", "big5hkscs": "big5hkscs", "cp950": "big5hkscs",
-    "euc_jp": "euc_jis_2004", "euc_jis_2004": "euc_jis_2004", "euc_jisx0213": "euc_jis_2004",
-    "shift_jis": "cp932", "cp932": "cp932",
-    "shift_jis_2004": "cp932", "shift_jisx0213": "cp932",
-    "euc_kr": "cp949", "cp949": "cp949",
-}  # fmt: skip
+    "gb18030": "gb18030 gb2312 gbk",
+    "big5hkscs": "big5hkscs big5 cp950",
+    "euc_jis_2004": "euc_jis_2004 euc_jp euc_jisx0213",
+    "cp932": "cp932 shift_jis shift_jis_2004 shift_jisx0213",
+    "cp949": "cp949 euc_kr",
+}
+CODECS = {name: codec for codec, names in TRUSTED.items() for name in names.split()}
 # The part of a codec in which no character has a byte below 0x80. After a lost byte such a text has
 # an odd byte before the next ASCII character or line end, so the loss is always a decoding error.
 STRICT = {"gb18030": "gb2312", "cp949": "euc_kr", "euc_jis_2004": "euc_jis_2004"}
@@ -258,7 +258,7 @@ def name_of(raw: bytes) -> tuple[str, str]:
     """Return (the codec of lines that are not UTF-8, ""), or ("", their likely encoding)."""
     matches = list(from_bytes(raw))  # the best first
     for match in matches:
-        codec = TRUSTED.get(match.encoding, "")
+        codec = CODECS.get(match.encoding, "")
         if not codec:
             break
         if codec == "gb18030":
@@ -370,7 +370,7 @@ class Decoder:
             except UnicodeDecodeError:
                 pass
         text = raw.decode(self.other)
-        if self.other not in TRUSTED.values():
+        if self.other not in TRUSTED:
             return text
         odd = (found for found in ALONE.finditer(text) if found[0] not in self.own)
         if self.strict == "gb2312":
@@ -384,7 +384,7 @@ class Decoder:
     def reads(self, raw: bytes) -> bool:
         """Return whether a line is valid in the other encoding, if that has several bytes."""
         try:
-            return self.other in TRUSTED.values() and bool(raw.decode(self.other))
+            return self.other in TRUSTED and bool(raw.decode(self.other))
         except UnicodeDecodeError:
             return False
 
@@ -397,7 +397,7 @@ class Decoder:
                 raw.decode(codec, "surrogateescape") for codec in ("utf-8", self.other) if codec
             ]
         text = min(texts, key=lambda text: len(UNDECODED.findall(text)))
-        if self.other in TRUSTED.values():
+        if self.other in TRUSTED:
             text = ALONE.sub(lambda found: found[0] if found[0] in self.own else "\udc80", text)
             text = self.stray.sub("\udc80", text)
         return text

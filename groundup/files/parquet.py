@@ -97,8 +97,10 @@ def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
     """Yield the rows of a batch that begins at a row of the file; one that is not UTF-8, or that
     Python cannot express, is a problem of its own."""
     try:
-        values = batch.to_pylist(maps_as_pydicts="lossy")
-        if "binary" in str(batch.schema):
+        schema = str(batch.schema)
+        # pairs become objects; it takes time, so it is asked for where there are any
+        values = batch.to_pylist(maps_as_pydicts="lossy" if "map<" in schema else None)
+        if "binary" in schema:
             values = decode_texts(values)
     except (ValueError, OverflowError, LookupError, OSError, UnicodeDecodeError) as error:
         if (plain := without_times(batch)) is not batch:

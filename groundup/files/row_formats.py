@@ -304,8 +304,9 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [key for key in left if row[key] not in seen]
     for key, listing in threads.items():
         left += unread_of_turns(key, listing)
-    own = dict(zip(row, given, strict=True))  # the names that they have in the file
-    left = [own.get(key, key) for key in left]
+    if left and row is not given:
+        own = dict(zip(row, given, strict=True))  # the names that they have in the file
+        left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
     return left
@@ -512,7 +513,8 @@ def lettered(found: object) -> list[tuple[object, object]] | None:
     """Return [(letter, option)] of options in any form, None if they have none."""
     if isinstance(found, dict) and {"text", "label"} <= found.keys():  # ARC
         columns = found["label"], found["text"]
-        return list(zip(*columns, strict=False)) if all(map(is_list, columns)) else None
+        lists = all(isinstance(column, list) for column in columns)
+        return list(zip(*columns, strict=False)) if lists else None
     if isinstance(found, dict):
         return [(letter, option) for letter, option in found.items() if option is not None]
     if listing := listed(found):
@@ -520,13 +522,9 @@ def lettered(found: object) -> list[tuple[object, object]] | None:
         return list(
             zip(letters, [one.get("value", one.get("text")) for one in listing], strict=True)
         )
-    if is_list(found) and len(found) <= len(LETTERS):
+    if isinstance(found, list) and len(found) <= len(LETTERS):
         return list(zip(LETTERS, found, strict=False))
     return None
-
-
-def is_list(value: object) -> bool:
-    return isinstance(value, list)
 
 
 def without_letter(letter: str, option: str) -> str:

@@ -47,6 +47,7 @@ class Pair(NamedTuple):
 WEIGHTS = ("learn", "weight", "train", "training", "loss", "loss_scale", "loss_weight")
 ROW_WEIGHTS = ("weight", "train", "loss_scale", "loss_weight")  # evaluate.py writes a loss, too
 KTO_LABELS = ("label", "kto_tag")  # of trl, of LLaMA-Factory: whether the last answer is good
+FLAGS_OF_ROWS = ROW_WEIGHTS + KTO_LABELS
 
 
 def as_number(value: object) -> float:
@@ -82,7 +83,7 @@ def label_of(row: object) -> bool | None:
 
 def is_bad(row: object) -> bool:
     """Return whether a row says that its answer is bad, or not to be learned."""
-    if not isinstance(row, dict):
+    if not isinstance(row, dict) or not keys_among(FLAGS_OF_ROWS, tuple(row)):
         return False
     return label_of(row) is False or not is_learned(row, ROW_WEIGHTS)
 

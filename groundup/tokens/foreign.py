@@ -127,8 +127,7 @@ class Unsupported(Exception):
 def read_bpe(description: dict) -> ByteLevel:
     """Return the content of a parsed tokenizer.json. Raise Unsupported if tiktoken would differ."""
     model, added = description["model"], description.get("added_tokens") or []
-    specials = {token["content"]: token["id"] for token in added if token["special"]}
-    words = {token["content"]: token["id"] for token in added if not token["special"]}
+    specials, words = added_ids(added)
     check_words(added, specials, words)
 
     normalizer = (description.get("normalizer") or {}).get("type", "")
@@ -148,6 +147,14 @@ def read_bpe(description: dict) -> ByteLevel:
     merges = [(in_bytes(left), in_bytes(right)) for left, right in merge_words(model)]
     check_merges(ranks, merges, model.get("ignore_merges", False))
     return ByteLevel(ranks, specials, words, pattern, normalizer == "NFC")
+
+
+def added_ids(added: list[dict]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return {text: id} of the added tokens that are special, and of the others."""
+    specials, words = {}, {}
+    for token in added:
+        (specials if token["special"] else words)[token["content"]] = token["id"]
+    return specials, words
 
 
 def check_words(added: list[dict], specials: dict[str, int], words: dict[str, int]) -> None:
@@ -289,9 +296,7 @@ class LibraryTokenizer:
         if reason := why_unusable(lambda: self.runner(START).encode_batch(REPETITIVE)):
             raise UserError(f"{why}, and tokenizers cannot run it: {reason}")
 
-        added = description.get("added_tokens") or []
-        self.special_tokens = {token["content"]: token["id"] for token in added if token["special"]}
-        self.words = {token["content"]: token["id"] for token in added if not token["special"]}
+        self.special_tokens, self.words = added_ids(description.get("added_tokens") or [])
         self.names = re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
         decoder = json.dumps(description.get("decoder"))
         if '"ByteLevel"' in decoder:
@@ -390,13 +395,10 @@ class SentencePieceBPE:
         self.processor = processor
         self.sha256 = hashlib.sha256(model).hexdigest()
         added = config.get("added_tokens_decoder") or {}
-        self.special_tokens = {
-            token["content"]: int(i) for i, token in added.items() if token["special"]
-        }
-        # tokens behind the pieces that are found in text
-        self.words = {
-            token["content"]: int(i) for i, token in added.items() if not token["special"]
-        }
+        # words: tokens behind the pieces that are found in text
+        self.special_tokens, self.words = added_ids(
+            [token | {"id": int(i)} for i, token in added.items()]
+        )
         self.token_bytes = {i: word.encode() for word, i in self.words.items()}
         user_defined = []
         for i, kind in enumerate(piece_types(model)):
