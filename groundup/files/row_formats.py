@@ -634,13 +634,9 @@ def two_conversations(chosen: list[dict], rejected: list[dict]) -> Pair:
     return Pair(prompt, good["content"], bad["content"])
 
 
-def two_dialogues(row: dict) -> Pair:
+def two_dialogues(chosen: str, rejected: str, row: dict) -> Pair:
     """Return the pair of two conversations: turns, or Anthropic's dialogues."""
-    return two_conversations(dialogue_at("chosen", row), dialogue_at("rejected", row))
-
-
-def two_threads(row: dict) -> Pair:
-    return two_conversations(turns_at("messages", row), turns_at("rejected_messages", row))
+    return two_conversations(dialogue_at(chosen, row), dialogue_at(rejected, row))
 
 
 def turns_then_worse(row: dict) -> Pair:
@@ -693,8 +689,9 @@ def preferred(
     if won not in (0, 1):
         raise BadRow("neither answer is preferred")
     better, worse = (first, second) if won else (second, first)
-    sides = {"chosen": row[better], "rejected": row[worse]}
-    return two_answers(prompt, row | sides) if prompt else two_dialogues(row | sides)
+    if not prompt:
+        return two_dialogues(better, worse, row)
+    return two_answers(prompt, row | {"chosen": row[better], "rejected": row[worse]})
 
 
 def better_comment(row: dict) -> Pair:
@@ -766,7 +763,6 @@ def asking(name: str, question: str, answer: str, keys: str = "") -> RowFormat:
 CHATS = (
     RowFormat("messages (OpenAI)", "messages", partial(turns_at, "messages")),
     RowFormat("conversations (ShareGPT)", "conversations", partial(turns_at, "conversations")),
-    RowFormat("contents (Gemini)", "contents", partial(turns_at, "contents")),
     RowFormat(
         "conversation (Firefly, WildChat, LMSYS, Capybara)",
         "conversation",
@@ -793,6 +789,7 @@ CHATS = (
     asking("queries and answers (CodeFeedback)", "query", "answer"),
     asking("problems and solutions (NuminaMath, MATH)", "problem", "solution"),
     asking("problems and answers", "problem", "answer"),
+    RowFormat("contents (Gemini)", "contents", partial(turns_at, "contents")),
     RowFormat("a thread (OpenAssistant)", "thread", partial(turns_at, "thread")),
     RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
     RowFormat("one message (OpenAssistant)", "message_id,parent_id,text,role", one_of_a_tree),
@@ -828,6 +825,11 @@ def answering(name: str, question: str) -> RowFormat:
     return RowFormat(f"{name} with two answers", keys, read_row, asked_keys(question))
 
 
+def conversing(name: str, keys: str) -> RowFormat:
+    """Return a format of rows that hold two whole conversations."""
+    return RowFormat(f"two {name}", keys, partial(two_dialogues, *keys.split(",")))
+
+
 def better(name: str, keys: str, wins: Callable[[str, dict], float]) -> RowFormat:
     """Return a format of rows with a question, if any, two answers and which of them is better."""
     *prompt, first, second, verdict = keys.split(",")
@@ -843,9 +845,9 @@ PAIRS = (
     answering("inputs", "input"),
     answering("turns (UltraInteract)", "trajectory"),
     answering("messages", "messages"),
-    RowFormat("two threads (ms-swift)", "messages,rejected_messages", two_threads),
+    conversing("threads (ms-swift)", "messages,rejected_messages"),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
-    RowFormat("two dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected", two_dialogues),
+    conversing("dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected"),
     RowFormat("ranked answers (Nectar)", "prompt,answers", ranked, ASKED),
     RowFormat("rated answers (UltraFeedback, raw)", "instruction,completions", rated, ASKED),
     better(

@@ -396,9 +396,9 @@ class SentencePieceBPE:
         self.sha256 = hashlib.sha256(model).hexdigest()
         added = config.get("added_tokens_decoder") or {}
         # words: tokens behind the pieces that are found in text
-        self.special_tokens, self.words = added_ids(
-            [token | {"id": int(i)} for i, token in added.items()]
-        )
+        self.special_tokens, self.words = added_ids([
+            token | {"id": int(i)} for i, token in added.items()
+        ])
         self.token_bytes = {i: word.encode() for word, i in self.words.items()}
         user_defined = []
         for i, kind in enumerate(piece_types(model)):
@@ -555,8 +555,8 @@ def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
 def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
     """Return `files` with what a directory's other files say, in tokenizer_config.json.
 
-    These are additional_chat_templates/NAME.jinja and, of old directories with a tokenizer.model,
-    added_tokens.json: {name: id}."""
+    These are additional_chat_templates/NAME.jinja and, in old directories, special_tokens_map.json:
+    {"eos_token": name}, and beside a tokenizer.model added_tokens.json: {name: id}."""
     config = parse_object(files.get("tokenizer_config.json", b"{}"))
     changes = {}
     more = sorted(directory.glob("additional_chat_templates/*.jinja"))
@@ -567,6 +567,11 @@ def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
         listed = [{"name": name, "template": source} for name, source in named.items() if source]
         changes["chat_template"] = listed
         files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
+    named = directory / "special_tokens_map.json"
+    if "added_tokens_decoder" not in config and named.exists():
+        for key, name in read_json(named).items():
+            if key.endswith("_token") and config.get(key) != name:
+                changes[key] = name
     added = directory / "added_tokens.json"
     if "tokenizer.json" not in files and added.exists():
         tokens = {str(i): added_token(name) for name, i in read_json(added).items()}

@@ -100,14 +100,16 @@ class PairReader(RowReader):
     def item(self, row: object, place: str) -> tuple[str, Tokenized]:
         pair = read_pair(row)
         ids = tokenize_pair(pair, self.tokenizer)
-        length = len(ids.prompt) + max(len(ids.chosen), len(ids.rejected))
-        if length > self.longest:
-            raise BadRow(f"does not fit in block_size={self.longest}", f"{length} tokens")
+        self.check_length(len(ids.prompt) + max(len(ids.chosen), len(ids.rejected)))
         if np.array_equal(ids.chosen, ids.rejected):
             raise BadRow("equal answers", "as tokens")
         margin = text_keys.as_score(row, "margin")
         ids = ids._replace(margin=margin if math.isfinite(margin) else 0.0)
         return dialogue_text(pair.prompt), ids
+
+    def check_length(self, n_tokens: int) -> None:
+        if n_tokens > self.longest:
+            raise BadRow(f"does not fit in block_size={self.longest}", f"{n_tokens} tokens")
 
 
 # ---- many pairs ------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class Pairs:
         arrays = [self.tokens, self.offsets, self.margin]
         if self.given.any():
             arrays.append(self.given.ravel())
-        digests = [sha256_of(array) for array in arrays]
+        digests = [sha256_of(array.dtype, [array]) for array in arrays]
         self.fingerprint = fingerprint_of([*digests, str(block_size)], tokenizer.chat_fingerprint())
 
     def ids(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -363,9 +365,7 @@ class LabelReader(PairReader):
             raise BadRow("answer without a prompt")
         self.trimmed += len(messages) > len(prompt) + 1
         before, learned = tokenize_answer(prompt, answer["content"], self.tokenizer)
-        length = len(before) + len(learned)
-        if length > self.longest:
-            raise BadRow(f"does not fit in block_size={self.longest}", f"{length} tokens")
+        self.check_length(len(before) + len(learned))
         ids = Tokenized(before, learned, learned[:0], 1.0 if label else -1.0)
         return dialogue_text(prompt), [ids]
 

@@ -34,16 +34,6 @@ STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
 
 
-class Items(list):
-    """Items as they are read."""
-
-    def take_out(self, held_out: np.ndarray) -> "Items":
-        """Take out the items that held_out (n,) bool marks, and return them."""
-        pairs = list(zip(self, held_out.tolist(), strict=True))
-        self[:] = [item for item, marked in pairs if not marked]
-        return Items(item for item, marked in pairs if marked)
-
-
 class RowReader:
     """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out."""
 
@@ -66,8 +56,13 @@ class RowReader:
         self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
 
     def new_store(self) -> Any:
-        """Return an empty store with `append` and `take_out`, for the items of a split."""
-        return Items()
+        """Return an empty list, or another store with `append`, for the items of a source."""
+        return []
+
+    def split(self, store: Any, held_out: np.ndarray) -> tuple[Sequence, Sequence]:
+        """Return the items of a store for training, and those that held_out (n,) bool marks."""
+        pairs = list(zip(store, held_out.tolist(), strict=True))
+        return [item for item, out in pairs if not out], [item for item, out in pairs if out]
 
     def item(self, row: object, place: str) -> tuple[str, Any]:
         """Return (the text whose hash decides the split, the item) of a row. Raise BadRow."""
@@ -137,26 +132,29 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
     """Return the items of a raw file, a glob, a directory of raw files, or one of prepare.py.
 
     The last has its own splits; of the others val_fraction is held out."""
-    train, val = reader.new_store(), reader.new_store()
+    store = reader.new_store()
     if Path(path, "manifest.json").exists():
         splits = read_manifest(path, reader.kind)["splits"]
-        for split, items in (("train", train), ("val", val)):
+        marks = array("b")
+        for split in ("train", "val"):
             if split in splits:
                 file = Path(path, splits[split]["file"])
                 verify_sha256(file, splits[split]["sha256"])
                 for _, item in reader.read(str(file)):
-                    items.append(item)
+                    store.append(item)
+                    marks.append(split == "val")
+        held_out = np.array(marks, bool)
     else:
         positions = array("Q")
         for file in readers.find_files(path):
             for text, item in reader.read(file):
-                train.append(item)
+                store.append(item)
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
         split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
-        val = train.take_out(split_of != 0)
-    reader.check(path, len(train) + len(val))
-    return SourceRows(train, val, reader)
+        held_out = split_of != 0
+    reader.check(path, len(held_out))
+    return SourceRows(*reader.split(store, held_out), reader)
 
 
 # ---- the sources of a run --------------------------------------------------------------------

@@ -264,6 +264,25 @@ def test_markers_that_stand_only_in_added_tokens_json(tmp_path):
     assert Tokenizer.load(tmp_path / "saved").render(TALKS[0]) == (ids, mask)
 
 
+def test_special_tokens_that_stand_only_in_special_tokens_map_json(tmp_path):
+    """As old directories have them; transformers prefers them unless the config lists its tokens."""
+    write(tmp_path, with_names(byte_level({}), ["<s>", "</s>"]), without_tags(VICUNA))
+    config = tmp_path / "tokenizer_config.json"
+    settings = json.loads(config.read_bytes())
+    for key in ("bos_token", "eos_token"):
+        settings.pop(key, None)
+    config.write_bytes(to_json(settings))
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_bytes(to_json(named))
+    tokenizer, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.bos_id == theirs.bos_token_id
+    ids, mask = tokenizer.render(TALKS[0])
+    assert ids == theirs.apply_chat_template(TALKS[0])["input_ids"]
+    assert ids[-1] == theirs.eos_token_id and mask[-1] == 1
+    tokenizer.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved").render(TALKS[0]) == (ids, mask)
+
+
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 
 
