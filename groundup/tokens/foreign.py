@@ -553,10 +553,10 @@ def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
 
 
 def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return `files` with what a directory's other files say, in tokenizer_config.json.
+    """Return the FILES of a tokenizer with what a directory's other files say.
 
     These are additional_chat_templates/NAME.jinja and, in old directories, special_tokens_map.json:
-    {"eos_token": name}, and beside a tokenizer.model added_tokens.json: {name: id}."""
+    {"eos_token": name}, and added_tokens.json: {name: id}."""
     config = parse_object(files.get("tokenizer_config.json", b"{}"))
     changes = {}
     more = sorted(directory.glob("additional_chat_templates/*.jinja"))
@@ -567,18 +567,41 @@ def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
         listed = [{"name": name, "template": source} for name, source in named.items() if source]
         changes["chat_template"] = listed
         files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
-    named = directory / "special_tokens_map.json"
-    if "added_tokens_decoder" not in config and named.exists():
-        for key, name in read_json(named).items():
+    tokens, names = config.get("added_tokens_decoder") or {}, directory / "special_tokens_map.json"
+    if not tokens and names.exists():
+        for key, name in read_json(names).items():
             if key.endswith("_token") and config.get(key) != name:
                 changes[key] = name
     added = directory / "added_tokens.json"
-    if "tokenizer.json" not in files and added.exists():
-        tokens = {str(i): added_token(name) for name, i in read_json(added).items()}
-        changes["added_tokens_decoder"] = tokens | (config.get("added_tokens_decoder") or {})
-    if not changes:
-        return files
-    return files | {"tokenizer_config.json": to_json(config | changes)}
+    if added.exists():
+        tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
+        changes["added_tokens_decoder"] = tokens
+    if "tokenizer.json" in files:
+        files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
+        changes.pop("added_tokens_decoder", None)
+    return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
+
+
+def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
+    """Return a tokenizer.json with those of the tokens {id: token} that it lacks."""
+    lacking = [
+        {"id": int(i)} | token
+        for i, token in tokens.items()
+        if not any(form in tokenizer_json for form in as_written(token["content"]))
+    ]
+    if not lacking:
+        return tokenizer_json
+    description = parse_object(tokenizer_json)
+    added, vocab = description.get("added_tokens") or [], description["model"]["vocab"]
+    taken = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
+    taken |= {token["id"] for token in added}
+    description["added_tokens"] = added + [one for one in lacking if one["id"] not in taken]
+    return to_json(description)
+
+
+def as_written(text: str) -> list[bytes]:
+    """Return a text as JSON files write it, with and without escapes."""
+    return [json.dumps(text, ensure_ascii=escaped).encode() for escaped in (False, True)]
 
 
 def find_special(
