@@ -474,9 +474,9 @@ def logged_steps(out: Path) -> int:
 @pytest.mark.dist
 def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir):
     """kill -9 of all ranks during a save, then to the end; with dropout, accumulation and clipping."""
-    steps, ranks = 15, 2
+    steps, ranks = 9, 2
     flags = [f"--data_dir={data_dir}", f"--max_steps={steps}", "--dtype=bfloat16", "--dropout=0.1", "--grad_clip=0.5"]
-    flags += ["--batch_size=1", "--total_batch_tokens=192", "--save_every=3", "--eval_every=5"]
+    flags += ["--batch_size=1", "--total_batch_tokens=192", "--save_every=3", "--eval_every=4"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     finish(start(*flags, f"--out_dir={straight}", ranks=ranks))
     flags.append(f"--out_dir={broken}")

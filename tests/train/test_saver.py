@@ -906,16 +906,16 @@ def test_a_disk_may_be_slower_than_ranks_wait_for_each_other(tmp_path: Path, slo
 
     def action(world: ranks.World) -> None:
         def write_state(path: Path, state: dict) -> None:
-            time.sleep(3 * (path.name == checkpoint.rank_file(slow)))
+            time.sleep(2 * (path.name == checkpoint.rank_file(slow)))
             original(path, state)
 
-        saver.write_state, behind = write_state, open_saver(tmp_path, 1.5)
+        saver.write_state, behind = write_state, open_saver(tmp_path, 1.0)
         begin_save(behind, 1)
         behind.close()
         assert behind.saved
         ranks.close()
 
-    assert in_ranks(2, action, timeout_s=1.5) == [0, 0]
+    assert in_ranks(2, action, timeout_s=1.0) == [0, 0]
     assert checkpoint.find_latest(tmp_path, pytest.fail).name == "step_000001"
 
 
