@@ -325,9 +325,10 @@ def keys_read(
 
 
 def is_about(key: str) -> bool:
+    name = key.lower()
     # pandas writes the numbers of rows under "" and reads them as "Unnamed: 0"
-    unnamed = not key or key.startswith("Unnamed: ")
-    return unnamed or key.lower() in ABOUT or key == "id" or key.endswith("_id")
+    unnamed = not name or name.startswith("unnamed: ")
+    return unnamed or name in ABOUT or name == "id" or name.endswith("_id")
 
 
 def unread_settings(settings: object) -> list[str]:

@@ -408,25 +408,14 @@ class Corpus:
         stages        [(first step, weight of each source)]
         val           {name: validation data}
         val_weights   {name: weight}, {} unless the user gave some
-    and defines sampler, by_source, and val_batches_of.
+    and defines
+        sampler(source, seed, samples_per_step)     the order of one source
+        by_source(values, key)      {number of a source: value} of a setting, given by path or name
+        val_batches_of(data, batch_size, eval_steps, rank, world_size)      for `val_batches`
     """
 
     # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
     many_epochs = 4.0
-
-    def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
-        """Return the order of one source."""
-        raise NotImplementedError
-
-    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
-        """Return {number of a source: value} of the setting `key`, given by path or name."""
-        raise NotImplementedError
-
-    def val_batches_of(
-        self, data: object, batch_size: int, eval_steps: int, rank: int, world_size: int
-    ) -> Iterator:
-        """Yield this rank's part of eval_steps batches (0 = all) of validation data."""
-        raise NotImplementedError
 
     def order(
         self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = ""

@@ -35,7 +35,10 @@ SHOWN = 3  # lines that are named for each reason
 
 
 class RowReader:
-    """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out."""
+    """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out.
+
+    A subclass defines item(row, place), which returns (the text whose hash decides the split, the
+    item) of a row, or raises BadRow."""
 
     kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
     kinds: tuple[str, ...] = ()  # all kinds that it reads, the first that fits a row; () = kind
@@ -63,10 +66,6 @@ class RowReader:
         """Return the items of a store for training, and those that held_out (n,) bool marks."""
         pairs = list(zip(store, held_out.tolist(), strict=True))
         return [item for item, out in pairs if not out], [item for item, out in pairs if out]
-
-    def item(self, row: object, place: str) -> tuple[str, Any]:
-        """Return (the text whose hash decides the split, the item) of a row. Raise BadRow."""
-        raise NotImplementedError
 
     def read(self, path: str) -> Iterator[tuple[str, Any]]:
         """Yield what `item` returns for each usable row of a file."""
@@ -187,12 +186,6 @@ class RowCorpus(Corpus):
         # laid out, the items are there a second time
         self.found = [rows._replace(train=(), val=()) for rows in self.found]
         self.val_found = [rows._replace(train=(), val=()) for rows in self.val_found]
-
-    def reader(self) -> RowReader:
-        raise NotImplementedError
-
-    def lay_out(self, name: str, items: Any) -> Any:
-        raise NotImplementedError
 
     def read(self, path: str, val_fraction: float) -> SourceRows:
         return read_source(path, self.reader(), val_fraction)

@@ -603,7 +603,7 @@ CHATS = {
         [],
     ),
     "numbers of rows (pandas)": (
-        {"": "0", "Unnamed: 0": "17", "prompt": "2 + 2?", "response": "4"},
+        {"": "0", "Unnamed: 0": "17", "ID": "x1", "prompt": "2 + 2?", "response": "4"},
         ASKED,
         [],
     ),
