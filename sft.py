@@ -260,7 +260,7 @@ if __name__ == "__main__":
             raise UserError(f"config: {key}={config[key]} needs a teacher")
 
     # ---- data
-    corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction)
+    corpus = ChatCorpus(data, tokenizer, block_size, seed, val_data, val_fraction, pack)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_tokens": tokens_per_step, "world_size": world_size}
     lost = corpus.left_out()  # for the error message
