@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.train import checkpoint, ranks
 from groundup.train.log import RunLog
@@ -83,3 +84,9 @@ def load_train_state(step_dir: Path, rank: int = 0) -> tuple[dict, dict]:
     own = step_dir / checkpoint.rank_file(rank)
     state = checkpoint.read_state(step_dir / "train_state.pt")
     return state, checkpoint.read_state(own) if own.exists() else {}
+
+
+def score_talks(model, tokenizer, talks: list[list[dict]]) -> list[float]:
+    """The reward of the answer that each conversation ends with."""
+    rows = [reward_model.answered_ids(talk, tokenizer) for talk in talks]
+    return reward_model.score_ids(model, rows, tokenizer.pad_id)

@@ -129,26 +129,13 @@ def measure(
 # ---- scores of conversations ---------------------------------------------------------------------
 
 
-def score(
-    model: RewardModel,
-    tokenizer: Tokenizer,
-    conversations: Sequence[list[dict]],
-    batch_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-) -> list[float]:
-    """Return the score of the answer that each conversation ends with."""
-    rows = [answered_ids(messages, tokenizer) for messages in conversations]
-    return score_ids(model, rows, tokenizer.pad_id, batch_size, dtype)
-
-
 def answered_ids(messages: list[dict], tokenizer: Tokenizer) -> list[int]:
     """Return the ids up to what ends the last answer.
 
     Raise UserError if the last message is not an answer."""
     if not messages or messages[-1].get("role") != "assistant":
-        raise UserError(
-            "reward: a conversation must end with the assistant's answer, which is what gets a score"
-        )
+        what = "a conversation must end with the assistant's answer, which is what gets a score"
+        raise UserError(f"reward: {what}")
     prompt, answer = split_answer(*tokenizer.render(messages, only_last=True))
     return prompt + answer
 
@@ -233,9 +220,8 @@ def padded(tokenizer: Tokenizer) -> Tokenizer:
         return tokenizer
     free = {name: i for name, i in tokenizer.special_tokens.items() if i not in ends}
     if not free:
-        raise UserError(
-            "reward: the tokenizer has no special token to pad with, beside the one that ends a turn"
-        )
+        what = "no special token to pad with, beside the one that ends a turn"
+        raise UserError(f"reward: the tokenizer has {what}")
     # a name with "pad", else with "text" as in <|endoftext|>, else the first id
     pad = min(free, key=lambda name: ("pad" not in name, "text" not in name, free[name]))
     config = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
@@ -294,10 +280,8 @@ def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
     if not is_reward_model(directory):
         raise UserError(f"reward: {key}={name!r} holds no reward model; reward.py trains one")
     if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
-        raise UserError(
-            f"reward: {key}={name!r} has another tokenizer than the model that answers; "
-            f"train the reward model from one with the same"
-        )
+        what = f"{key}={name!r} has another tokenizer than the model that answers"
+        raise UserError(f"reward: {what}; train the reward model from one with the same")
     return directory
 
 
