@@ -506,6 +506,15 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
 
 
 @pytest.mark.slow
+def test_a_file_named_in_several_ways_is_read_once(tmp_path, tok, capsys):
+    """Also where copies are kept; and no advice about .txt files where there are none."""
+    path = write_jsonl(tmp_path / "x.jsonl", texts(20))
+    names = f"{path},{tmp_path}/./x.jsonl,{tmp_path}/../{tmp_path.name}/x.jsonl"
+    run(tmp_path / "out", input=names, tokenizer_dir=tok, near=-1)
+    printed = capsys.readouterr().out
+    assert "documents: 20 read = 20 kept" in printed and "txt_split" not in printed
+
+
 @needs_proc
 def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpus, monkeypatch):
     make_small_units(monkeypatch)
@@ -831,6 +840,7 @@ def test_wrong_settings_are_named():
         ("val_fraction", 1.0),
         ("test_fraction", -0.1),
         ("workers", -1),
+        *(("encoding", name) for name in ("base64", "rot13", "idna", "undefined", "utf-16", "cp037")),
     ):
         with pytest.raises(UserError, match=key):
             prepare.check_config(KEYS | {"input": "x", "out_dir": "x", key: value})

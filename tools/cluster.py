@@ -228,7 +228,8 @@ def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
             sources = (replace(source, input=name),)
             for file in find_inputs(sources, out_dir, work) if here else far_files(name):
                 path = os.path.abspath(file.path) if here else file.path
-                found.setdefault(path, file._replace(path=path, source=number))
+                real = os.path.realpath(path) if here else path
+                found.setdefault(real, file._replace(path=path, source=number))
     return list(found.values())
 
 

@@ -162,7 +162,7 @@ class Counts:
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     unread: Counter[str] = field(default_factory=Counter)  # rows by keys that are not read
     shown: dict[str, str] = field(default_factory=dict)  # the first problems, with their places
-    digests: list[list] = field(default_factory=list)  # (file, begin, sha256) of each part read
+    digests: list[list] = field(default_factory=list)  # (file, sha256) of each part read
 
     def add(self, other: "Counts") -> None:
         for item in fields(self):
@@ -480,7 +480,7 @@ class Inspector:
         n_passed = sum(self.take(row, number) for row in islice(rows, limit))
         self.counts.add_report(report, part.name, n_passed)
         if report.sha256:
-            self.counts.digests.append([part.name, part.begin, report.sha256.hexdigest()])
+            self.counts.digests.append([part.name, report.sha256.hexdigest()])
 
     def take(self, row: readers.Row, number: int) -> int:
         """Add the document of a record to the batch; return how many pieces it has."""
