@@ -42,7 +42,7 @@ from groundup.text import answer_pairs, dedup, inputs, prepared_dir, report
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import work_dir, work_path
-from groundup.text.recipe import Recipe, check_config
+from groundup.text.recipe import VERSION, Recipe, check_config
 from groundup.text.select import (
     Selection,
     SourceDocs,
@@ -94,7 +94,6 @@ max_bad_fraction = 0.0  # exit with status 1 if a larger share of bytes or recor
 verify = ""  # check every byte of this prepared directory, and stop
 overwrite = False  # replace an out_dir that was made with other inputs or settings
 
-VERSION = 13  # of the output; a directory of another version differs
 NEXT = {
     "text": "python pretrain.py --data_dir=",
     "chat": "python sft.py --init_from=MODEL --data=",
@@ -167,7 +166,7 @@ def build(
 
 def inspect_units(units: list[Unit], recipe: Recipe, map_units: Callable, work: Path) -> Counts:
     """Read, clean and filter all units, and return their counts, added up in their order."""
-    inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
+    inspect = partial(inspect_unit, recipe=recipe, work=work)
     total, n_documents = Counts(), 0
     for counts in with_progress(map_units(inspect, units), units, "read"):
         total.add(counts)
@@ -292,7 +291,7 @@ def make_out_dir(
     """Make out_dir in `work`, unless it is up to date. Return the exit status."""
     start = time.perf_counter()
     files, answers, lost = read_inputs(recipe, config, work)
-    manifest, before_files = prepared_dir.read_earlier(out_dir, VERSION)
+    manifest, before_files = prepared_dir.read_earlier(out_dir)
     before, by = manifest.get("info", {}), "none"
     if recipe.kind == "text":
         by = f"trained, bpe {config['vocab_size']} {config['pattern']}"

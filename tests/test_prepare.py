@@ -405,7 +405,7 @@ def wait_for(condition, seconds: float = 20.0) -> None:
 
 MOMENTS = {  # more than so many of these files are in the work directory
     "half-way": ("units/*.json", 15),
-    "when they are compared": ("fates.npy", 0),
+    "when they are compared": ("units/*.fates.npy", 0),
     "when the tokenizer is trained": ("out/tokenizer.json", 0),
     "when tokens come": ("units/*.tokenized", 10),
     "when a shard is done": ("out/train_00000.npy", 0),

@@ -91,8 +91,8 @@ class Selection:
 
 
 def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
-    """Drop exact copies, then near copies, of the documents that passed. Write work/fates.npy and
-    starts.npy."""
+    """Drop exact copies, then near copies, of the documents that passed. Write the fates of
+    each unit."""
     per_unit = [np.fromfile(unit.file(work, "rows"), ROW) for unit in units]
     starts = np.cumsum([0, *map(len, per_unit)])
     rows = np.concatenate([np.empty(0, ROW), *per_unit])
@@ -104,8 +104,8 @@ def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
         drop_exact(chosen)
     if recipe.near > 0:
         drop_near(chosen, recipe)
-    np.save(work / "starts.npy", chosen.starts)
-    np.save(work / "fates.npy", chosen.fates)
+    for unit in units:
+        np.save(unit.file(work, "fates.npy"), chosen.of_unit(unit, chosen.fates))
     return chosen
 
 
