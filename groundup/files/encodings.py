@@ -93,12 +93,15 @@ class Verdict(NamedTuple):
 
 
 def check_codec(name: str) -> str:
-    """Return Python's name of an encoding that the user gave. Raise UserError."""
+    """Return Python's name of an encoding that the user gave. Raise UserError, also for one without
+    ASCII's bytes, by which lines and JSON are found."""
     try:
-        return codecs.lookup(name).name if name else ""
-    except LookupError:
+        if not name or b"a\n".decode(name, "replace") == "a\n":
+            return codecs.lookup(name).name if name else ""
+        what = "does not hold ASCII as it is; convert the files: iconv -f ENCODING -t UTF-8"
+    except (LookupError, UnicodeError):
         what = "is not known; give a name like gb18030, big5, shift_jis, latin-1 or cp1251"
-        raise UserError(f"config: encoding={name!r} {what}") from None
+    raise UserError(f"config: encoding={name!r} {what}")
 
 
 def wide_codec(head: bytes) -> str:
