@@ -30,7 +30,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from groundup.text import answer_pairs, dedup, inputs, prepared_dir, report
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import work_dir, work_path
-from groundup.text.recipe import Recipe, check_config
+from groundup.text.recipe import VERSION, Recipe, check_config
 from groundup.text.select import (
     Selection,
     SourceDocs,
@@ -54,7 +54,7 @@ from groundup.text.select import (
 )
 from groundup.text.show import show_rows
 from groundup.text.unit import Counts, Unit, inspect_unit, plan_units, tokenize_unit
-from groundup.text.workers import run
+from groundup.text.workers import with_progress, worker_pool
 from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.token_files import token_dtype
@@ -94,7 +94,6 @@ max_bad_fraction = 0.0  # exit with status 1 if a larger share of bytes or recor
 verify = ""  # check every byte of this prepared directory, and stop
 overwrite = False  # replace an out_dir that was made with other inputs or settings
 
-VERSION = 13  # of the output; a directory of another version differs
 NEXT = {
     "text": "python pretrain.py --data_dir=",
     "chat": "python sft.py --init_from=MODEL --data=",
@@ -145,13 +144,19 @@ def build(
     info |= save_evals(recipe, work)
     if tokenizer:
         tokenizer.save(out)  # where the workers load it
-    chosen, parts = choose_documents(files, recipe, n_workers, work, info, lost)
-    if recipe.kind == "text" and tokenizer is None:
-        tokenizer = train_tokenizer(parts, chosen, recipe, config)
-        if config["tokenizer_dir"]:
-            info["tokenizer"] = tokenizer.fingerprint()
-    if tokenizer:
-        tokenize_units(chosen.units, tokenizer, recipe.kind, n_workers, work)
+    units = plan_units(files)
+    with worker_pool(min(n_workers, len(units)), work) as map_units:
+        counts = inspect_units(units, recipe, map_units, work)
+        inputs.check_unchanged(files, work)
+        counts.add(lost)
+        chosen, parts = choose_documents(files, units, counts, recipe, work, info)
+        if recipe.kind == "text" and tokenizer is None:
+            tokenizer = train_tokenizer(parts, chosen, recipe, config)
+            if config["tokenizer_dir"]:
+                info["tokenizer"] = tokenizer.fingerprint()
+        if tokenizer:
+            threads = max(1, n_workers // max(1, len(units)))  # one text is one unit
+            tokenize_units(units, tokenizer, recipe.kind, threads, map_units, work)
     write = write_splits if recipe.kind == "text" else write_rows
     manifest = write(parts, chosen, recipe, tokenizer, info)
     if config["pack"]:
@@ -159,22 +164,27 @@ def build(
     return manifest
 
 
+def inspect_units(units: list[Unit], recipe: Recipe, map_units: Callable, work: Path) -> Counts:
+    """Read, clean and filter all units, and return their counts, added up in their order."""
+    inspect = partial(inspect_unit, recipe=recipe, work=work)
+    total, n_documents = Counts(), 0
+    for counts in with_progress(map_units(inspect, units), units, "read"):
+        total.add(counts)
+        n_documents += counts.passed.total()
+        if recipe.near > 0:
+            dedup.check_number(n_documents)
+    return total
+
+
 def choose_documents(
-    files: list[Input], recipe: Recipe, n_workers: int, work: Path, info: dict, lost: Counts
+    files: list[Input], units: list[Unit], counts: Counts, recipe: Recipe, work: Path, info: dict
 ) -> tuple[Selection, list[SourceDocs]]:
-    """Decide which documents to keep, and their splits. Write all tables and reports, and what
-    became of the input into `info`."""
-    # Read, clean, filter.
-    units = plan_units(files)
-    counts = inspect_units(units, recipe, n_workers, work)
-    inputs.check_unchanged(files, work)
-    counts.add(lost)
+    """Drop copies, and decide the splits. Write all tables and reports, and what became of the
+    input into `info`."""
     of_pairs = [work / f"pairs_{k}.jsonl.problems" for k in range(len(info.get("answers", [])))]
     report.write_problems(files, of_pairs, counts, units, work)
     inputs.add_digests(info["inputs"], files, counts.digests)
     info["inputs"] = inputs.write(info["inputs"], work / "out")
-
-    # Drop copies, split.
     chosen = select(units, recipe, work)
     report.check_kept(counts, chosen)
     parts = split_sources(chosen, recipe)
@@ -195,20 +205,13 @@ def train_tokenizer(
     return tokenizer
 
 
-def inspect_units(units: list[Unit], recipe: Recipe, n_workers: int, work: Path) -> Counts:
-    """Read, clean and filter all units, and return their counts, added up in their order."""
-    inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
-    total, n_documents = Counts(), 0
-    for counts in run(inspect, units, n_workers, "read", work):
-        total.add(counts)
-        n_documents += counts.passed.total()
-        if recipe.near > 0:
-            dedup.check_number(n_documents)
-    return total
-
-
 def tokenize_units(
-    units: list[Unit], tokenizer: Tokenizer, kind: str, n_workers: int, work: Path
+    units: list[Unit],
+    tokenizer: Tokenizer,
+    kind: str,
+    threads: int,
+    map_units: Callable,
+    work: Path,
 ) -> None:
     """Write the ids of the documents that are kept. Workers load the tokenizer from work/out."""
     tokenize = partial(
@@ -217,9 +220,9 @@ def tokenize_units(
         fingerprint=tokenizer.chat_fingerprint(),
         work=work,
         chat=kind == "chat",
-        threads=max(1, n_workers // max(1, len(units))),  # one text is one unit
+        threads=threads,
     )
-    for _ in run(tokenize, units, n_workers, "tokenize", work):
+    for _ in with_progress(map_units(tokenize, units), units, "tokenize"):
         pass
 
 
@@ -288,7 +291,7 @@ def make_out_dir(
     """Make out_dir in `work`, unless it is up to date. Return the exit status."""
     start = time.perf_counter()
     files, answers, lost = read_inputs(recipe, config, work)
-    manifest, before_files = prepared_dir.read_earlier(out_dir, VERSION)
+    manifest, before_files = prepared_dir.read_earlier(out_dir)
     before, by = manifest.get("info", {}), "none"
     if recipe.kind == "text":
         by = f"trained, bpe {config['vocab_size']} {config['pattern']}"

@@ -49,7 +49,7 @@ def open_saver(
 
 def training(step: int, state: dict | None = None) -> tuple:
     """(ddp, opt, scaler) of a run that stands at `step`."""
-    ddp = SimpleNamespace(n_steps=step, skipped=torch.zeros(2))
+    ddp = SimpleNamespace(n_updates=step, skipped=torch.zeros(2))
     moments = {"w": {"moments": torch.full((3,), float(step))}} if state is None else state
     opt = SimpleNamespace(state_dict=lambda gather=None, keep=True: moments)
     return ddp, opt, torch.amp.GradScaler("cpu", enabled=False)

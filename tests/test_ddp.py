@@ -557,7 +557,7 @@ def check_wire(world: ranks.World) -> None:
             assert_same_on_all_ranks(log.events)
         else:
             assert log.events == []
-        assert parallel.n_steps == step + 1
+        assert parallel.n_updates == step + 1
 
 
 def check_clip(world: ranks.World) -> None:

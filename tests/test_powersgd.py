@@ -572,6 +572,6 @@ def test_start_step_after_resuming() -> None:
     """Compression goes on in the first step after a resume, also where it had begun late."""
     model = Matrices()
     parallel = ddp.DDP(model, hook=powersgd(2, start_step=3))
-    parallel.n_steps = 5
+    parallel.n_updates = 5
     grads = noise(model, ranks.World(0, 0, 1), 0)[0]
     assert relative(send(model, parallel, grads)["a"], grads["a"]) > 0.1

@@ -4,6 +4,7 @@ does the work and whatever is killed."""
 import bz2
 import collections
 import fcntl
+import gc
 import gzip
 import hashlib
 import json
@@ -404,7 +405,7 @@ def wait_for(condition, seconds: float = 20.0) -> None:
 
 MOMENTS = {  # more than so many of these files are in the work directory
     "half-way": ("units/*.json", 15),
-    "when they are compared": ("fates.npy", 0),
+    "when they are compared": ("units/*.fates.npy", 0),
     "when the tokenizer is trained": ("out/tokenizer.json", 0),
     "when tokens come": ("units/*.tokenized", 10),
     "when a shard is done": ("out/train_00000.npy", 0),
@@ -505,6 +506,15 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
 
 
 @pytest.mark.slow
+def test_a_file_named_in_several_ways_is_read_once(tmp_path, tok, capsys):
+    """Also where copies are kept; and no advice about .txt files where there are none."""
+    path = write_jsonl(tmp_path / "x.jsonl", texts(20))
+    names = f"{path},{tmp_path}/./x.jsonl,{tmp_path}/../{tmp_path.name}/x.jsonl"
+    run(tmp_path / "out", input=names, tokenizer_dir=tok, near=-1)
+    printed = capsys.readouterr().out
+    assert "documents: 20 read = 20 kept" in printed and "txt_split" not in printed
+
+
 @needs_proc
 def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpus, monkeypatch):
     make_small_units(monkeypatch)
@@ -830,6 +840,7 @@ def test_wrong_settings_are_named():
         ("val_fraction", 1.0),
         ("test_fraction", -0.1),
         ("workers", -1),
+        *(("encoding", name) for name in ("base64", "rot13", "idna", "undefined", "utf-16", "cp037")),
     ):
         with pytest.raises(UserError, match=key):
             prepare.check_config(KEYS | {"input": "x", "out_dir": "x", key: value})
@@ -910,6 +921,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path, tok, monkeypatch):
         path = tmp_path / f"{times}.jsonl"
         with open(path, "w", encoding="utf-8") as f:
             f.writelines(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(times) for text in documents)
+        gc.collect()  # a tokenizer with its cache is a cycle
         tracemalloc.start()
         run(tmp_path / str(times), input=path, tokenizer_dir=tok)
         peaks.append(tracemalloc.get_traced_memory()[1])

@@ -691,10 +691,10 @@ def test_what_began_in_out_dir_since_it_was_looked_at_is_left_alone(run, tmp_pat
     """Another run made the directory, and ended, between the two looks of this one."""
     restore = checkpoint.restore
 
-    def begin_and_restore(*args: object) -> dict:
+    def begin_and_restore(*args: object) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "log.jsonl").write_text("another's", encoding="utf-8")
-        return restore(*args)
+        restore(*args)
 
     monkeypatch.setattr(checkpoint, "restore", begin_and_restore)
     assert "another run has begun in" in refused(run, capsys, "--max_steps=2")

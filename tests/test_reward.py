@@ -381,7 +381,7 @@ def test_adapters_are_added_to_what_is_saved_and_the_base_stays(run, base, tmp_p
     assert all("lora" in name or name == "score.weight" for name in trained["weights"])
     model = RewardModel(huggingface.load_config(base / "model"))
     set_trainable(model, "lora", LoRAConfig(4, 32.0))
-    reward_model.load_weights(model, path)
+    reward_model.load_weights(model, path, trained)
     plain, tokenizer = reward_model.load(path), Tokenizer.load(path)
     assert "model.layers.0.self_attn.q_proj.weight" in load_file(path / "model.safetensors")
     talks = [[*pair(i)["prompt"], {"role": "assistant", "content": pair(i)["chosen"]}] for i in range(3)]

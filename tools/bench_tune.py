@@ -71,7 +71,7 @@ def layouts(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     B, columns = options.batch_size, options.block_size
     corpora = {
-        name: ChatCorpus(data, tokenizer, columns, name == "packed", seed=1)
+        name: ChatCorpus(data, tokenizer, columns, seed=1, pack=name == "packed")
         for name in ("padded", "packed")
     }
 

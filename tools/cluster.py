@@ -65,7 +65,7 @@ from groundup.text import unit as text_unit
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import lock, read_prepared
 from groundup.text.quality import parse_rules
-from groundup.text.recipe import Recipe, Source
+from groundup.text.recipe import VERSION, Recipe, Source
 from groundup.text.unit import (
     EXACT,
     KEPT,
@@ -131,10 +131,6 @@ class Unit(text_unit.Unit):
         """The number of the first text that passed; all are below that of the next unit."""
         return self.number << 32
 
-    def fates(self, work: Path) -> np.ndarray:
-        """Return why each document was dropped, or KEPT: (n,) uint8, indices of REASONS."""
-        return np.load(self.file(work, "fates.npy"))
-
 
 class Job(NamedTuple):
     """What all tasks know; in job.pickle."""
@@ -190,7 +186,7 @@ def make_plan(config: dict) -> Job:
         raise UserError(f"cluster: cannot read {problem.name}: {problem.problem}")
     stamps = [[file.name, file.size, file.stamp, file.source] for file in inputs]
     written = [config["shard_tokens"], tokenizer.fingerprint()]
-    key = [prepare.VERSION, checked.settings(), *written, stamps]
+    key = [VERSION, checked.settings(), *written, stamps]
     key = json.loads(json.dumps(key))  # as it comes back from the manifest
     units: list[Unit] = []
     for far, group in groupby(inputs, is_far):
@@ -228,7 +224,8 @@ def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
             sources = (replace(source, input=name),)
             for file in find_inputs(sources, out_dir, work) if here else far_files(name):
                 path = os.path.abspath(file.path) if here else file.path
-                found.setdefault(path, file._replace(path=path, source=number))
+                real = os.path.realpath(path) if here else path
+                found.setdefault(real, file._replace(path=path, source=number))
     return list(found.values())
 
 
@@ -266,7 +263,7 @@ def inspect(job: Job, rank: int, tasks: int) -> None:
     keys = []
     for unit in job.part(rank, tasks):
         with near_by(unit, job) as readable:
-            inspect_unit(readable, job.recipe, prepare.VERSION, job.work)
+            inspect_unit(readable, job.recipe, job.work)
         rows = np.fromfile(unit.file(job.work, "rows"), ROW)
         hashes = rows["key"][rows["reason"] == KEPT]
         keys.append(table(KEY, *hashes.T, numbers(unit, np.arange(len(hashes)))))
@@ -277,7 +274,7 @@ def inspect(job: Job, rank: int, tasks: int) -> None:
 def near_by(unit: Unit, job: Job) -> Iterator[Unit]:
     """Yield a unit whose file is on this machine: copied here while it is read, if it is not."""
     done = read_json(unit.file(job.work, "json")).get("key")
-    if not is_far(unit.parts[0]) or done == unit.key(job.recipe, prepare.VERSION):
+    if not is_far(unit.parts[0]) or done == unit.key(job.recipe):
         yield unit
         return
     from fsspec.core import url_to_fs
@@ -456,7 +453,7 @@ def finish(job: Job, rank: int, tasks: int) -> None:
     out, tokenizer = job.work / "out", Tokenizer.load(job.work / "out")
     counts = Counts()
     for unit in job.units:
-        counts.add(inspect_unit(unit, job.recipe, prepare.VERSION, job.work))
+        counts.add(inspect_unit(unit, job.recipe, job.work))
     report.write_problems(job.inputs, [], counts, job.units, job.work)
     shards = [read_json(file) for file in sorted((job.work / "shards").glob("*.json"))]
     info = {"key": job.key, "recipe": job.recipe.settings()} | what_became(job, counts)

@@ -307,9 +307,9 @@ def load_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokeni
     huggingface.load_on_ranks(read_start, model, source, n_known, tokenizer)
 
 
-def load_resumed(model: RewardModel, path: Path) -> None:
-    """Load the weights of a checkpoint to continue it."""
-    huggingface.load_on_ranks(load_weights, model, path)
+def load_resumed(model: RewardModel, path: Path, trained: dict) -> None:
+    """Load the weights of a checkpoint to continue it. trained: of its training state."""
+    huggingface.load_on_ranks(load_weights, model, path, trained)
 
 
 def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
@@ -320,15 +320,16 @@ def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokeni
         huggingface.load_with_new_rows(model, source, n_known, tokenizer)
 
 
-def frozen_base(model: RewardModel, source: Path, resumed: Path | None) -> str:
+def frozen_base(model: RewardModel, init_dir: Path, state: Mapping) -> str:
     """Return the directory of the frozen weights below a model's adapters, "" without adapters.
 
-    A resumed run keeps its own, even if init_from has meanwhile moved on to another step."""
+    A resumed run keeps its own, even if init_from has meanwhile moved on to another step. state: of
+    `checkpoint.find`."""
     if lora.lora_config_of(model) is None:
         return ""
-    if resumed is not None:
-        return checkpoint.read_state(resumed / "train_state.pt")["trained"]["base"]
-    return str(source.resolve())
+    if "trained" in state:
+        return state["trained"]["base"]
+    return str(init_dir.resolve())
 
 
 def trained_weights(model: RewardModel, base: str) -> dict:
@@ -341,20 +342,19 @@ def trained_weights(model: RewardModel, base: str) -> dict:
 
 
 @torch.no_grad()
-def load_weights(model: RewardModel, resumed: Path) -> None:
+def load_weights(model: RewardModel, path: Path, trained: dict) -> None:
     """Load the weights of a checkpoint to continue it, adapters to the bit.
 
     Raise UserError if the weights below the adapters have changed."""
-    trained = checkpoint.read_state(resumed / "train_state.pt")["trained"]
     if not trained:
-        huggingface.copy_weights(model, resumed)
+        huggingface.copy_weights(model, path)
         return
     base = Path(trained["base"])
     if huggingface.weights_fingerprint(base) != trained["base_key"]:
-        text = f"the weights in {base} are not those that {resumed} was trained on"
+        text = f"the weights in {base} are not those that {path} was trained on"
         raise UserError(f"reward: {text}")
-    tokenizer = Tokenizer.load(resumed)
-    n_known = huggingface.count_known_ids(base, tokenizer, str(resumed))
+    tokenizer = Tokenizer.load(path)
+    n_known = huggingface.count_known_ids(base, tokenizer, str(path))
     read_start(model, base, n_known, tokenizer)
     params = dict(model.named_parameters())
     for name, weight in trained["weights"].items():

@@ -35,8 +35,8 @@ class Evals:
     on."""
 
     def __init__(self, n_items: int, n_unprotected: int, hashes: dict[int, np.ndarray]) -> None:
+        """hashes: by length in units, sorted uint64."""
         self.n_items, self.n_unprotected = n_items, n_unprotected
-        self.hashes = hashes  # by length in units: sorted uint64
         self.tables = {length: Table(known) for length, known in hashes.items()}
 
     @classmethod
@@ -69,7 +69,7 @@ class Evals:
 
     def save(self, path: str) -> None:
         """Write an .npz for the other processes."""
-        arrays = {str(length): hashes for length, hashes in self.hashes.items()}
+        arrays = {str(length): table.known for length, table in self.tables.items()}
         with open(f"{path}.tmp", "wb") as f:
             np.savez(f, n_items=self.n_items, n_unprotected=self.n_unprotected, **arrays)
         os.replace(f"{path}.tmp", path)

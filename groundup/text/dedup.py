@@ -238,10 +238,11 @@ def shingle_block(units: Units, first: int) -> tuple[np.ndarray, np.ndarray, np.
 
 @lru_cache(maxsize=4)
 def permutations(n_perm: int) -> np.ndarray:
-    """Return factors and summands (2, n_perm) uint32 of datasketch's affine32 scheme."""
-    from datasketch import MinHash  # here because it imports scipy, which takes half a second
-
-    return MinHash(num_perm=n_perm, seed=1).permutations
+    """Return factors and summands (2, n_perm) uint32: those of datasketch's affine32 scheme, whose
+    import takes a second of each process. An odd factor permutes the numbers below 2**32."""
+    random = np.random.RandomState(1)
+    factors = 2 * random.randint(0, 2**31, n_perm, np.uint32) + np.uint32(1)
+    return np.stack([factors, random.randint(0, 2**32, n_perm, np.uint32)])
 
 
 def least(shingles: np.ndarray, begins: np.ndarray, n_perm: int) -> np.ndarray:

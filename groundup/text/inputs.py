@@ -64,7 +64,7 @@ def find_inputs(
 ) -> list[Input]:
     """Return the files of all sources, each once, without those in `out_dir`. Standard input and
     built-in sources become files in `work`. Raise UserError if nothing matches."""
-    found: dict[str, Input] = {}
+    found: dict[str, Input] = {}  # by its real path
     inside = f"{out_dir.resolve()}{os.sep}" if out_dir.name else None
     for number, source in enumerate(sources):
         files = list(files_of(source, number, work, kind))
@@ -72,9 +72,10 @@ def find_inputs(
         for (what, hint), file in odd.items():
             print(f"prepare: {file.name} looks like {what} but is read as plain text; {hint}")
         for file in files:
-            if inside and os.path.realpath(file.path).startswith(inside):
+            real = os.path.realpath(file.path)
+            if inside and real.startswith(inside):
                 continue
-            if found.setdefault(file.path, file).source != number:
+            if found.setdefault(real, file).source != number:
                 where = f"is in an earlier source already, and is left out of {source.name}"
                 print(f"prepare: {file.name} {where}")
     return list(found.values())
@@ -165,29 +166,28 @@ def describe(inputs: list[Input], before: list[dict]) -> list[dict]:
 
 def sha256_of(file: Input) -> str:
     """Return the sha256 of inputs.tsv, of a file that is not read now."""
-    sums = {}
+    sums = []
     with open(file.path, "rb") as f:
-        whole = f.read(4) == b"PAR1"  # its parts are no ranges of bytes
-        for begin, end in file.parts[:1] if whole else file.parts:
+        parts = [(0, None)] if f.read(4) == b"PAR1" else file.parts  # those are no ranges of bytes
+        for begin, end in parts:
             digest = hashlib.sha256()
-            streams.hash_part(f, begin, None if whole else end, digest)
-            sums[begin] = digest.hexdigest()
-    return joined_sha256(file, sums)
+            streams.hash_part(f, begin, end, digest)
+            sums.append(digest.hexdigest())
+    return joined_sha256(sums)
 
 
-def joined_sha256(file: Input, sums: dict[int, str]) -> str:
-    """Return the sha256 of a file from those of its parts, by where they begin."""
-    found = [sums[begin] for begin, _ in file.parts if begin in sums]
-    return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
+def joined_sha256(sums: list[str]) -> str:
+    """Return the sha256 of a file from those of its parts."""
+    return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def add_digests(entries: list[dict], inputs: list[Input], digests: list[list]) -> None:
-    """Fill in the sha256 of the files that were read. digests: (name, begin, sha256) of parts."""
-    sums: dict[str, dict[int, str]] = {}
-    for name, begin, sha256 in digests:
-        sums.setdefault(name, {})[begin] = sha256
+    """Fill in the sha256 of the files that were read. digests: (name, sha256) of parts, in order."""
+    sums: dict[str, list[str]] = {}
+    for name, sha256 in digests:
+        sums.setdefault(name, []).append(sha256)
     for entry, file in zip(entries, inputs, strict=True):
-        entry["sha256"] = entry["sha256"] or joined_sha256(file, sums.get(file.name, {}))
+        entry["sha256"] = entry["sha256"] or joined_sha256(sums.get(file.name, []))
 
 
 def write(entries: list[dict], out: Path) -> dict:

@@ -12,7 +12,7 @@ from groundup.errors import UserError, naming
 from groundup.files.disk import free_name, lock_directory
 from groundup.text import inputs
 from groundup.text.inputs import UNIT_BYTES
-from groundup.text.recipe import Source
+from groundup.text.recipe import VERSION, Source
 from groundup.text.unit import read_json
 from groundup.text.workers import WorkerLost, wait_for_workers
 from groundup.tokens.text_tokenizer import FILES
@@ -114,12 +114,12 @@ def read_prepared(directory: Path, every_byte: bool = False) -> dict:
     return manifest
 
 
-def read_earlier(out_dir: Path, version: int) -> tuple[dict, list[dict]]:
+def read_earlier(out_dir: Path) -> tuple[dict, list[dict]]:
     """Return the manifest of a complete directory and, if this version made it, the lines of its
     inputs.tsv; ({}, []) if there is none."""
     try:
         manifest = read_prepared(out_dir)
-        is_ours = manifest.get("info", {}).get("prepare") == version
+        is_ours = manifest.get("info", {}).get("prepare") == VERSION
         return manifest, inputs.read(out_dir) if is_ours else []
     except DAMAGED:
         return {}, []

@@ -8,7 +8,7 @@ hold for texts with and without spaces.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
@@ -48,8 +48,7 @@ def ratio(part: float, whole: float) -> float:
     return float(part / whole) if whole else 0.0
 
 
-def mean(values: Iterable[float]) -> float:
-    values = list(values)
+def mean(values: list[float]) -> float:
     return ratio(sum(values), len(values))
 
 
@@ -74,9 +73,9 @@ STOP_WORDS = {
 STOP_WORD_FORMS = {
     form: word for word in STOP_WORDS["en"] for form in (word, word.capitalize(), word.upper())
 }
-BULLETS = tuple("-*\u2022\u2023\u25b6\u25c6\u25cf\u25cb\u25e6\u25a0\u25a1\u25aa\u25ab\u00b7")
+BULLETS = frozenset("-*\u2022\u2023\u25b6\u25c6\u25cf\u25cb\u25e6\u25a0\u25a1\u25aa\u25ab\u00b7")
 ELLIPSES = ("...", "\u2026")
-TERMINAL = tuple(
+TERMINAL = frozenset(
     ".!?\"'\u201d\u2019\u2026\u3002\uff01\uff1f\uff1b\u300d\u300f"
 )  # C4's, with those of Chinese
 LETTER = re.compile(r"[^\W\d_]")
@@ -102,24 +101,24 @@ RULES = (
     # CWT
     Rule("han_share", "<", None, 0.30, None,
          lambda f: ratio(f.class_counts[HAN_CLASS], f.n_visible)),
-    Rule("mean_line_length", "<", None, 10, None, lambda f: mean(map(len, f.lines))),
+    Rule("mean_line_length", "<", None, 10, None, lambda f: mean([*map(len, f.lines)])),
     # Gopher
-    Rule("short_words", "<", 3, None, None, lambda f: mean(map(len, f.words))),
-    Rule("long_words", ">", 10, None, None, lambda f: mean(map(len, f.words))),
+    Rule("short_words", "<", 3, None, None, lambda f: f.word_length()),
+    Rule("long_words", ">", 10, None, None, lambda f: f.word_length()),
     Rule("hash_signs", ">", 0.1, 0.1, 0.1, lambda f: f.per_word("#")),
     Rule("ellipses", ">", 0.1, 0.1, 0.1, lambda f: f.per_word(*ELLIPSES)),
     Rule("bullet_lines", ">", 0.9, 0.9, 0.9,
-         lambda f: mean(line.startswith(BULLETS) for line in f.lines)),
+         lambda f: mean([line[0] in BULLETS for line in f.lines])),
     Rule("ellipsis_lines", ">", 0.3, 0.3, 0.3,
-         lambda f: mean(line.endswith(ELLIPSES) for line in f.lines)),
+         lambda f: mean([line.endswith(ELLIPSES) for line in f.lines])),
     # words with a letter, Gopher; characters, own
     Rule("letters", "<", 0.8, 0.6, 0.5, lambda f: f.letters()),
     # Gopher; FineWeb-2
     Rule("stop_words", "<", 2, 2, None, lambda f: f.stop_words()),
     # FineWeb; FineWeb-2
     Rule("terminal_punctuation", "<", 0.12, 0.106, None,
-         lambda f: mean(line.endswith(TERMINAL) for line in f.lines)),
-    Rule("short_lines", ">", 0.67, None, None, lambda f: mean(len(line) <= 30 for line in f.lines)),
+         lambda f: mean([line[-1] in TERMINAL for line in f.lines])),
+    Rule("short_lines", ">", 0.67, None, None, lambda f: mean([len(line) <= 30 for line in f.lines])),
     Rule("line_ends", ">", 0.3, 0.178, 0.3, lambda f: f.per_word("\n")),
     # Gopher; FineWeb-2
     Rule("duplicate_lines", ">", 0.30, 0.287, 0.30, lambda f: duplicates(f.lines)),
@@ -314,6 +313,13 @@ class Features:
     def words(self) -> list[str]:
         return self.text.split()
 
+    @cached_property
+    def word_lengths(self) -> np.ndarray:
+        return np.fromiter(map(len, self.words), np.int64, len(self.words))
+
+    def word_length(self) -> float:
+        return ratio(self.word_lengths.sum(), len(self.words))
+
     @property
     def n_words(self) -> float:
         if self.language == "en":
@@ -332,8 +338,7 @@ class Features:
             ids = code_points(self.text)[self.classes != SPACE]
             lengths = np.ones(len(ids), np.int64)
         else:
-            ids = self.numbered[0]
-            lengths = np.fromiter(map(len, self.words), np.int64, len(ids))
+            ids, lengths = self.numbered[0], self.word_lengths
         return repeated(ids.astype(np.uint64), lengths, GRAMS[self.language], ENOUGH)
 
     def length(self) -> int:

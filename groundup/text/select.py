@@ -91,8 +91,8 @@ class Selection:
 
 
 def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
-    """Drop exact copies, then near copies, of the documents that passed. Write work/fates.npy and
-    starts.npy."""
+    """Drop exact copies, then near copies, of the documents that passed. Write the fates of
+    each unit."""
     per_unit = [np.fromfile(unit.file(work, "rows"), ROW) for unit in units]
     starts = np.cumsum([0, *map(len, per_unit)])
     rows = np.concatenate([np.empty(0, ROW), *per_unit])
@@ -104,8 +104,8 @@ def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
         drop_exact(chosen)
     if recipe.near > 0:
         drop_near(chosen, recipe)
-    np.save(work / "starts.npy", chosen.starts)
-    np.save(work / "fates.npy", chosen.fates)
+    for unit in units:
+        np.save(unit.file(work, "fates.npy"), chosen.of_unit(unit, chosen.fates))
     return chosen
 
 
@@ -204,7 +204,8 @@ def split_rows(
     starts = few_documents(rows, chosen, recipe) if recipe.kind == "text" else none
     by_file = recipe.kind == "text" and any(one.txt_split == "file" for one in recipe.sources)
     hint = "; if a .txt file holds many documents, --txt_split=blank or line separates them"
-    hint = hint if by_file else ""
+    if not by_file or chosen.rows["offset"][rows].any():  # rows, or lines
+        hint = ""
     if len(starts):
         splits[rows] = 0
         many = f"{len(starts)} documents{of_source}: the end of each"
@@ -321,30 +322,12 @@ def training_texts_of(
 # ---- the files of each split ---------------------------------------------------------------------
 
 
-class Tokens:
-    """The ids, or the masks, of a source's kept documents, on disk."""
-
-    def __init__(self, docs: SourceDocs, dtype: np.dtype, work: Path, what: str = "tokens") -> None:
-        lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in docs.units]
-        empty = np.zeros(0, np.int64)
-        self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # of document i
-        self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # in its unit
-        self.length = np.concatenate([empty, *lengths])
-        assert len(self.length) == len(docs.rows), f"{len(self.length)=} {len(docs.rows)=}"
-        self.paths = [unit.file(work, what) for unit in docs.units]
-        self.dtype = np.dtype(dtype)
-        self.number, self.file = -1, None  # the unit whose file is open: most ask in order
-
-    def of(self, i: int) -> np.ndarray:
-        if self.number != (number := int(self.unit[i])):
-            self.close()
-            self.number, self.file = number, open(self.paths[number], "rb")
-        self.file.seek(int(self.begin[i]) * self.dtype.itemsize)
-        return np.frombuffer(self.file.read(int(self.length[i]) * self.dtype.itemsize), self.dtype)
-
-    def close(self) -> None:
-        if self.file:
-            self.file.close()
+def ids_of(part: SourceDocs, dtype: np.dtype, work: Path, what: str = "tokens") -> Iterator:
+    """Yield the ids, or the masks, of each kept document of a source, in order."""
+    for unit in part.units:
+        with open(unit.file(work, what), "rb") as f:
+            for n in np.fromfile(unit.file(work, "lengths"), "<i8").tolist():
+                yield np.frombuffer(f.read(n * dtype.itemsize), dtype)
 
 
 def write_splits(
@@ -355,40 +338,45 @@ def write_splits(
     dtype, shards, work = token_dtype(tokenizer.vocab_size), [], chosen.work
     ids = tokenizer.vocab_size, tokenizer.eot_id
     for part in parts:
-        tokens, n_bytes = Tokens(part, dtype, work), chosen.rows["n_bytes"][part.rows]
+        tokens = ids_of(part, dtype, work)
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
+        numbered = enumerate(tokens)
         for k in range(len(part.starts)):
             pieces = cut_document(k, part, chosen, recipe)
             for split, own in groupby(pieces, key=lambda pair: pair[0]):
                 path = work / f"document_{k}_{split}.tmp"
-                size = write_ids((piece for _, piece in own), tokens, tokenizer, path)
+                size = write_ids((piece for _, piece in own), numbered, tokenizer, path)
                 writers[split].begin(path.stat().st_size // dtype.itemsize, size)
                 with open(path, "rb") as f:  # mapped, it would fill the memory
                     while len(block := np.fromfile(f, dtype, 2**20)):
                         writers[split].extend(block)
                 path.unlink()
         if not len(part.starts):
-            for i, split in enumerate(part.splits.tolist()):
-                writers[split].add(tokens.of(i), int(n_bytes[i]))
-        tokens.close()
+            n_bytes = chosen.rows["n_bytes"][part.rows].tolist()
+            for split, of_text, size in zip(part.splits.tolist(), tokens, n_bytes, strict=True):
+                writers[split].add(of_text, size)
         for writer in writers:
             shards += writer.close()
     weights = {part.source.name: part.source.weight for part in parts if part.source.weight}
     return write_manifest(work / "out", *ids, tokenizer.fingerprint(), shards, info, weights)
 
 
-def write_ids(pieces: Iterable[Piece], tokens: Tokens, tokenizer: Tokenizer, path: Path) -> int:
+def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer, path: Path) -> int:
     """Write the ids of the pieces of a document; return their bytes of text. Pieces that were not
-    cut have their ids already, unless this tokenizer begins each text with a space."""
+    cut have their ids already, unless this tokenizer begins each text with a space.
+
+    numbered: (index, ids) of all documents from here on."""
     dtype, n_bytes = token_dtype(tokenizer.vocab_size), 0
     if tokenizer.encode("\n\nb") != tokenizer.encode("\n\n") + tokenizer.encode("b"):
         pieces = [Piece(0, "".join(piece.text for piece in pieces), False)]
     with open(path, "wb") as f:
         for piece in pieces:
-            whole = piece.is_whole
-            ids = tokens.of(piece.index) if whole else tokenizer.encode_array(piece.text)
+            if piece.is_whole:
+                ids = next(ids for i, ids in numbered if i == piece.index)
+            else:
+                ids = tokenizer.encode_array(piece.text)
             f.write(np.asarray(ids).astype(dtype).data)
             n_bytes += len(piece.text.encode())
     return n_bytes
@@ -418,12 +406,11 @@ def write_rows(
                     row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
                     f.write(f"{row}\n")
                 if writer:
-                    ids = Tokens(part, dtype, work)
-                    masks = Tokens(part, np.dtype("u1"), work, "mask")
-                    for i in own.tolist():
-                        writer.add(ids.of(i), masks.of(i))
-                    ids.close()
-                    masks.close()
+                    masks = ids_of(part, np.dtype("u1"), work, "mask")
+                    tokens = zip(part.splits, ids_of(part, dtype, work), masks, strict=True)
+                    for its_split, ids, mask in tokens:
+                        if its_split == number:
+                            writer.add(ids, mask)
         entry = {"file": path.name, "rows": int(n_rows), "bytes": path.stat().st_size}
         entry["sha256"] = file_sha256(path)
         if writer:

@@ -33,7 +33,7 @@ def show_rows(
             units.append(unit._replace(number=len(units), parts=unit.parts[:1]))
             limits.append(-(-n // len(files)))
     for unit, limit in zip(units, limits, strict=True):
-        counts.add(inspect_unit(unit, recipe, 0, work, limit))
+        counts.add(inspect_unit(unit, recipe, work, limit))
     chosen, n_rows = select(units, recipe, work), 0
     for unit, limit in zip(units, limits, strict=True):
         print(f"\n==== {unit.parts[0].name}")

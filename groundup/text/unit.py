@@ -8,6 +8,7 @@ everything that decides its result, so a run that continues another skips finish
 units/000012.rows      a ROW per document        .docs       the documents that passed, end to end
 units/000012.sigs      their signatures          .problems   what could not be read, a line each
 units/000012.json      written last: key, counts, samples of what was dropped
+units/000012.fates.npy why each was dropped, after all were compared (select.py)
 units/000012.tokens    ids end to end, and .lengths, ids per document; of conversations .mask, too;
                        then .tokenized, written last
 """
@@ -36,7 +37,7 @@ from groundup.files.text_keys import as_score
 from groundup.text import clean, dedup, quality
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input
-from groundup.text.recipe import Recipe, Source, outside_range, parse_score
+from groundup.text.recipe import VERSION, Recipe, Source, outside_range, parse_score
 from groundup.tokens.token_writer import write_json
 from tokenizer import Tokenizer
 
@@ -95,10 +96,10 @@ class Unit(NamedTuple):
     def file(self, work: Path, what: str) -> Path:
         return work / "units" / f"{self.number:06d}.{what}"
 
-    def key(self, recipe: Recipe, version: int) -> str:
+    def key(self, recipe: Recipe) -> str:
         """Return a sha256 of everything that decides what `inspect_unit` makes of the unit."""
         parts = [(part.name, part.begin, part.end, part.stamp) for part in self.parts]
-        decides = repr((version, recipe.for_unit(self.source), parts))
+        decides = repr((VERSION, recipe.for_unit(self.source), parts))
         return hashlib.sha256(decides.encode()).hexdigest()
 
     def inspected(self, work: Path) -> dict:
@@ -109,9 +110,7 @@ class Unit(NamedTuple):
     def fates(self, work: Path) -> np.ndarray:
         """Return why each document was dropped, or KEPT, after all were compared: (n,) uint8,
         indices of REASONS."""
-        starts = np.load(work / "starts.npy")
-        fates = np.load(work / "fates.npy", mmap_mode="r")
-        return fates[starts[self.number] : starts[self.number + 1]]
+        return np.load(self.file(work, "fates.npy"))
 
     def documents(self, work: Path, numbers: np.ndarray) -> Iterator[str]:
         """Yield documents of the unit that passed."""
@@ -162,7 +161,7 @@ class Counts:
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     unread: Counter[str] = field(default_factory=Counter)  # rows by keys that are not read
     shown: dict[str, str] = field(default_factory=dict)  # the first problems, with their places
-    digests: list[list] = field(default_factory=list)  # (file, begin, sha256) of each part read
+    digests: list[list] = field(default_factory=list)  # (file, sha256) of each part read
 
     def add(self, other: "Counts") -> None:
         for item in fields(self):
@@ -422,12 +421,10 @@ def signatures_of(items: list[Item], units: dedup.Units) -> np.ndarray:
 # ---- all documents of a unit ---------------------------------------------------------------------
 
 
-def inspect_unit(
-    unit: Unit, recipe: Recipe, version: int, work: Path, limit: int | None = None
-) -> Counts:
+def inspect_unit(unit: Unit, recipe: Recipe, work: Path, limit: int | None = None) -> Counts:
     """Read, clean and filter the documents of a unit, write its files, and return the counts. If an
     earlier run finished the unit, only read its counts. limit: documents to read of each part."""
-    done, key = unit.file(work, "json"), unit.key(recipe, version)
+    done, key = unit.file(work, "json"), unit.key(recipe)
     before = read_json(done)
     signed = recipe.near > 0
     if before.get("key") == key and before["signed"] >= signed:
@@ -480,7 +477,7 @@ class Inspector:
         n_passed = sum(self.take(row, number) for row in islice(rows, limit))
         self.counts.add_report(report, part.name, n_passed)
         if report.sha256:
-            self.counts.digests.append([part.name, part.begin, report.sha256.hexdigest()])
+            self.counts.digests.append([part.name, report.sha256.hexdigest()])
 
     def take(self, row: readers.Row, number: int) -> int:
         """Add the document of a record to the batch; return how many pieces it has."""
@@ -598,7 +595,7 @@ load_tokenizer = lru_cache(maxsize=1)(lambda directory, fingerprint: Tokenizer.l
 def tokenize_unit(
     unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False, threads: int = 1
 ) -> None:
-    """Write the ids of the documents of a unit that work/fates.npy keeps, unless an earlier run
+    """Write the ids of the documents of a unit that are kept, unless an earlier run
     finished the unit. threads: that encode documents, for fewer units than processes; the tokenizer
     releases the GIL."""
     done, fates = unit.file(work, "tokenized"), unit.fates(work)

@@ -1,4 +1,4 @@
-"""Run a function on every unit in several processes. None of them outlives its parent."""
+"""Work on units in several processes. None of them outlives its parent."""
 
 import multiprocessing
 import os
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,13 @@ class WorkerLost(UserError):
     """A worker was killed, for example because memory ran out; finished units are kept."""
 
 
-def run(
-    function: Callable[[Unit], Any], units: list[Unit], n_workers: int, what: str, work: Path
-) -> Iterator[Any]:
-    """Yield function(unit) of every unit, in order. Raise what a worker raised, WorkerLost if one
-    was killed. function: picklable. what: for the progress bar."""
-    sizes = [sum(part.size for part in unit.parts) for unit in units]
-    n_workers, results = min(n_workers, len(units)), map(function, units)
-    if n_workers > 1:
-        results = in_processes(function, units, n_workers, work)
-    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None) as progress:
-        for size, result in zip(sizes, results, strict=True):
-            yield result
-            progress.update(size)
-
-
-def in_processes(
-    function: Callable[[Unit], Any], units: list[Unit], n_workers: int, work: Path
-) -> Iterator[Any]:
+@contextmanager
+def worker_pool(n_workers: int, work: Path) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Yield a function like `map` that works in so many processes, up to 1 in this one. Raise
+    WorkerLost if one of them was killed."""
+    if n_workers <= 1:
+        yield map
+        return
     spawn = multiprocessing.get_context("spawn")
     watched, lifeline = spawn.Pipe(duplex=False)
     pool = ProcessPoolExecutor(n_workers, spawn, start_worker, (watched, work))
@@ -47,10 +37,19 @@ def in_processes(
     # wait for their units.
     with pool, lifeline:
         try:
-            yield from pool.map(function, units)
+            yield pool.map
         except BrokenProcessPool:
             hint = "run again, with fewer workers if memory was short; what is done is kept"
             raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None
+
+
+def with_progress(results: Iterator[Any], units: list[Unit], what: str) -> Iterator[Any]:
+    """Yield the results of every unit, in order, and show how much of the input they are of."""
+    sizes = [sum(part.size for part in unit.parts) for unit in units]
+    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None) as progress:
+        for size, result in zip(sizes, results, strict=True):
+            yield result
+            progress.update(size)
 
 
 def start_worker(watched: Connection, work: Path) -> None:
