@@ -43,6 +43,9 @@ ALIGNMENT = 128  # elements: buckets are multiples of world_size * ALIGNMENT, so
 PREFETCH = 2  # buckets that are updated or fetched ahead of forward
 WIRES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 BEFORE, AFTER = "before the blocks", "after the blocks"
+# Newer versions of torch rename these two.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 # ---- 1. layout of the buffers --------------------------------------------------------------------
 
@@ -129,6 +132,7 @@ class Bucket:
 
 def make_buckets(model: nn.Module, bucket_bytes: float, world_size: int) -> list[Bucket]:
     """Move the trainable parameters of `model` into flat buffers; return the buckets in order."""
+    # Backward ends the last blocks first, so their bucket is the first to be sent.
     buckets = []
     for blocks, members in plan_buckets(model, bucket_bytes):
         # Matrices first, equal shapes side by side
@@ -150,7 +154,8 @@ def make_buckets(model: nn.Module, bucket_bytes: float, world_size: int) -> list
         )
         for i, p in enumerate(params):
             bucket.view(bucket.param, i).copy_(p.detach())
-            # The Parameter object stays, and with it tied weights, names and references
+            # The Parameter object stays, and with it tied weights, names and references. Backward
+            # adds into the slot of the gradient.
             p.data = bucket.view(bucket.param, i)
             p.grad = bucket.view(bucket.grad, i)
         buckets.append(bucket)
@@ -257,11 +262,9 @@ class Average:
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """Return the sum of squares, 0-d float32, computed row by row.
-
-    On a CPU vector_norm adds one element after the other: of 6.5M elements it is 2e-4 off, this
-    1e-8, in the same time (measured).
-    """
+    """Return the sum of squares, 0-d float32."""
+    # Row by row: on a CPU vector_norm adds one element after the other. Of 6.5M elements it is 2e-4
+    # off, this 1e-8, in the same time (measured).
     dtype = torch.promote_types(flat.dtype, torch.float32)
     n_in_rows = flat.numel() // ALIGNMENT * ALIGNMENT
     rows, rest = flat[:n_in_rows].view(-1, ALIGNMENT), flat[n_in_rows:]
@@ -277,6 +280,21 @@ class Update:
     lr: float
     grad_scale: Tensor  # 0-d; gradients are divided by it: loss scale and clipping
     found_inf: Tensor  # 0-d; 1 = leave weights and state as they are
+
+
+def with_clipping(grad_scale: Tensor, norm: Tensor, clip: float) -> Tensor:
+    """Return grad_scale, made larger where the norm exceeds `clip` (0 = off).
+
+    Gradients are divided by it, so their global norm becomes at most `clip`."""
+    if clip <= 0:
+        return grad_scale
+    return grad_scale / (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
+
+
+def count_skipped(skipped: Tensor, found_inf: Tensor) -> Tensor:
+    """Return the number of skipped steps (2,), in all and in a row, after one more step."""
+    in_all, in_a_row = skipped
+    return torch.stack((in_all + found_inf, (in_a_row + 1) * found_inf))
 
 
 class DDP:
@@ -309,10 +327,9 @@ class DDP:
         """
         hook = hook or Average()
         check_options(getattr(hook, "compress", "this hook"), overlap_step, zero1)
-        # All ranks must agree before the first collective: a mismatch hangs or aborts
-        values = getattr(hook, "__dict__", {}).items()
-        hook_settings = {key: value for key, value in values if isinstance(value, int | str)}
-        settings = f"{bucket_mb=}, {hook_settings}, {overlap_step=}, {zero1=}, {whole_matrices=}"
+        settings = (
+            f"{bucket_mb=}, {settings_of(hook)}, {overlap_step=}, {zero1=}, {whole_matrices=}"
+        )
         check_same_model(model, settings)
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
         self.in_tree = isinstance(hook, InTree)
@@ -320,30 +337,31 @@ class DDP:
 
         # Flat buffers, and in them the weights of rank 0
         self.buckets = make_buckets(model, self._bucket_bytes(bucket_mb), self.world_size)
-        if zero1 and dist.is_initialized():
-            for bucket in self.buckets:
-                unit = PIECE if self.in_tree else 1
-                cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices, unit)
-        frozen = [p.data for p in model.parameters() if not p.requires_grad]
-        for t in [bucket.param for bucket in self.buckets] + frozen + list(model.buffers()):
+        for bucket in self.buckets if zero1 and dist.is_initialized() else ():
+            unit = PIECE if self.in_tree else 1
+            cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices, unit)
+        for t in [bucket.param for bucket in self.buckets] + untrained_tensors(model):
             ranks.broadcast(t)
         if hasattr(hook, "attach"):
             hook.attach(self.buckets)  # state of its own, such as PowerSGD's errors
 
-        self.sync, self.n_steps, self.stopping = True, 0, False
+        self.sync, self.n_updates, self.stopping = True, 0, False
         self.found_inf = torch.zeros((), device=self.device)
         self.skipped = torch.zeros(2, device=self.device)
+        self._update: Update | None = None  # the last step's, for buckets that are READY
+        on_side = self.device.type == "cuda" and overlap_step != "off"
+        self._stream = torch.cuda.Stream() if on_side else None  # for updates beside the model
+        self._start_step()
+        self._watch_backward()
+        self._watch_forward()  # for deferred updates and ZeRO-1; else its hooks find nothing to do
+
+    def _watch_backward(self) -> None:
+        """Make autograd call `_on_grad` when a gradient is final."""
         self._slot = {}  # of each parameter: its bucket, its number there, the slot of its gradient
         for b in self.buckets:
             for i, p in enumerate(b.params):
                 self._slot[p] = b, i, b.view(b.grad, i)
-        self._update: Update | None = None  # the last step's, for buckets that are READY
-        self._start_step()
-        for p in self._slot:
-            p.register_post_accumulate_grad_hook(self._on_grad)
-        on_side = self.device.type == "cuda" and overlap_step != "off"
-        self._stream = torch.cuda.Stream() if on_side else None  # for updates beside the model
-        self._watch_forward()  # for deferred updates and ZeRO-1; else its hooks find nothing to do
+                p.register_post_accumulate_grad_hook(self._on_grad)
 
     def _bucket_bytes(self, bucket_mb: float) -> float:
         """Return the size up to which blocks are merged into a bucket."""
@@ -393,11 +411,9 @@ class DDP:
             self._launch_next_bucket()
 
     def _add_in_tree(self, p: nn.Parameter, grad: Tensor) -> Tensor:
-        """Add a micro-batch's gradient; return the sum of the largest subtree that it completes.
-
-        Subtrees of 1, 2, 4, .. micro-batches wait for a neighbour of their size, as ones in a
-        binary counter wait for a carry.
-        """
+        """Add a micro-batch's gradient; return the sum of the largest subtree that it completes."""
+        # Subtrees of 1, 2, 4, .. micro-batches wait for a neighbour of their size, as ones in a
+        # binary counter wait for a carry.
         size, waiting = 1, self._subtrees.setdefault(p, [])
         while waiting and waiting[-1][0] == size:
             grad = waiting.pop()[1].add_(grad)
@@ -425,13 +441,11 @@ class DDP:
 
     @torch.no_grad()
     def _launch_next_bucket(self) -> None:
-        """Launch the next bucket, then advance the earlier ones.
-
-        With two collectives P and Q per bucket the order is P0, P1 Q0, P2 Q1, ... on every rank.
-        """
+        """Launch the next bucket, then advance the earlier ones."""
+        # With two collectives P and Q per bucket the order is P0, P1 Q0, P2 Q1, ... on every rank.
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.state, bucket.step = State.IN_FLIGHT, self.n_steps
+        bucket.state, bucket.step = State.IN_FLIGHT, self.n_updates
         bucket.transfer = self.hook(bucket)
         self._resume_hook(bucket)
         self._launch_further_collectives(before=bucket.index)
@@ -484,11 +498,9 @@ class DDP:
     ) -> Tensor:
         """Finish the reduction, clip to the global norm, update now or later, drop the gradients.
 
-        stop: a signal tells this rank to stop. `stopping` is then True on all ranks.
-
-        Return the global norm before clipping and without the loss scale, 0-d float32 on the
-        device. All ranks share it: if it is not finite, all skip the update. This waits for the GPU
-        only if overlap_step is "backward". Raise UserError on all ranks if one lacks a gradient.
+        Return the global norm before clipping and without the loss scale, 0-d float32, equal on all
+        ranks. If it is not finite, all skip the update. stop: a signal tells this rank to stop;
+        `stopping` is then True on all ranks. Raise UserError on all if one lacks a gradient.
         """
         scaled = scaler is not None and scaler.is_enabled()  # float16
         check_options("", self.overlap_step, False, clip, scaled)
@@ -500,10 +512,8 @@ class DDP:
         if scaled:
             grad_scale = scaler.scale(grad_scale)
             unscale(norm, scaler)
+        grad_scale = with_clipping(grad_scale, norm, clip)
         self._note_whether_finite(norm)
-        if clip > 0:
-            shrink = (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
-            grad_scale = grad_scale / shrink
         if not self._expected:
             # Kept until the next step: the side stream may still read its tensors
             self._update = Update(optimizer, lr, grad_scale, self.found_inf)
@@ -512,13 +522,12 @@ class DDP:
                 bucket.state = State.READY
         if scaled:
             scaler.update()
-        self.n_steps += 1
+        self.n_updates += 1
         self._start_step()
-        # Update now, or leave it to the next forward
+        # Update now, or leave it to the next forward, but for what forward needs first
         if self.overlap_step == "off":
             for bucket in self.buckets:
                 self._apply(self._update, bucket)
-        # What forward needs first
         for bucket in reversed(self.buckets[-PREFETCH:]):
             self._begin_refresh(bucket)
         return norm
@@ -526,11 +535,11 @@ class DDP:
     def _note_whether_finite(self, norm: Tensor) -> None:
         """Set `found_inf` and `skipped`."""
         self.found_inf = 1.0 - norm.isfinite().float()
-        in_a_row = (self.skipped[1] + 1) * self.found_inf
-        self.skipped = torch.stack((self.skipped[0] + self.found_inf, in_a_row))
+        self.skipped = count_skipped(self.skipped, self.found_inf)
+        # Waits for the GPU: with overlap_step="backward" no update can be skipped any more.
         if self._expected and self.found_inf:
             raise UserError(
-                f"ddp: step {self.n_steps + 1}: the gradient is not finite, and overlap_step="
+                f"ddp: step {self.n_updates + 1}: the gradient is not finite, and overlap_step="
                 "'backward' has applied a part of it; continue from the last checkpoint with "
                 "overlap_step='forward'"
             )
@@ -546,7 +555,7 @@ class DDP:
         while self._launch_further_collectives(before=len(self.buckets)):
             pass  # until every hook has launched its last one
         # The agreement travels while the norms are computed, each while later buckets travel
-        agree = ranks.start_agreement(self._problem(), f"step {self.n_steps + 1}", stop)
+        agree = ranks.start_agreement(self._problem(), f"step {self.n_updates + 1}", stop)
         for bucket in self.buckets:
             if bucket.state is State.IN_FLIGHT:
                 self._finish_bucket(bucket)
@@ -556,7 +565,7 @@ class DDP:
         if not self.in_tree:
             squares = squares.sum()
         if self.buckets[0].sharded:  # each rank knows the norm of its shards alone
-            name = f"step {self.n_steps + 1}: all_reduce of the squared norm"
+            name = f"step {self.n_updates + 1}: all_reduce of the squared norm"
             ranks.all_reduce_sum(squares, name)
         self.stopping = agree()
         if self.in_tree:  # by size, because another size of buckets has another order
@@ -628,16 +637,15 @@ class DDP:
             self._refresh(bucket)
 
     def _watch_forward(self) -> None:
-        """Make every block, and the embedding, refresh its bucket before it runs.
-
-        The hooks sit on the blocks: inside them they would be part of a block's compiled graph.
-        """
+        """Make every block, and the embedding, refresh its bucket before it runs."""
+        # The hooks sit on the blocks: inside them they would be part of a block's compiled graph.
         modules = dict(self.model.named_modules())
         for bucket in self.buckets:
 
             def refresh(*_: object, bucket: Bucket = bucket) -> None:
                 self._refresh(bucket)
 
+            # Norm and head come behind the last block.
             if bucket.blocks == [AFTER]:
                 self.model.layers[-1].register_forward_hook(refresh)
                 continue
@@ -652,16 +660,14 @@ class DDP:
 
     @torch.no_grad()
     def _refresh(self, bucket: Bucket, ahead: int = PREFETCH) -> None:
-        """Make the bucket's weights current, and start on those that forward needs next.
-
-        Every rank starts them from the last index down. Activation recomputation within backward
-        skips buckets that are already in flight.
-        """
+        """Make the bucket's weights current, and start on those that forward needs next."""
         if self._expected and self._next == len(self.buckets):
             # Otherwise forward would use weights of which a part is updated
             text = "after backward call step() before a forward or flush()"
             raise UserError(f"ddp: overlap_step='backward': {text}")
-        first = max(self._next, bucket.index - ahead)  # forward goes from the last index down
+        # Forward goes from the last index down, and so does every rank here. Activation
+        # recomputation within backward skips buckets that are already in flight.
+        first = max(self._next, bucket.index - ahead)
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)
         if bucket.state is State.STALE and bucket.collective is not None:
@@ -715,7 +721,7 @@ def cut_into_shards(
     cuts = [bucket.param.numel() * r // world_size for r in range(world_size + 1)]
     for name, p, begin in zip(bucket.names, bucket.params, bucket.offsets, strict=True):
         end = begin + p.numel()
-        step = p.numel() if whole_matrices and stays_whole(name) else unit
+        step = p.numel() if whole_matrices and muon_trains(name) else unit
         for k, cut in enumerate(cuts):
             if begin < cut < end:
                 cuts[k] = min(begin + (cut - begin + step // 2) // step * step, end)  # the nearest
@@ -724,25 +730,22 @@ def cut_into_shards(
     bucket.sharded = True
 
 
-def stays_whole(name: str) -> bool:
-    """Return whether Muon would train a matrix of this name: of the blocks, no LoRA factor.
-
-    AdamW trains the factors: they are not maps whose singular values should be equal.
-    """
+def muon_trains(name: str) -> bool:
+    """Return whether Muon would train a matrix of this name: of the blocks, no LoRA factor."""
+    # A factor is no map whose singular values should be equal: AdamW trains it.
     return name.startswith("layers.") and ".lora_" not in name
 
 
 def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
     """Start to send every rank its shard of `flat`; return what will hold this rank's.
 
-    NCCL: the sum over the ranks (shard,). gloo: its terms (ranks, shard) by an all-to-all, because
-    gloo's reduce_scatter moves as many bytes as an all-reduce.
+    That is the sum over the ranks (shard,), or its terms (ranks, shard).
     """
     if has_native_shards(flat, bucket.shard_sizes):
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         mine = own_shard(flat, bucket.shard_sizes)
-        bucket.launch(reduce_scatter, mine, flat)
+        bucket.launch(REDUCE_SCATTER, mine, flat)
         return mine
+    # gloo's reduce_scatter moves as many bytes as an all-reduce.
     return launch_exchange(bucket, flat, bucket.shard_sizes)
 
 
@@ -762,8 +765,7 @@ def launch_gather(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> None:
     """Start to complete `flat`, of which each rank holds its shard."""
     mine = own_shard(flat, shard_sizes)
     if has_native_shards(flat, shard_sizes):
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        bucket.launch(all_gather, flat, mine)
+        bucket.launch(ALL_GATHER, flat, mine)
         return
     n = len(shard_sizes)
     sizes = shard_sizes, [len(mine)] * n  # received from, sent to each rank
@@ -781,9 +783,10 @@ def has_native_shards(flat: Tensor, shard_sizes: list[int]) -> bool:
 
 
 # ---- 7. optional: the same bits on any number of ranks -------------------------------------------
-# The last bits of a sum depend on the order of its terms. Here the micro-batches of a step are added
-# as one binary tree over their number, ((g0 + g1) + (g2 + g3)) + ... A rank computes consecutive
-# ones, so it adds a subtree of its own (DDP._add_in_tree) and the hook adds those of the ranks.
+# The last bits of a sum depend on the order of its terms. Here the micro-batches of a step are
+# added as one binary tree over their number, ((g0 + g1) + (g2 + g3)) + ... A rank computes
+# consecutive ones, so it adds a subtree of its own (DDP._add_in_tree) and the hook adds those of
+# the ranks.
 
 # Elements of a parameter whose squares are added by one rank: no shard cuts a piece. A multiple of
 # 128, because AdamW's kernel rounds the last few elements of a tensor in another way.
@@ -852,8 +855,16 @@ def check_options(
     refuse(overlap_step == "backward" and cannot, f"{text} {cannot}; use 'forward'")
 
 
+def settings_of(hook: Hook) -> dict[str, int | str]:
+    """Return the plain numbers and texts that a hook holds."""
+    values = getattr(hook, "__dict__", {}).items()
+    return {key: value for key, value in values if isinstance(value, int | str)}
+
+
 def check_same_model(model: nn.Module, settings: str) -> None:
     """Raise UserError on all ranks unless they hold the same model and the same settings."""
+    # Before the first collective of a bucket: there a mismatch hangs or aborts.
+    # The order of the parameters counts too: it is the order in the buckets.
     mine = {"DDP": settings}
     for i, (name, p) in enumerate(model.named_parameters()):
         shape = tuple(p.shape)
@@ -861,6 +872,12 @@ def check_same_model(model: nn.Module, settings: str) -> None:
     for name, b in model.named_buffers():
         mine[f"buffer {name}"] = f"{tuple(b.shape)} {b.dtype}"
     ranks.check_equal(mine)
+
+
+def untrained_tensors(model: nn.Module) -> list[Tensor]:
+    """Return what is in no bucket: frozen parameters and buffers."""
+    frozen = [p.data for p in model.parameters() if not p.requires_grad]
+    return frozen + list(model.buffers())
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -873,11 +890,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def unscale(norm: Tensor, scaler: torch.amp.GradScaler) -> None:
-    """Divide the norm by the loss scale, in place.
-
-    To the scaler it is the only gradient of an optimizer, so update() grows or backs off as if it
-    had checked all gradients.
-    """
+    """Divide the norm by the loss scale, in place."""
+    # To the scaler it is the only gradient of an optimizer, so update() grows or backs off as if it
+    # had checked all gradients.
     carrier = nn.Parameter(torch.zeros_like(norm))
     carrier.grad = norm
     scaler.unscale_(torch.optim.SGD([carrier]))

@@ -265,14 +265,14 @@ if __name__ == "__main__":
     accum_steps = pairs_per_step // pairs_per_micro_step
 
     # ---- the checkpoint to start from, and its tokenizer
-    source = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
+    init_dir = checkpoint.resolve(init_from)
+    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
     tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir)
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, source, n_ids - n_known)
-    model_config = huggingface.tuned_config(source, n_ids, block_size, dropout)
+    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
+    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
+    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout)
     huggingface.check_saves(model_config, tokenizer)
 
     # ---- data
@@ -297,8 +297,8 @@ if __name__ == "__main__":
         fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
-        place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+        with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
@@ -318,14 +318,14 @@ if __name__ == "__main__":
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     made_of = {}  # what the reference depends on
     if reference == "precomputed" and loss not in REFERENCE_FREE:
-        made_of = describe_reference(source, corpus, torch_dtype)
+        made_of = describe_reference(init_dir, corpus, torch_dtype)
         # a resumed run must be compared with the same weights
         data_record["reference_weights"] = made_of["checkpoint"]
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
-    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
-    resumed = checkpoint.find(config, model_config, data_record, max_steps)
-    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
+    # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
+    resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = checkpoint.warmup_of(config, max_steps, state)  # steps
     reference_path = Path(out_dir, "reference.safetensors")
     table = None  # the reference's log-probabilities of all pairs
     if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
@@ -333,11 +333,11 @@ if __name__ == "__main__":
     # The reference is of the start's weights, in a resumed run too: its own weights come after it.
     must_compute = bool(made_of) and table is None
     # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
-    if must_compute or not resumed:
-        huggingface.load_start(model, source, n_known, tokenizer)
+    if must_compute or not resume_dir:
+        huggingface.load_start(model, init_dir, n_known, tokenizer)
     else:
-        huggingface.load_resumed(model, resumed)
-    base = huggingface.frozen_base(model, source, resumed)  # of adapters
+        huggingface.load_resumed(model, resume_dir)
+    base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
     check_arithmetic(torch_device, torch_dtype)  # of mps alone
@@ -368,19 +368,19 @@ if __name__ == "__main__":
     # ---- the reference, then restore
     if must_compute:
         table = compute_reference(model, corpus, batch_size, torch_device, torch_dtype)
-        if resumed:
-            huggingface.load_resumed(model, resumed)
+        if resume_dir:
+            huggingface.load_resumed(model, resume_dir)
             ranks.broadcast_weights(model)
-    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
+    checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
-    config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
+    config = checkpoint.make_run_dir(config, __file__, state, max_steps)
     if must_compute and world.is_main:
         save_reference(reference_path, table, made_of)
     if table is not None:
         table = table.to(torch_device)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base_dir)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     if loss == "kto":
         other_answers = Batches(
@@ -434,7 +434,7 @@ if __name__ == "__main__":
         if step % log_every == 0 or last or stopping:
             # .tolist() waits for the device, so the time below is real
             means = named(ranks.all_reduce_sum(sums.clone()).tolist(), config)
-            pairs_per_s = log.n_steps() * pairs_per_step / log.seconds()
+            pairs_per_s = log.steps_since_line() * pairs_per_step / log.seconds()
             values = {"loss": means.pop("loss"), "lr": lr, "grad_norm": grad_norm.item()}
             values |= {"skipped": int(ddp.skipped[0]), "pairs_per_s": pairs_per_s}
             values |= {"epoch": float(order.epochs(step * pairs_per_step).max())}

@@ -2,17 +2,17 @@
 
 python evaluate.py --init_from=out/demo --tasks=perplexity --data='zh=zh/*.txt,code=code.jsonl'
 python evaluate.py --init_from=out/sft --tasks=mmlu,perplexity --data='mmlu: DIR; perplexity: a.txt'
-python evaluate.py --init_from=out/demo --score=rows.jsonl --out=scored.jsonl      # for prepare.py's --score
-torchrun --standalone --nproc_per_node=8 evaluate.py ...                           # the ranks share the work
+python evaluate.py --init_from=out/demo --score=rows.jsonl --out=scored.jsonl  # for prepare.py
+torchrun --standalone --nproc_per_node=8 evaluate.py ...                       # ranks share it
 
-    task                    data                                                      file in groundup/scores
-    perplexity              texts: 'name=files,name=files', or files                  domains.py
-    mmlu cmmlu ceval        directory of .csv files; mmlu_text etc. score the texts   choices.py
-                            of the answers instead of their letters
-    generation              conversations; the last answer of each is the reference   text_metrics.py
-    preference              pairs of answers; init_from is a reward model             judging.py
-    win_rate                two files of answers of sample.py, 'a.jsonl,b.jsonl';     judging.py
-                            init_from is the reward model that judges them
+    task              data                                                  file in groundup/scores
+    perplexity        texts: 'name=files,name=files', or files              domains.py
+    mmlu cmmlu ceval  directory of .csv files; mmlu_text etc. score the     choices.py
+                      texts of the answers instead of their letters
+    generation        conversations; the last answer is the reference       text_metrics.py
+    preference        pairs of answers; init_from is a reward model         judging.py
+    win_rate          two files of answers of sample.py, 'a.jsonl,b.jsonl'; judging.py
+                      init_from is the reward model that judges them
 
 Prints a table. `out` is a JSON file with settings, model, versions and all results, also those
 of single questions.
@@ -36,7 +36,7 @@ import torch
 
 from configurator import configure
 from groundup.align import reward_model
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.files import readers
 from groundup.files.untrusted import check_replaceable
 from groundup.generate.completion import never_sampled
@@ -90,62 +90,49 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
     """Return {task: its data}."""
     names = [name.strip() for name in tasks.split(",")]
     for name in names:
-        if name not in TASKS:
-            raise UserError(
-                f"config: tasks={tasks!r}: there is no task {name!r}; choose from {', '.join(TASKS)}"
-            )
+        what = f"there is no task {name!r}; choose from {', '.join(TASKS)}"
+        refuse(name not in TASKS, f"tasks={tasks!r}: {what}")
     parts = [part.partition(":") for part in data.split(";") if part.strip()]
     if len(names) == 1 and not data.strip().startswith(f"{names[0]}:"):
         parts = [(names[0], ":", data)]
     found = {name.strip(): text.strip() for name, _, text in parts}
-    if len(set(names)) < len(names) or len(found) < len(parts):
-        raise UserError(
-            f"config: tasks={tasks!r} or data={data!r} names a task twice; texts are domains of one task"
-        )
-    if found.keys() != set(names) or not all(found.values()):
-        example = "; ".join(f"{name}: FILES" for name in names) if names[1:] else "FILES"
-        raise UserError(
-            f"config: data={data!r} must be for tasks={tasks!r}; give --data='{example}'"
-        )
+    twice = len(set(names)) < len(names) or len(found) < len(parts)
+    what = "names a task twice; texts are domains of one task"
+    refuse(twice, f"tasks={tasks!r} or data={data!r} {what}")
+    wrong = found.keys() != set(names) or not all(found.values())
+    example = "; ".join(f"{name}: FILES" for name in names) if names[1:] else "FILES"
+    refuse(wrong, f"data={data!r} must be for tasks={tasks!r}; give --data='{example}'")
     return {name: found[name] for name in names}
 
 
 def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
     """Return how texts are read."""
     size = config["block_size"] or cfg.block_size
-    if not 0 < size <= cfg.block_size:
-        raise UserError(
-            f"config: block_size={size} must be from 1 to the model's {cfg.block_size}, or 0 for that"
-        )
-    if not 0 <= config["stride"] <= size:
-        raise UserError(
-            f"config: stride={config['stride']} must be from 1 to block_size={size}, or 0 for that"
-        )
-    keys = ("batch_size", "limit", "text_key", "txt_split")
-    return domains.Settings(
-        block_size=size, stride=config["stride"] or size, **{key: config[key] for key in keys}
-    )
+    most, stride = cfg.block_size, config["stride"]
+    what = f"must be from 1 to the model's {most}, or 0 for that"
+    refuse(not 0 < size <= most, f"block_size={size} {what}")
+    what = f"must be from 1 to block_size={size}, or 0 for that"
+    refuse(not 0 <= stride <= size, f"stride={stride} {what}")
+    others = {key: config[key] for key in ("batch_size", "limit", "text_key", "txt_split")}
+    return domains.Settings(block_size=size, stride=stride or size, **others)
 
 
 def check_config(config: dict, wanted: dict[str, str]) -> None:
     """Raise UserError for settings that do not go together. wanted: {task: its data}."""
-    if config["score"] and Path(config["out"]).suffix != ".jsonl":
-        what = "score needs out, the file for the scored rows, called .jsonl"
-        raise UserError(f"config: {what}; got {config['out']!r}")
+    lacks_out = config["score"] and Path(config["out"]).suffix != ".jsonl"
+    what = "score needs out, the file for the scored rows, called .jsonl"
+    refuse(lacks_out, f"{what}; got {config['out']!r}")
     for key, usual in {"data": "", "tasks": "perplexity", "beside": "", "weights": "full"}.items():
-        if config["score"] and config[key] != usual:
-            raise UserError(f"config: score and {key} are both given; give one of them")
+        both = config["score"] and config[key] != usual
+        refuse(both, f"score and {key} are both given; give one of them")
     for users, defaults in USED_BY.items():
         is_used = wanted.keys() & set(users) or config["score"] and "perplexity" in users
         for key, usual in defaults.items():
-            if config[key] != usual and not is_used:
-                raise UserError(
-                    f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out"
-                )
-    if bool(config["judge"]) != bool(config["base_url"]) or config["judge"] and not config["out"]:
-        raise UserError(
-            "config: judge, base_url and out belong together: a model, its service, a file for its replies"
-        )
+            what = f"is only for {', '.join(users)}; leave it out"
+            refuse(config[key] != usual and not is_used, f"{key}={config[key]!r} {what}")
+    judge, url, out = (config[key] for key in ("judge", "base_url", "out"))
+    what = "belong together: a model, its service, a file for its replies"
+    refuse(bool(judge) != bool(url) or judge and not out, f"judge, base_url and out {what}")
     read_key(config["api_key_env"])
 
 
@@ -161,9 +148,9 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
         if task in choices.TASKS:
             choices.read_task(task, source, config["shots"])
         elif task == "win_rate":
-            if len(answers := readers.find_files(source)) != 2:
-                what = f"win_rate needs two files of answers, got {source!r}"
-                raise UserError(f"config: {what}; give --data=A.jsonl,B.jsonl")
+            answers = readers.find_files(source)
+            what = f"win_rate needs two files of answers, got {source!r}"
+            refuse(len(answers) != 2, f"{what}; give --data=A.jsonl,B.jsonl")
             judging.matches_of(*judging.read_both(*answers))
         elif task == "generation":
             text_metrics.check_libraries()
@@ -171,22 +158,17 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
                 text_metrics.read_questions(source, config["limit"])
     if not config["out"]:
         return
-    out = Path(config["out"])
-    if out.is_dir():
-        raise UserError(
-            f"config: out={config['out']!r} is a directory; name a file, such as {out / 'scores.json'}"
-        )
+    out, given = Path(config["out"]), f"out={config['out']!r}"
+    what = f"is a directory; name a file, such as {out / 'scores.json'}"
+    refuse(out.is_dir(), f"{given} {what}")
     check_replaceable(out)
-    if os.path.realpath(out) in map(os.path.realpath, read):
-        raise UserError(
-            f"config: out={config['out']!r} would be written over what is read; name another file"
-        )
+    is_read = os.path.realpath(out) in map(os.path.realpath, read)
+    refuse(is_read, f"{given} would be written over what is read; name another file")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"config: out={config['out']!r}: no directory {out.parent}: {error.strerror}"
-        ) from None
+        what = f"{given}: no directory {out.parent}: {error.strerror}"
+        raise UserError(f"config: {what}") from None
 
 
 def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
@@ -195,9 +177,8 @@ def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
     others = wanted.keys() - set(JUDGED)
     if judged and others:
         what = f"{min(judged)} measures a reward model, {min(others)} a language model"
-        raise UserError(
-            f"config: tasks={config['tasks']!r}: {what}; start them one after the other"
-        )
+        what = f"tasks={config['tasks']!r}: {what}; start them one after the other"
+        raise UserError(f"config: {what}")
     return "reward model" if judged else "language model" if others or config["score"] else ""
 
 
@@ -216,26 +197,20 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     """Return the model in init_from, which must be what `kind` says."""
     if not kind:
         return Loaded(device, dtype)
-    directory = checkpoint.resolve(
-        config["init_from"] or checkpoint.newest_run(rewards=kind == "reward model")
-    )
-    if kind == "reward model":
+    wants_rewards = kind == "reward model"
+    directory = config["init_from"] or checkpoint.newest_run(rewards=wants_rewards)
+    directory = checkpoint.resolve(directory)
+    tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
+    if wants_rewards:
         model = reward_model.load(directory, device, dtype)
-        return Loaded(
-            device, dtype, directory, Tokenizer.load(huggingface.tokenizer_dir(directory)), model
-        )
-    if reward_model.is_reward_model(directory):
-        raise UserError(
-            f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}"
-        )
-    tokenizer, cfg = (
-        Tokenizer.load(huggingface.tokenizer_dir(directory)),
-        huggingface.load_config(directory),
-    )
+        return Loaded(device, dtype, directory, tokenizer, model)
+    what = f"holds a reward model, which is for the tasks {' and '.join(JUDGED)}"
+    refuse(reward_model.is_reward_model(directory), f"{directory} {what}")
+    cfg = huggingface.load_config(directory)
     tokenizer = tokenizer.with_template_settings(config["chat_template_kwargs"])
-    if tokenizer.vocab_size > cfg.vocab_size:
-        sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
-        raise UserError(f"config: {directory}: {sizes}; the tokenizer is another model's")
+    sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
+    is_foreign = tokenizer.vocab_size > cfg.vocab_size
+    refuse(is_foreign, f"{directory}: {sizes}; the tokenizer is another model's")
     texts = text_settings(config, cfg)
     model = huggingface.load_model(directory, device, dtype=dtype).eval()
     model = to_int8(model) if config["weights"] == "int8" else model
@@ -247,12 +222,10 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
     device, dtype, _, tokenizer, model, texts = loaded
     size, limit = config["batch_size"], config["limit"]
     if task == "perplexity":
-        return evaluate_domains(model, tokenizer, parse_domains(source), texts, device, dtype)
+        return evaluate_domains(model, tokenizer, parse_domains(source), texts, dtype)
     if task in choices.TASKS:
-        shots, block_size = config["shots"], texts.block_size
-        return evaluate_choices(
-            model, tokenizer, task, source, shots, size, device, dtype, limit, block_size
-        )
+        how = config["shots"], size, dtype, limit, texts.block_size
+        return evaluate_choices(model, tokenizer, task, source, *how)
     if task == "generation":
         params = SamplingParams(
             max_new_tokens=config["max_new_tokens"],
@@ -270,23 +243,18 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
         endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")
     else:
-        ask = partial(
-            judging.reward_judge, model=model, tokenizer=tokenizer, batch_size=size, dtype=dtype
-        )
+        how = {"model": model, "tokenizer": tokenizer, "batch_size": size, "dtype": dtype}
+        ask = partial(judging.reward_judge, **how)
     return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask)
 
 
 def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
     """Write the rows with their losses, and print what became of them."""
-    source, out, (device, dtype, directory, tokenizer, model, texts) = (
-        config["score"],
-        Path(config["out"]),
-        loaded,
-    )
+    _, dtype, directory, tokenizer, model, texts = loaded
+    source, out = config["score"], Path(config["out"])
     key = rows.loss_key(directory, tokenizer, source, texts, dtype)
-    problems, notes = rows.write_losses(
-        model, tokenizer, source, out, key, texts, device, dtype, is_main
-    )
+    how = texts, dtype, is_main
+    problems, notes = rows.write_losses(model, tokenizer, source, out, key, *how)
     n, scored = problems.total(), problems[""]
     left = f", {n - scored:,} not: {rows.reasons(problems)}" if n > scored else ""
     if is_main:
@@ -295,10 +263,8 @@ def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
 
 def describe_model(directory: Path) -> dict:
     """Return what identifies a model."""
-    found = {
-        "directory": str(directory.resolve()),
-        "weights": huggingface.weights_fingerprint(directory),
-    }
+    weights = huggingface.weights_fingerprint(directory)
+    found = {"directory": str(directory.resolve()), "weights": weights}
     if huggingface.is_adapter(directory):
         found["base_weights"] = huggingface.weights_fingerprint(huggingface.base_of(directory))
     found["tokenizer"] = Tokenizer.load(huggingface.tokenizer_dir(directory)).fingerprint()
@@ -310,9 +276,8 @@ def write_results(path: Path, results: dict) -> None:
     try:
         write_json(path, json.loads(json.dumps(results), parse_constant=lambda name: None))
     except OSError as error:
-        raise UserError(
-            f"config: cannot write out={str(path)!r}: {error.strerror}; name another file"
-        ) from None
+        what = f"cannot write out={str(path)!r}: {error.strerror}; name another file"
+        raise UserError(f"config: {what}") from None
 
 
 def tell(text: str, out: str) -> None:
@@ -350,16 +315,12 @@ if __name__ == "__main__":
                 "hardware": hardware(torch_device),
                 "ranks": world.world_size,
                 "versions": versions(),
-            }
-            run |= {
                 "dtype": str(loaded.dtype).removeprefix("torch."),
                 "seconds": time.perf_counter() - begin,
             }
+            saved = {"settings": config, "model": described, "run": run, "results": results}
             try:
-                write_results(
-                    Path(out),
-                    {"settings": config, "model": described, "run": run, "results": results},
-                )
+                write_results(Path(out), saved)
             finally:  # on a full disk the figures are at least seen
                 tell(f"\n{shown}", out)
         elif world.is_main:

@@ -122,10 +122,11 @@ class Transformer(nn.Module):
     def init_parameter(self, name: str, p: Tensor) -> None:
         """Draw matrices from N(0, init_std), as GPT-2 does; set biases to 0 and norms to 1.
 
-        A matrix that adds to the residual stream, known by its name, gets init_std / sqrt(2
-        n_layer). This replaces what a layer's constructor drew: what should begin as something
-        else, such as a gate at 0, needs a line here."""
+        This replaces what a layer's constructor drew: what should begin as something else, such as
+        a gate at 0, needs a line here."""
         if p.ndim == 2:
+            # 2 n_layer matrices add to the residual stream: they start smaller, so that it does not
+            # grow with the depth.
             adds = name.endswith(("o_proj.weight", "down_proj.weight"))
             shrink = math.sqrt(2 * self.cfg.n_layer) if adds else 1
             nn.init.normal_(p, std=self.cfg.init_std / shrink)
@@ -144,10 +145,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return what the top of the file lists. idx (B, T) int64; targets (B, T) or IGNORE."""
         x = self.hidden(idx, cache, documents)
+        # Only some positions, whose logits the caller computes: prompts and padding need none.
         if index is not None:
             return x.flatten(0, 1)[index]
         if targets is None:
             return self.lm_head(x)
+        # The head is a part of the loss, so that the logits of all tokens are never held.
         loss, _ = cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return loss
 
@@ -162,7 +165,10 @@ class Transformer(nn.Module):
         (q, k, v) that stores keys and values (B, K, T, D) of layer i and returns the attention of
         q (B, H, T, D) to all positions so far."""
         assert cache is None or documents is None, "with a cache each row is one document"
+        # 1. The embeddings begin the residual stream, to which each block adds.
         x = self.embed(idx)
+
+        # 2. Of each token: its position, and what it may see.
         if cache is not None:
             positions = cache.positions.unsqueeze(1)  # (1, 1, T) or (B, 1, 1)
         else:
@@ -178,9 +184,11 @@ class Transformer(nn.Module):
                 dropout=self.cfg.dropout if self.training else 0.0,
                 most_documents=self.most_documents,
             )
+            # Each document counts its positions from 0.
             positions = slice(T) if starts is None else positions_of(starts).unsqueeze(1)
         cos, sin = self.cos[positions], self.sin[positions]  # (T, D/2) or (.., 1, T, D/2)
 
+        # 3. The blocks, and the final norm.
         for i, block in enumerate(self.layers):
             if cache is not None:
                 layout = Layout(cache=cache.layer(i))
@@ -248,9 +256,8 @@ class Attention(nn.Module):
 
 
 def each_linear(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
-    """Return layer(x) of each layer: x (..., in) -> (..., out of the layer).
-
-    When a GPU generates, kernels/linear.py has joined their matrices: then it is one product."""
+    """Return layer(x) of each layer: x (..., in) -> (..., out of the layer)."""
+    # When a GPU generates, kernels/linear.py has joined their matrices: then it is one product.
     joined = getattr(layers[0], "joined", None)
     if joined is None:
         return [layer(x) for layer in layers]
@@ -272,9 +279,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (arXiv:1910.07467), in float32.
-
-    Under autocast the result is cast here, once for all the layers that read it."""
+    """x / rms(x) * weight (arXiv:1910.07467), in float32."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -283,6 +288,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        # Under autocast the result is cast here, once for all the layers that read it.
         return y.to(compute_dtype(x))
 
 
@@ -293,6 +299,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x (B, H, T, D) with the pairs (x[i], x[i + D/2]) turned by the angles of a position.
 
     cos, sin (..., T, D/2)."""
+    # A pair is a point in a plane. Turned by its position, a product of a query and a key depends
+    # only on how far the two are apart.
     a, b = x.chunk(2, dim=-1)
     turned = ((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x))
     return torch.cat(turned, dim=-1)
@@ -307,15 +315,15 @@ def rope_tables(cfg: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rope_frequencies(cfg: ModelConfig) -> Tensor:
-    """Return the angle per position of each pair of features, (D/2,) float32.
-
-    For a longer context, rope_scaling slows down the long wavelengths by `factor`, keeps the short
-    ones, and blends between the two."""
+    """Return the angle per position of each pair of features, (D/2,) float32."""
+    # The first pair turns by 1 per position, the last one by about 1 / rope_theta.
     even = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32)
     frequencies = cfg.rope_theta ** -(even / cfg.head_dim)
     scaling = cfg.rope_scaling
     if not scaling:
         return frequencies
+    # For a longer context, rope_scaling slows down the long wavelengths by `factor`, keeps the
+    # short ones, and blends between the two.
     if scaling["rope_type"] == "yarn":
         keep = yarn_kept(cfg, scaling, len(frequencies))
     else:  # Llama 3.1: linear in the number of turns within the original context

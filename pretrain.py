@@ -39,7 +39,7 @@ from groundup.train.device import (
     peak_flops,
     seed_everything,
 )
-from groundup.train.log import RunLog, raise_not_finite
+from groundup.train.log import RunLog, raise_not_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
@@ -114,24 +114,24 @@ keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at le
 MAX_SKIPPED = 20  # updates in a row without a finite gradient, seen at a log line: stop
 
 
-def choose_architecture(config: dict, source: Path | None, n_ids: int) -> ModelConfig:
-    """Return the architecture: of the checkpoint `source` if there is one, else of the settings.
+def choose_architecture(config: dict, init_dir: Path | None, n_ids: int) -> ModelConfig:
+    """Return the architecture: of the checkpoint `init_dir` if there is one, else of the settings.
 
     n_ids: the tokenizer's. Raise UserError where settings, checkpoint and tokenizer disagree."""
-    given = {key: config[key] for key in ModelConfig.__dataclass_fields__ if key in config}
-    if source is None:
-        cfg = ModelConfig(**given | {"vocab_size": given["vocab_size"] or n_ids})
+    settings = {key: config[key] for key in ModelConfig.__dataclass_fields__ if key in config}
+    if init_dir is None:
+        cfg = ModelConfig(**settings | {"vocab_size": settings["vocab_size"] or n_ids})
         too_small = f"vocab_size={cfg.vocab_size} is less than the data's {n_ids} token ids"
         refuse(n_ids > cfg.vocab_size, too_small)
         return cfg
 
-    cfg = huggingface.load_config(source)
+    cfg = huggingface.load_config(init_dir)
     # These two may differ from the checkpoint's; of the others only defaults are overridden.
-    sizes = {key: given.pop(key) for key in ("block_size", "dropout")}
+    sizes = {key: settings.pop(key) for key in ("block_size", "dropout")}
     defaults = defaults_of(__file__)
-    for key, value in given.items():
+    for key, value in settings.items():
         differs = value != defaults[key] and value != getattr(cfg, key)
-        refuse(differs, f"{key}={value} but {source} has {getattr(cfg, key)}; leave {key} out")
+        refuse(differs, f"{key}={value} but {init_dir} has {getattr(cfg, key)}; leave {key} out")
     return dataclasses.replace(cfg, vocab_size=max(cfg.vocab_size, n_ids), **sizes)
 
 
@@ -151,30 +151,25 @@ def evaluate(
     # With eval_steps batch_size decides what is seen. Else 4,096 tokens at a time are a fifth
     # faster than 1,024 (measured on a CPU).
     n_rows = batch_size if eval_steps else max(batch_size, 4096 // block_size)
-    sums = torch.zeros(len(corpus.val), 3, dtype=torch.float64)  # nats, tokens, bytes
+    names = ("nats", "tokens", "bytes")
+    sums = {name: torch.zeros(len(corpus.val), dtype=torch.float64) for name in names}
     val_batches = corpus.val_batches(n_rows, eval_steps, ranks.rank(), ranks.world_size())
     for k, batches in enumerate(val_batches.values()):
         # same_forwards: when one rank gets a signal, all leave after the same batch
         for x, y in fsdp.same_forwards(model, batches, stop_signal):
-            n_tokens, n_bytes = y.numel(), token_bytes[y].sum().item()
+            sums["tokens"][k] += y.numel()
+            sums["bytes"][k] += token_bytes[y].sum().item()
             missing = (0, 0, 0, n_rows - len(x))  # pad the last batch: a new shape recompiles
             x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)
             with autocast(torch_device, torch_dtype):
-                nats = model(x.to(torch_device), y.to(torch_device)).item()
-            sums[k] += torch.tensor([nats, n_tokens, n_bytes], dtype=torch.float64)
+                sums["nats"][k] += model(x.to(torch_device), y.to(torch_device)).item()
     model.train()
     if ranks.any_rank(stop_signal()):
         return {}
-    ranks.all_reduce_sum(sums)
-
-    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
-    average = (shares[:, None] * sums / sums[:, 1:2]).sum(0)
-    rows = {"": average}
-    if len(corpus.val) > 1:
-        rows |= {f"/{name}": row for name, row in zip(corpus.val, sums, strict=True)}
-    losses = {f"val_loss{name}": (nats / n).item() for name, (nats, n, _) in rows.items()}
-    for name, (nats, _, n_bytes) in rows.items():
-        losses[f"val_bpb{name}"] = (nats / math.log(2) / n_bytes).item()
+    losses = {}
+    for end, row in sums_by_source(sums, "tokens", corpus).items():
+        losses[f"val_loss{end}"] = (row["nats"] / row["tokens"]).item()
+        losses[f"val_bpb{end}"] = (row["nats"] / math.log(2) / row["bytes"]).item()
     return losses
 
 
@@ -244,7 +239,7 @@ if __name__ == "__main__":
         refuse(n_micro_batches.bit_count() > 1, text)
 
     # ---- data
-    source = checkpoint.resolve(init_from) if init_from else None
+    init_dir = checkpoint.resolve(init_from) if init_from else None
     if plan_only and vocab_size:  # a plan needs no data
         n_ids = vocab_size
         warnings = []
@@ -256,22 +251,22 @@ if __name__ == "__main__":
         epochs, warnings = corpus.describe(order, max_steps * rows_per_step)
         n_ids = tokenizer.vocab_size
         batch_line += f", {epochs}"
-    model_config = choose_architecture(config, source, n_ids)
+    model_config = choose_architecture(config, init_dir, n_ids)
     n_known = n_ids  # token ids that the weights were trained with
-    if source and not plan_only:
-        n_known = huggingface.count_known_ids(source, tokenizer, data_dir)
-    huggingface.check_trainable(trainable, source, n_ids - n_known)
+    if init_dir and not plan_only:
+        n_known = huggingface.count_known_ids(init_dir, tokenizer, data_dir)
+    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
 
     # ---- model
     seed_everything(seed)  # of new weights
     if parallel == "fsdp" and not plan_only:
         fsdp.check_settings(config, torch_dtype)
-        model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=not source)
+        model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=not init_dir)
     else:
-        place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+        init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
         # rank 0 draws new weights, DDP sends them to the others
-        is_new = world.is_main and not source
-        with place, SkipInit(not is_new), weights_in(frozen_dtype(trainable, torch_dtype)):
+        draws = nullcontext() if world.is_main and not init_dir else SkipInit()
+        with init_device, draws, weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, alpha=2.0 * lora_rank))
     if world.is_main:
@@ -291,15 +286,15 @@ if __name__ == "__main__":
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
     huggingface.check_saves(model_config, tokenizer)
-    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
-    resumed = checkpoint.find(config, model_config, data_record)
-    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
+    # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
+    resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = checkpoint.warmup_of(config, max_steps, state)  # steps
     # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
-    if resumed:
-        huggingface.load_resumed(model, resumed)
-    elif source:
-        huggingface.load_start(model, source, n_known, tokenizer)
-    base = huggingface.frozen_base(model, source, resumed)  # of adapters
+    if resume_dir:
+        huggingface.load_resumed(model, resume_dir)
+    elif init_dir:
+        huggingface.load_start(model, init_dir, n_known, tokenizer)
+    base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
     check_arithmetic(torch_device, torch_dtype)  # of mps alone
@@ -333,12 +328,12 @@ if __name__ == "__main__":
         )
 
     # ---- restore, and make the run directory
-    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
+    checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
-    config = checkpoint.make_run_dir(config, __file__, resumed)
+    config = checkpoint.make_run_dir(config, __file__, state, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base_dir)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
@@ -395,7 +390,7 @@ if __name__ == "__main__":
             values = {"loss": mean_loss, "tokens": step * tokens_per_step, "lr": lr}
             values |= {"grad_norm": grad_norm.item(), "skipped": int(ddp.skipped[0])}
             values |= corpus.tokens_seen(order, step * rows_per_step)
-            log.train(step, values, log.n_steps() * tokens_per_step)
+            log.train(step, values, log.steps_since_line() * tokens_per_step)
             if ddp.skipped[1] >= MAX_SKIPPED:
                 saver.wait()
                 raise_not_finite(step, ddp.skipped, losses.sum(), batches)

@@ -172,13 +172,13 @@ def report(log: RunLog, step: int, scores: dict[str, float]) -> None:
 
 def score_files(torch_device: torch.device, torch_dtype: torch.dtype) -> None:
     """Write the rows of the files in `score` to `out`, with the rewards of their answers."""
-    source = checkpoint.resolve(init_from)
-    model = reward_model.load(source, torch_device, torch_dtype)
-    tokenizer = Tokenizer.load(source)
+    init_dir = checkpoint.resolve(init_from)
+    model = reward_model.load(init_dir, torch_device, torch_dtype)
+    tokenizer = Tokenizer.load(init_dir)
     settings = rows.common_settings(score)  # of sample.py; None if there are conversations only
     if settings:
-        settings["reward_model"] = huggingface.model_name(source)
-    key = rows.reward_key(source, score, torch_dtype)  # to go on where a killed call stopped
+        settings["reward_model"] = huggingface.model_name(init_dir)
+    key = rows.reward_key(init_dir, score, torch_dtype)  # to go on where a killed call stopped
     counts = rows.write_rewards(
         model, tokenizer, score, Path(out), key, batch_size, torch_dtype, settings
     )
@@ -214,15 +214,15 @@ if __name__ == "__main__":
     accum_steps = pairs_per_step // pairs_per_micro_step
 
     # ---- the checkpoint to start from, and its tokenizer
-    source = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
+    init_dir = checkpoint.resolve(init_from)
+    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
     tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir)
     tokenizer = reward_model.padded(tokenizer)  # transformers looks for the padding
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, source, n_ids - n_known)
-    model_config = huggingface.tuned_config(source, n_ids, block_size, dropout)
+    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
+    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
+    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout)
     huggingface.check_saves(model_config, tokenizer)
 
     # ---- data
@@ -240,8 +240,8 @@ if __name__ == "__main__":
 
     # ---- model
     seed_everything(seed)  # of new weights
-    place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+    init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+    with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = RewardModel(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     model.score.requires_grad_(True)  # the new head, whatever else is trained
@@ -261,15 +261,15 @@ if __name__ == "__main__":
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
-    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
-    resumed = checkpoint.find(config, model_config, data_record, max_steps)
-    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
+    # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
+    resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = checkpoint.warmup_of(config, max_steps, state)  # steps
     # rank 0 reads the weights, DDP sends them to the others
-    if resumed:
-        reward_model.load_resumed(model, resumed)
+    if resume_dir:
+        reward_model.load_resumed(model, resume_dir, state["trained"])
     else:
-        reward_model.load_start(model, source, n_known, tokenizer)
-    base = reward_model.frozen_base(model, source, resumed)  # of adapters
+        reward_model.load_start(model, init_dir, n_known, tokenizer)
+    base_dir = reward_model.frozen_base(model, init_dir, state)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
     check_arithmetic(torch_device, torch_dtype)  # of mps alone
@@ -294,9 +294,9 @@ if __name__ == "__main__":
     )
 
     # ---- restore, and make the run directory
-    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
+    checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
-    config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
+    config = checkpoint.make_run_dir(config, __file__, state, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
     saver = Saver(
@@ -304,7 +304,7 @@ if __name__ == "__main__":
     )
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     # part of each checkpoint, with the adapters to the bit
-    extra_state = {"warmup_steps": warmup, "trained": reward_model.trained_weights(model, base)}
+    extra_state = {"warmup_steps": warmup, "trained": reward_model.trained_weights(model, base_dir)}
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -348,7 +348,7 @@ if __name__ == "__main__":
             # .tolist() waits for the device, so the time below is real
             means = (ranks.all_reduce_sum(sums.clone()) / pairs_per_step).tolist()
             mean_loss, accuracy, margin, reward = means
-            pairs_per_s = log.n_steps() * pairs_per_step / log.seconds()
+            pairs_per_s = log.steps_since_line() * pairs_per_step / log.seconds()
             values = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item()}
             values |= {"skipped": int(ddp.skipped[0]), "pairs_per_s": pairs_per_s}
             values |= {"epoch": float(order.epochs(step * pairs_per_step).max())}

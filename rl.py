@@ -246,23 +246,23 @@ if __name__ == "__main__":
     draw_rows = min(draw_batch_size or n_own * group_size, n_own * group_size)
 
     # ---- the checkpoint to start from, and its tokenizer
-    source = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
+    init_dir = checkpoint.resolve(init_from)
+    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
     tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir)
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, source, n_ids - n_known)
-    model_config = huggingface.tuned_config(source, n_ids, block_size, dropout=0.0)
+    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
+    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
+    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout=0.0)
     huggingface.check_saves(model_config, tokenizer)
-    critic_source = source
+    critic_dir = init_dir
     if critic_from:
-        critic_source = reward_model.find_model(critic_from, tokenizer, "critic_from")
+        critic_dir = reward_model.find_model(critic_from, tokenizer, "critic_from")
 
-    teacher_source = None
+    teacher_dir = None
     if teacher:
-        teacher_source = checkpoint.resolve(teacher)
-        huggingface.check_teacher(teacher_source, tokenizer, block_size)
+        teacher_dir = checkpoint.resolve(teacher)
+        huggingface.check_teacher(teacher_dir, tokenizer, block_size)
 
     # ---- rewards and prompts
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
@@ -281,8 +281,8 @@ if __name__ == "__main__":
 
     # ---- model
     seed_everything(seed)  # of new weights
-    place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+    init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+    with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = Transformer(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
     if world.is_main:
@@ -297,7 +297,7 @@ if __name__ == "__main__":
             torch_device,
             torch_dtype,
             peak,
-            teacher_source,
+            teacher_dir,
         )
         print(text, flush=True)
     if plan_only:
@@ -311,22 +311,22 @@ if __name__ == "__main__":
     if tools:
         data_record["tools"] = file_sha256(Path(tools))
     if teacher:
-        data_record["teacher_weights"] = huggingface.shared_fingerprint(teacher_source)
+        data_record["teacher_weights"] = huggingface.shared_fingerprint(teacher_dir)
     elif trainable != "lora":  # a resumed run must measure its KL divergence to the same weights
-        data_record["reference_weights"] = huggingface.shared_fingerprint(source)
+        data_record["reference_weights"] = huggingface.shared_fingerprint(init_dir)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
-        data_record["critic_weights"] = huggingface.shared_fingerprint(critic_source)
+        data_record["critic_weights"] = huggingface.shared_fingerprint(critic_dir)
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
-    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
-    resumed = checkpoint.find(config, model_config, data_record, max_steps)
-    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
+    # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
+    resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = checkpoint.warmup_of(config, max_steps, state)  # steps
     # rank 0 reads the weights, DDP sends them to the others
-    if resumed:
-        huggingface.load_resumed(model, resumed)
+    if resume_dir:
+        huggingface.load_resumed(model, resume_dir)
     else:
-        huggingface.load_start(model, source, n_known, tokenizer)
-    base = huggingface.frozen_base(model, source, resumed)  # of adapters
+        huggingface.load_start(model, init_dir, n_known, tokenizer)
+    base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
     check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     models = [model]
@@ -334,27 +334,27 @@ if __name__ == "__main__":
     # ---- the reference of the KL divergence: the teacher, or the weights before training
     reference = model  # with its adapters off
     if teacher:
-        reference = huggingface.load_model(teacher_source, torch_device, block_size, torch_dtype)
+        reference = huggingface.load_model(teacher_dir, torch_device, block_size, torch_dtype)
         reference.requires_grad_(False).eval()
         models.append(reference)
     elif kl_coef and trainable != "lora":
         held_in = frozen_dtype(trainable, torch_dtype)
         reference = huggingface.build(Transformer, model_config, held_in)
         reference.requires_grad_(False)
-        huggingface.load_start(reference, source, n_known, tokenizer)
+        huggingface.load_start(reference, init_dir, n_known, tokenizer)
         ranks.broadcast_weights(reference)
         reference.to(torch_device)
         models.append(reference)
 
     # ---- the critic
     if is_ppo:
-        critic_config = huggingface.tuned_config(critic_source, n_ids, block_size, dropout=0.0)
+        critic_config = huggingface.tuned_config(critic_dir, n_ids, block_size, dropout=0.0)
         with SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
         critic.score.requires_grad_(True)
-        known = huggingface.count_known_ids(critic_source, tokenizer, "the chat tokenizer")
-        reward_model.load_start(critic, critic_source, known, tokenizer)
+        known = huggingface.count_known_ids(critic_dir, tokenizer, "the chat tokenizer")
+        reward_model.load_start(critic, critic_dir, known, tokenizer)
         if normalise_rewards:  # its head has learned another scale
             torch.nn.init.zeros_(critic.score.weight)
         critic.to(torch_device)
@@ -383,20 +383,20 @@ if __name__ == "__main__":
         )
 
     # ---- restore, and make the run directory
-    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
+    checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
     # number, sum and sum of squares of all rewards so far
     reward_sums = torch.tensor(state.get("reward_sums", [0.0, 0.0, 0.0]), dtype=torch.float64)
     learner = None  # of the critic
     if is_ppo:
         learner = critic, critic_ddp, critic_opt, critic_scaler
-        if resumed:
+        if resume_dir:
             critics.restore(state["critic"], *learner)
+    config = checkpoint.make_run_dir(config, __file__, state, max_steps)
     del state  # its tensors are mapped from a file
-    config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base_dir)
     order = corpus.redrawn_order(prompts_per_step)
     guide = reference if teacher else None
     sampler = AnswerSampler(

@@ -1,8 +1,8 @@
 """Text from a model: a continuation, a chat in the terminal, or the answers to a file of prompts.
 
-python sample.py                                                     # the newest run: a chat if it is tuned for one
+python sample.py                                    # the newest run: a chat if it is tuned for one
 python sample.py --init_from=out/demo --prompt="def main" --n=3 --temperature=0.7 --top_p=0.9
-python sample.py --prompts=questions.jsonl --out=answers.jsonl       # give it again to continue after an interruption
+python sample.py --prompts=questions.jsonl --out=answers.jsonl  # again: goes on where it ended
 python sample.py --prompt="What is a list?" --best_of=8 --best_of_by=reward --reward_from=out/reward
 
 In a chat a prompt is a user's message; without one the conversation is in the terminal
@@ -28,10 +28,10 @@ from configurator import configure
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker
 from groundup.errors import UserError
-from groundup.generate.answers import Answers, Draw, Rank
-from groundup.generate.beam import BeamParams, search_each
+from groundup.generate.answers import Answers, Rank
+from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat, converse, show
-from groundup.generate.completion import generate_each, never_sampled, prompt_ids
+from groundup.generate.completion import never_sampled, prompt_ids
 from groundup.generate.decode import for_inference, to_int8
 from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes
@@ -39,7 +39,6 @@ from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import ToolAnswers, Tools, check_template
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
-from model import Transformer
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help ------------------------------
@@ -114,9 +113,8 @@ def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
     """Return whether prompts are user messages."""
     able = tokenizer.turn_end_id >= 0
     if value == "yes" and not able:
-        raise UserError(
-            f"sample: chat=yes, but the tokenizer of {directory} has no chat template and no <|im_end|>"
-        )
+        what = f"the tokenizer of {directory} has no chat template and no <|im_end|>"
+        raise UserError(f"sample: chat=yes, but {what}")
     return able and (value == "yes" or value == "auto" and is_tuned(directory, tokenizer))
 
 
@@ -135,16 +133,16 @@ def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
 
 def check_settings(config: dict, talk: bool, as_json: bool) -> None:
     """Raise UserError if the settings contradict each other."""
-    by, source, K, ids = (
-        config[key] for key in ("best_of_by", "reward_from", "num_beams", "stop_token_ids")
-    )
+    by, source = config["best_of_by"], config["reward_from"]
+    K, ids = config["num_beams"], config["stop_token_ids"]
+    several = config["best_of"] or config["n"] > 1 or K > 1 or source
     in_terminal = talk and not config["prompt"] and not config["prompts"]
     for_beams = (config["length_penalty"], config["early_stopping"]) != (1, "false")
     for wrong, words in (
         (config["tools"] and not talk, "tools are for a chat; give --chat=yes"),
         (
-            config["tools"] and (config["best_of"] or config["n"] > 1 or K > 1 or source),
-            "with tools each prompt has one answer; leave out n, best_of, num_beams and reward_from",
+            config["tools"] and several,
+            "tools need one answer to a prompt; leave out n, best_of, num_beams and reward_from",
         ),
         (
             re.search(r"[^\d, ]", ids),
@@ -183,30 +181,25 @@ def check_settings(config: dict, talk: bool, as_json: bool) -> None:
 
 
 def print_samples(
-    model: Transformer,
-    tokenizer: Tokenizer,
+    engine: Engine,
     ids: list[int],
     params: SamplingParams,
-    batch_size: int,
-    compile: bool,
-    prompt: str,
     rank: Rank | None,
     asked: str,
-    draw: Draw,
+    begin: str,
 ) -> None:
-    """Print the samples of one prompt, a single one in pieces as it is generated. `prompt`
-    begins each of them; `asked` is what they answer."""
-    if params.n_samples == 1 and not rank and draw is generate_each:
-        engine = Engine(model, tokenizer, rows=1, compile=compile)
-        tokens = engine.stream(ids, params)
-        print(prompt, end="", flush=True)
+    """Print the samples of one prompt, a single one in pieces as it is generated. `asked` is what
+    they answer, `begin` stands before each of them."""
+    if params.n_samples == 1 and not rank and not isinstance(engine, BeamSearch):
+        tokens = engine.stream(ids, params)  # checks them
+        print(begin, end="", flush=True)
         for token in tokens:
             print(token.text, end="", flush=True)
         print(flush=True)
         return
-    _, result = next(draw(model, tokenizer, [ids], params, batch_size, compile))
+    _, result = next(engine.answer([ids], params))
     result = rank(result, asked) if rank else result
-    texts = [prompt + completion.text + "\n" for completion in result.completions]
+    texts = [begin + completion.text + "\n" for completion in result.completions]
     print(("-" * 80 + "\n").join(texts), end="", flush=True)
 
 
@@ -219,21 +212,15 @@ def deciding_settings(
     dtype: torch.dtype,
 ) -> dict:
     """Return the settings that decide the answers, for the file beside them."""
-    return (
-        {key: value for key, value in config.items() if key not in FREE_KEYS}
-        | {
-            "chat": talk,
-            "model": huggingface.model_name(directory),
-            "device": device.type,
-            "dtype": str(dtype).removeprefix("torch."),
-        }
-        | ({"reward_model": huggingface.model_name(reward_dir)} if reward_dir else {})
-        | (
-            # Files begun when sample i drew from seed + i are not continued: all their prompts
-            # share their noise.
-            {"noise": "hash of seed, prompt and sample"} if config["temperature"] > 0 else {}
-        )
-    )
+    settings = {key: value for key, value in config.items() if key not in FREE_KEYS} | {
+        "chat": talk,
+        "model": huggingface.model_name(directory),
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if reward_dir:
+        settings["reward_model"] = huggingface.model_name(reward_dir)
+    return settings
 
 
 if __name__ == "__main__":
@@ -245,17 +232,16 @@ if __name__ == "__main__":
         chat_template_kwargs
     )
     if reward_model.is_reward_model(directory):
-        raise UserError(
-            f"sample: {directory} is a reward model, which writes no text; give another init_from"
-        )
+        what = f"{directory} is a reward model, which writes no text"
+        raise UserError(f"sample: {what}; give another init_from")
     cfg = huggingface.load_config(directory)
     params = sampling_params(config, tokenizer, cfg.vocab_size)
     talk = choose_chat(chat, directory, tokenizer)
     as_json = bool(prompts or out) or logprobs >= 0 or prompt_logprobs >= 0
     check_settings(config, talk, as_json)
-    reward_dir = (
-        reward_model.find_model(reward_from, tokenizer, "reward_from") if reward_from else None
-    )
+    reward_dir = None
+    if reward_from:
+        reward_dir = reward_model.find_model(reward_from, tokenizer, "reward_from")
     if as_json:
         settings = deciding_settings(config, talk, directory, reward_dir, torch_device, torch_dtype)
         answers = Answers(prompts, prompt, out, settings)
@@ -263,10 +249,8 @@ if __name__ == "__main__":
         rows = num_beams if num_beams > 1 else batch_size
         gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
         cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
-        print(
-            f"{len(answers.lines)} prompts, {len(answers.done)} answered already; {cache}",
-            file=sys.stderr,
-        )
+        counts = f"{len(answers.lines)} prompts, {len(answers.done)} answered already"
+        print(f"{counts}; {cache}", file=sys.stderr)
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
@@ -277,36 +261,28 @@ if __name__ == "__main__":
         judge = reward_model.load(reward_dir, torch_device, torch_dtype)
         ranker = Ranker(judge, tokenizer, torch_dtype, system)
     rank = partial(ranker.rank, n=n) if ranker else None  # of (result, question)
-    draw = search_each if num_beams > 1 else generate_each
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
-    toolbox = None
-    if tools:
-        toolbox = Tools(tools)
+    toolbox = Tools(tools) if tools else None
+    if toolbox:
         check_template(tokenizer, toolbox)
-        tool_answers = ToolAnswers(toolbox, tokenizer, system)
-        encode, draw = tool_answers.encode, tool_answers.draw
     with autocast(torch_device, torch_dtype):
-        if as_json:
-            answers.write(model, tokenizer, params, encode, batch_size, compile, rank, draw)
+        if num_beams > 1:
+            engine = BeamSearch(model, tokenizer, num_beams, compile)
+        else:
+            rows = batch_size if as_json or params.n_samples > 1 else 1
+            engine = Engine(model, tokenizer, rows, compile)
+        if as_json and toolbox:
+            tool_answers = ToolAnswers(toolbox, engine, system)
+            answers.write(engine, params, tool_answers.encode, draw=tool_answers.draw)
+        elif as_json:
+            answers.write(engine, params, encode, rank)
         elif talk and not prompt:
-            converse(Chat(model, tokenizer, params, system, compile, toolbox))
-        elif tools:
-            talk_with_tools = Chat(model, tokenizer, params, system, compile, toolbox)
+            converse(Chat(engine, params, system, toolbox))
+        elif toolbox:
+            talk_with_tools = Chat(engine, params, system, toolbox)
             show(talk_with_tools, talk_with_tools.ask(prompt))
         else:
-            repeated = "" if talk else prompt
-            print_samples(
-                model,
-                tokenizer,
-                encode(prompt),
-                params,
-                batch_size,
-                compile,
-                repeated,
-                rank,
-                prompt,
-                draw,
-            )
+            print_samples(engine, encode(prompt), params, rank, prompt, "" if talk else prompt)
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
     # Some that cannot be answered are named, no failure

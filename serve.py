@@ -98,6 +98,7 @@ weights = "full"  # full | int8 (matrices rounded to 8 bits: faster on a CPU)
 compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start takes 20 s longer
 
 BODY_S = 20  # for a client to send its body
+UNICODE_LINE_ENDS = "\x85\u2028\u2029"
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
 
@@ -204,9 +205,10 @@ class Model(threading.Thread):
     def use_tools(
         self, tools: Tools, asked: ParsedRequest, system: str, choice: Choice, sample: Sample
     ) -> tuple[ToolTurn, Request] | None:
-        """Run what a sample calls. Return the turn and the request of the next one; None if it calls
-        nothing, or no further turn has room."""
+        """Run what a sample calls. Return the turn and the request of the next one; None if it
+        calls nothing, or no further turn has room."""
         request, ids = sample.request, sample.ids[:-1]
+        room = request.limit - len(sample.ids)
         messages = [*shown_messages(asked, system), *choice.turns]
         if asked.proceeds:  # the last message of the request is the beginning of the first turn
             *before, begun = shown_messages(asked, system)
@@ -217,14 +219,12 @@ class Model(threading.Thread):
         if self.renderer:
             settings = template_settings(self.tokenizer, asked.template_settings)
             follow = partial(self.renderer.render, settings=settings, follows=True)
-        turn = tools.answer(self.tokenizer, messages, ids, follow)
+        turn = tools.answer(self.tokenizer, messages, ids, room, follow)
         if not turn or not turn.ids:
             return None
-        room = request.limit - len(sample.ids) - len(turn.ids)
-        if room < 1:
-            return None
         seed = (request.params.seed + choice.index) % 2**63  # choices may have called the same
-        params = replace(request.params, max_new_tokens=room, min_new_tokens=0, n=1, seed=seed)
+        own = {"max_new_tokens": room - len(turn.ids), "min_new_tokens": 0, "n": 1, "seed": seed}
+        params = replace(request.params, **own)
         ids = request.ids + sample.ids + turn.ids
         return turn, check(0, ids, params, self.cfg, self.tokenizer)
 
@@ -250,9 +250,10 @@ class Server:
             Route("/health", self.health),
             Route("/metrics", self.counts),
             Route("/v1/models", self.cards),
+            Route("/v1/models/", self.cards),
             Route("/v1/models/{name:path}", self.one_card),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
+            Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
             Route("/v1/preferences", self.prefer, methods=["POST"]),
             Route("/v1/render", self.render, methods=["POST"]),
         ]
@@ -316,20 +317,12 @@ class Server:
             raise Refused(404, words, "model", "model_not_found")
         return found
 
-    async def chat(self, http: Any) -> Any:
-        return await self.answer(http, chat=True)
-
-    async def completions(self, http: Any) -> Any:
-        return await self.answer(http, chat=False)
-
-    async def read_body(self, http: Any) -> bytes:
-        return await read_body(http, self.config["max_body_kb"])
-
     async def prefer(self, http: Any) -> Any:
         """Keep which of two answers somebody found better."""
         from starlette.responses import JSONResponse
 
-        row, unused = page.preference(await self.read_body(http), self.config["system"])
+        raw = await read_body(http, self.config["max_body_kb"])
+        row, unused = page.preference(raw, self.config["system"])
         path = Path(self.config["preferences"])
         path = path.with_suffix(".ties" + path.suffix) if unused == "tie" else path
         try:
@@ -342,7 +335,7 @@ class Server:
         """Return the HTML of the Markdown of an answer."""
         from starlette.responses import JSONResponse
 
-        raw = await self.read_body(http)
+        raw = await read_body(http, self.config["max_body_kb"])
         return JSONResponse(await asyncio.to_thread(page.render, raw))
 
     async def answer(self, http: Any, chat: bool) -> Any:
@@ -351,7 +344,7 @@ class Server:
 
         began = time.monotonic()
         own_tools = self.tools.schemas if self.tools else None
-        body = await self.read_body(http)
+        body = await read_body(http, self.config["max_body_kb"])
         asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
         model = self.named(asked.model)
         job = self.admit(asked)
@@ -511,7 +504,11 @@ async def or_disconnect(work: Awaitable, receive: Any) -> Any:
 
 
 def sse(body: dict) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    """Return a server-sent event. Escape what some clients take for the end of its line."""
+    text = json.dumps(body, ensure_ascii=False)
+    for char in UNICODE_LINE_ENDS:
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return f"data: {text}\n\n"
 
 
 # ---- the start -----------------------------------------------------------------------------------
@@ -558,9 +555,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listening.bind((host, port))
     except OSError as error:
-        raise UserError(
-            f"serve: cannot listen at {host}:{port}: {error.strerror}; try --port={port + 1}"
-        ) from None
+        what = f"cannot listen at {host}:{port}: {error.strerror}; try --port={port + 1}"
+        raise UserError(f"serve: {what}") from None
     return listening
 
 
@@ -578,8 +574,8 @@ if __name__ == "__main__":
     torch_dtype = choose_dtype(dtype, torch_device)
     found = directories(init_from)
     compiled = compile and torch_device.type == "cuda"
-    settings = (torch_device, torch_dtype, max_batch, compiled, chat_template_kwargs)
-    settings += (weights == "int8",)
+    int8 = weights == "int8"
+    settings = (torch_device, torch_dtype, max_batch, compiled, chat_template_kwargs, int8)
     models = {name: Model(name, path, *settings) for name, path in found.items()}
     toolbox = Tools(tools) if tools else None
     for model in models.values():

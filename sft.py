@@ -43,7 +43,7 @@ from groundup.train.device import (
     peak_flops,
     seed_everything,
 )
-from groundup.train.log import RunLog, raise_not_finite
+from groundup.train.log import RunLog, raise_not_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, lora_config_of, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
@@ -138,35 +138,28 @@ def evaluate(
     With several sources: of each, and their average weighted by the sources' shares. {} if a signal
     to stop came meanwhile."""
     model.eval()
-    sums = torch.zeros(len(corpus.val), 4, dtype=torch.float64)  # nats, labels, correct, bytes
+    names = ("nats", "labels", "correct", "bytes")
+    sums = {name: torch.zeros(len(corpus.val), dtype=torch.float64) for name in names}
     val_batches = corpus.val_batches(batch_size, eval_steps, ranks.rank(), ranks.world_size())
-    for source, batches in enumerate(val_batches.values()):
+    for k, batches in enumerate(val_batches.values()):
         for batch in fsdp.same_forwards(model, batches, stop_signal):
-            n_labels, n_bytes = len(batch.targets), token_bytes[batch.targets].sum().item()
+            sums["labels"][k] += len(batch.targets)
+            sums["bytes"][k] += token_bytes[batch.targets].sum().item()
             batch = batch.to(torch_device)
             batch = batch.even(batch_size)  # pad the last batch: a new shape recompiles
             with autocast(torch_device, torch_dtype):
                 hidden = hidden_at_labels(model, batch)
                 nats, correct = token_scores(hidden, model.lm_head.weight, batch.targets)
-            n_nats, n_correct = nats.cpu().double().sum().item(), correct.sum().item()
-            sums[source] += torch.tensor(
-                [n_nats, n_labels, n_correct, n_bytes], dtype=torch.float64
-            )
+            sums["nats"][k] += nats.cpu().double().sum()
+            sums["correct"][k] += correct.sum().item()
     model.train()
     if ranks.any_rank(stop_signal()):
         return {}
-    ranks.all_reduce_sum(sums)
-
-    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
-    average = (shares[:, None] * sums / sums[:, 1:2]).sum(0)
-    rows = {"": average}
-    if len(corpus.val) > 1:
-        rows |= {f"/{name}": row for name, row in zip(corpus.val, sums, strict=True)}
-    scores = {f"val_loss{name}": (nats / n).item() for name, (nats, n, _, _) in rows.items()}
-    for name, (nats, _, _, n_bytes) in rows.items():
-        scores[f"val_bpb{name}"] = (nats / math.log(2) / n_bytes).item()
-    for name, (_, n, n_correct, _) in rows.items():
-        scores[f"mean_token_accuracy{name}"] = (n_correct / n).item()
+    scores = {}
+    for end, row in sums_by_source(sums, "labels", corpus).items():
+        scores[f"val_loss{end}"] = (row["nats"] / row["labels"]).item()
+        scores[f"val_bpb{end}"] = (row["nats"] / math.log(2) / row["bytes"]).item()
+        scores[f"mean_token_accuracy{end}"] = (row["correct"] / row["labels"]).item()
     return scores
 
 
@@ -249,25 +242,25 @@ if __name__ == "__main__":
     rows_per_step = tokens_per_step // block_size
 
     # ---- the checkpoint to start from, and its tokenizer
-    source = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
+    init_dir = checkpoint.resolve(init_from)
+    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
     # A template may write the date: a resumed run keeps its own, a new one takes its data's.
     tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir, *paths_of(data))
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, source, n_ids - n_known)
-    model_config = huggingface.tuned_config(source, n_ids, block_size, dropout)
+    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
+    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
+    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout)
     huggingface.check_saves(model_config, tokenizer)
     if teacher:
-        teacher_source = checkpoint.resolve(teacher)
-        huggingface.check_teacher(teacher_source, tokenizer, block_size)
+        teacher_dir = checkpoint.resolve(teacher)
+        huggingface.check_teacher(teacher_dir, tokenizer, block_size)
     for key, usual in defaults_of(__file__).items():
         if key.startswith("distill_") and config[key] != usual and not teacher:
             raise UserError(f"config: {key}={config[key]} needs a teacher")
 
     # ---- data
-    corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction)
+    corpus = ChatCorpus(data, tokenizer, block_size, seed, val_data, val_fraction, pack)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_tokens": tokens_per_step, "world_size": world_size}
     lost = corpus.left_out()  # for the error message
@@ -284,15 +277,15 @@ if __name__ == "__main__":
         fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
-        place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+        with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps}
         n_tokens = tokens_per_step * max_steps
-        others = {"teacher": plan.teacher_bytes(teacher_source, torch_dtype)} if teacher else {}
+        others = {"teacher": plan.teacher_bytes(teacher_dir, torch_dtype)} if teacher else {}
         text = plan.describe(
             model,
             settings,
@@ -313,24 +306,24 @@ if __name__ == "__main__":
     data_record |= {"pack": pack, "val_fraction": val_fraction, "max_epochs": max_epochs}
     data_record |= corpus.record()
     if teacher:
-        data_record |= {"teacher_weights": huggingface.shared_fingerprint(teacher_source)}
+        data_record |= {"teacher_weights": huggingface.shared_fingerprint(teacher_dir)}
         data_record |= {"distill_weight": distill_weight, "distill_beta": distill_beta}
         data_record |= {"distill_temperature": distill_temperature}
     fingerprint = model_fingerprint(model_config)  # of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
-    # None = a new run. Of a checkpoint load_resumed() loads the weights, restore() the rest
-    resumed = checkpoint.find(config, model_config, data_record, max_steps)
-    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
+    # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
+    resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = checkpoint.warmup_of(config, max_steps, state)  # steps
     # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
-    if resumed:
-        huggingface.load_resumed(model, resumed)
+    if resume_dir:
+        huggingface.load_resumed(model, resume_dir)
     else:
-        huggingface.load_start(model, source, n_known, tokenizer)
-    base = huggingface.frozen_base(model, source, resumed)  # of adapters
+        huggingface.load_start(model, init_dir, n_known, tokenizer)
+    base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
 
     # ---- the teacher: frozen, on every rank
     if teacher:
-        guide = huggingface.load_model(teacher_source, torch_device, block_size, torch_dtype)
+        guide = huggingface.load_model(teacher_dir, torch_device, block_size, torch_dtype)
         guide.requires_grad_(False).eval()
         guide.most_documents = corpus.most_documents()
         distillation = Distillation(distill_weight, distill_beta, distill_temperature)
@@ -366,12 +359,12 @@ if __name__ == "__main__":
         )
 
     # ---- restore, and make the run directory
-    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
+    checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
-    config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
+    config = checkpoint.make_run_dir(config, __file__, state, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base_dir)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     questions = [ids for ids, _ in corpus.prompts(eval_answers)]

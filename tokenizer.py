@@ -92,10 +92,7 @@ class Tokenizer(TextTokenizer):
     # ---- our own form
 
     def render(
-        self,
-        messages: Sequence[dict],
-        add_generation_prompt: bool = False,
-        only_last: bool = False,
+        self, messages: Sequence[dict], add_generation_prompt: bool = False, only_last: bool = False
     ) -> tuple[list[int], list[int]]:
         """Return (ids, mask) of a conversation [{"role": ..., "content": ...}, ...].
 

@@ -4,11 +4,13 @@ import functools
 import gc
 import importlib.metadata
 import os
+import runpy
 import signal
 
 import forks
 import pytest
 
+import configurator
 from groundup.demo import debug_data
 
 # float32 products on a GPU are exact, in what the tests start too: they are compared with a CPU's.
@@ -20,6 +22,12 @@ os.fsync = lambda fd: os.fstat(fd) and None
 os.setpriority = lambda *_: None
 # Each run writes down the versions of seven packages, and reads their descriptions for it.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
+
+# Hundreds of runs compile and parse the same few scripts.
+configurator.assignments = functools.cache(configurator.assignments)
+compile_script = runpy._get_code_from_file
+compiled_at = functools.cache(lambda changed, *args: compile_script(*args))
+runpy._get_code_from_file = lambda *args: compiled_at(os.stat(args[-1]).st_mtime_ns, *args)
 
 forks.spawn_forks()
 debug_data.subprocess = forks  # prepare.py makes the debug data for each folder

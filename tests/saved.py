@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.train import checkpoint, ranks
 from groundup.train.log import RunLog
@@ -48,7 +49,7 @@ def open_saver(
 
 def training(step: int, state: dict | None = None) -> tuple:
     """(ddp, opt, scaler) of a run that stands at `step`."""
-    ddp = SimpleNamespace(n_steps=step, skipped=torch.zeros(2))
+    ddp = SimpleNamespace(n_updates=step, skipped=torch.zeros(2))
     moments = {"w": {"moments": torch.full((3,), float(step))}} if state is None else state
     opt = SimpleNamespace(state_dict=lambda gather=None, keep=True: moments)
     return ddp, opt, torch.amp.GradScaler("cpu", enabled=False)
@@ -83,3 +84,9 @@ def load_train_state(step_dir: Path, rank: int = 0) -> tuple[dict, dict]:
     own = step_dir / checkpoint.rank_file(rank)
     state = checkpoint.read_state(step_dir / "train_state.pt")
     return state, checkpoint.read_state(own) if own.exists() else {}
+
+
+def score_talks(model, tokenizer, talks: list[list[dict]]) -> list[float]:
+    """The reward of the answer that each conversation ends with."""
+    rows = [reward_model.answered_ids(talk, tokenizer) for talk in talks]
+    return reward_model.score_ids(model, rows, tokenizer.pad_id)

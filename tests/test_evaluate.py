@@ -441,7 +441,7 @@ def test_the_other_tasks_are_reached(base, monkeypatch):
 
         return called
 
-    names = ("model", "tokenizer", "task", "directory", "shots", "batch_size", "device", "dtype", "limit", "block_size")
+    names = ("model", "tokenizer", "task", "directory", "shots", "batch_size", "dtype", "limit", "block_size")
     monkeypatch.setattr(evaluate, "evaluate_choices", spy("choices", *names))
     names = ("model", "tokenizer", "data", "params", "limit", "batch_size")
     monkeypatch.setattr(evaluate, "evaluate_generation", spy("generation", *names))

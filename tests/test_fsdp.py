@@ -73,7 +73,7 @@ def train_sharded(folder: Path) -> None:
         for idx in batch(world.rank, step):
             (loss_of(model, idx) * (float("inf") if step == 4 and world.rank else 1)).backward()
         norms.append(parallel.step(opt, LR, CLIP).item())
-    assert parallel.found_inf == 1 and parallel.skipped.tolist() == [1, 1] and parallel.n_steps == 5
+    assert parallel.found_inf == 1 and parallel.skipped.tolist() == [1, 1] and parallel.n_updates == 5
     parallel.flush()
 
     with torch.no_grad():  # rank 1 has one batch more

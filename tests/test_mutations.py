@@ -96,7 +96,7 @@ def tokenizer_of(directory: Path) -> Tokenizer:
 
 
 def chat(directory: Path) -> list:
-    corpus = ChatCorpus(str(directory), tokenizer_of(directory), 64, True, 1)
+    corpus = ChatCorpus(str(directory), tokenizer_of(directory), 64, 1)
     rows = [
         [(ids.tolist(), mask.tolist()) for ids, mask in data.row(r)]
         for data in corpus.train

@@ -18,7 +18,7 @@ import test_pretrain as tp
 import torch
 from jobs import run_on_ranks
 from safetensors.torch import load_file
-from saved import load_train_state
+from saved import load_train_state, score_talks
 
 import reward
 from groundup.align import reward_model
@@ -163,7 +163,7 @@ def test_the_score_is_read_at_the_end_token_whatever_is_beside_and_behind_it(bas
     torch.testing.assert_close(torch.cat((chosen, rejected)), torch.stack(alone), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(others, chosen, atol=1e-5, rtol=1e-5)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
-    again = reward_model.score(model, tokenizer, [messages] * 2)
+    again = score_talks(model, tokenizer, [messages] * 2)
     ids = tokenizer.render(messages)[0]
     assert ids[-2] == tokenizer.im_end_id
     with torch.no_grad():
@@ -381,12 +381,12 @@ def test_adapters_are_added_to_what_is_saved_and_the_base_stays(run, base, tmp_p
     assert all("lora" in name or name == "score.weight" for name in trained["weights"])
     model = RewardModel(huggingface.load_config(base / "model"))
     set_trainable(model, "lora", LoRAConfig(4, 32.0))
-    reward_model.load_weights(model, path)
+    reward_model.load_weights(model, path, trained)
     plain, tokenizer = reward_model.load(path), Tokenizer.load(path)
     assert "model.layers.0.self_attn.q_proj.weight" in load_file(path / "model.safetensors")
     talks = [[*pair(i)["prompt"], {"role": "assistant", "content": pair(i)["chosen"]}] for i in range(3)]
-    scores = reward_model.score(model, tokenizer, talks)
-    assert reward_model.score(plain, tokenizer, talks) == pytest.approx(scores, rel=1e-4) and len(set(scores)) == 3
+    scores = score_talks(model, tokenizer, talks)
+    assert score_talks(plain, tokenizer, talks) == pytest.approx(scores, rel=1e-4) and len(set(scores)) == 3
     embedding = load_file(base / "model" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(plain.embed_tokens.weight, embedding)
 
@@ -446,7 +446,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
     assert [row["reward"] is None for row in found] == [150 <= i < 153 for i in range(303)]
     problems = [row["reward_problem"].partition(":")[0] for row in found[150:153]]
     assert problems == ["not understood", "answer missing", "too long"]
-    alone = [reward_model.score(model, tokenizer, [row["messages"]])[0] for row in good[::29]]
+    alone = [score_talks(model, tokenizer, [row["messages"]])[0] for row in good[::29]]
     rewards = [row["reward"] for row in found if row["reward"] is not None]
     assert rewards[::29] == pytest.approx(alone, abs=1e-5)
 
@@ -487,7 +487,7 @@ def test_answers_are_scored_after_their_prompts(base, tmp_path):
     by_hand = [(asked, "好。"), (asked, ""), (earlier, "It is."), (asked, "再见")]
     talks = [[*messages, {"role": "assistant", "content": text}] for messages, text in by_hand]
     talks.append(talk("Hi", "Yes.")["messages"])
-    scores = [reward_model.score(model, tokenizer, [one])[0] for one in talks]
+    scores = [score_talks(model, tokenizer, [one])[0] for one in talks]
     rewards = [[one["reward"] for one in row["completions"]] for row in found[:3]]
     expected = [[scores[0], None, scores[1]], [scores[2], None], [scores[3]]]
     for mine, theirs in zip([*rewards, [found[3]["reward"]]], [*expected, [scores[4]]], strict=True):
@@ -530,7 +530,7 @@ def test_scored_answers_say_how_they_were_made_and_by_which_reward_model(run, ba
     said = [{"role": "system", "content": "Be kind."}, *talk("你好?", "好。")["messages"]]
     model, tokenizer = random_model(base), Tokenizer.load(base / "model")
     (completion,) = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["completions"]
-    assert completion["reward"] == pytest.approx(reward_model.score(model, tokenizer, [said])[0], abs=1e-5)
+    assert completion["reward"] == pytest.approx(score_talks(model, tokenizer, [said])[0], abs=1e-5)
     beside = read_settings(tmp_path / "out.jsonl")
     assert beside == ANSWERED | {"reward_model": huggingface.model_name(judge)}
     with pytest.raises(UserError, match="answered with another seed"):

@@ -5,17 +5,12 @@ The gradient by hand, rewards that rise, the same on any ranks, exact resume, mi
 
 import json
 import math
-import os
-import random
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import forks
 import numpy as np
 import pytest
 import test_pretrain as tp
@@ -536,30 +531,6 @@ def leave_step_2(run: Path, copy: Path) -> None:
     """Copy a run of four steps without what came after step 2."""
     later = shutil.ignore_patterns("step_000004", "*est*")
     shutil.copytree(run, copy, symlinks=True, ignore=later)
-
-
-@pytest.mark.slow
-def test_a_killed_run_continues_to_the_bit(base, tmp_path):
-    """kill -9 at a random moment after the first save."""
-    common = ["--max_steps=4", "--save_every=2", "--eval_every=4", *RANK_CASES["ppo"]]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(out: Path) -> subprocess.Popen:
-        command = [sys.executable, str(ROOT / "rl.py"), *flags_of(base, out, *common)]
-        return forks.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    whole, process = start(straight), start(killed)
-    while process.poll() is None and not (killed / "latest").exists():
-        time.sleep(0.01)
-    time.sleep(random.Random(0).random() * 0.2)
-    process.kill()
-    process.communicate()
-    assert "continuing" in tp.finish(start(killed))
-    tp.finish(whole)
-    assert_same_run(straight, killed)
 
 
 def test_a_resume_of_something_else_is_refused(run, base, tmp_path):

@@ -29,10 +29,10 @@ from test_tools import CALL, FILE, drawn_ids
 import sample
 from groundup.errors import printable, report
 from groundup.generate import chat, sampling
-from groundup.generate.beam import BeamParams, search_each
+from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat
 from groundup.generate.completion import generate, never_sampled
-from groundup.generate.engine import Token
+from groundup.generate.engine import Engine, Token
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import Tools
 from groundup.tokens.training import train
@@ -176,7 +176,7 @@ def test_beams(runs):
     tokenizer, net = (kind(runs / "out/older/step_000020") for kind in (Tokenizer.load, huggingface.load_model))
     own = {"eos_ids": tokenizer.stop_ids, "banned_ids": never_sampled(tokenizer, net.cfg.vocab_size)}
     params = BeamParams(num_beams=3, n=2, temperature=0, max_new_tokens=8, top_p=0.95, **own)
-    _, result = next(search_each(net, tokenizer, [tokenizer.encode("The")], params))
+    _, result = next(BeamSearch(net, tokenizer, params.num_beams).answer([tokenizer.encode("The")], params))
     want = [found.text for found in result.completions]
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == ("-" * 80 + "\n").join(f"The{text}\n" for text in want)
@@ -306,7 +306,7 @@ def test_commands_of_a_chat(runs, tuned):
     said = ["one", "/temp 0", "two", "/system 短", "/reset", "three", "/forget", "/exit", "never asked"]
     ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=12", "--seed=1", said=lines(*said))
     net, tokenizer = tuned
-    kept = Chat(net, tokenizer, params_of(tokenizer, net, seed=1, **options))
+    kept = Chat(Engine(net, tokenizer, 1), params_of(tokenizer, net, seed=1, **options))
     first = "".join(kept.ask("one"))
     assert [first] == by_hand(tuned, ["one"], 1, **options)
     kept.params = dataclasses.replace(kept.params, temperature=0.0)
@@ -344,7 +344,7 @@ FULL += "forgotten.\n"
 def test_the_oldest_turns_make_room_and_the_system_message_stays(tuned, capsys):
     net, tokenizer = tuned
     net = random_model(dataclasses.replace(net.cfg, block_size=160), seed=5)
-    talk = Chat(net, tokenizer, params_of(tokenizer, net, max_new_tokens=30), system="短")
+    talk = Chat(Engine(net, tokenizer, 1), params_of(tokenizer, net, max_new_tokens=30), system="短")
     [a], prompts = tokenizer.encode("a"), []
 
     def stream(ids: list[int], params: SamplingParams) -> Iterator[Token]:
@@ -369,7 +369,7 @@ def test_the_oldest_turns_make_room_and_the_system_message_stays(tuned, capsys):
 def test_an_answer_longer_than_the_context_leaves_half_of_it_to_the_history(tuned):
     net, tokenizer = tuned
     net = random_model(dataclasses.replace(net.cfg, block_size=160), seed=5)
-    talk = Chat(net, tokenizer, params_of(tokenizer, net, max_new_tokens=1000))
+    talk = Chat(Engine(net, tokenizer, 1), params_of(tokenizer, net, max_new_tokens=1000))
     talk.turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     list(talk.ask("?"))
     assert len(talk.turns) == 4 and talk.dropped == 0
@@ -379,7 +379,7 @@ def test_an_answer_longer_than_the_context_leaves_half_of_it_to_the_history(tune
 def test_ctrl_c_stops_the_answer_only(tuned, capsys):
     net, tokenizer = tuned
     params = params_of(tokenizer, net, max_new_tokens=200, ignore_eos=True, seed=1)
-    talk = Chat(net, tokenizer, params)
+    talk = Chat(Engine(net, tokenizer, 1), params)
     real, stop_after = talk.engine.stream, 11
 
     def stream(ids: list[int], params: SamplingParams) -> Iterator[Token]:
@@ -696,12 +696,6 @@ def test_answers_of_other_settings_or_prompts_are_not_mixed(runs, tmp_path):
     ended = run(tmp_path, init, *FILE_FLAGS, "--batch_size=1")  # decides nothing
     assert ended == Ended(0, "", head(3, 3, batch_size=1))
     assert (tmp_path / "a.jsonl").read_bytes() == before
-    settings = json.loads((tmp_path / "a.jsonl.config.json").read_text(encoding="utf-8"))
-    old = {key: value for key, value in settings.items() if key != "noise"}  # begun when all prompts shared their noise
-    (tmp_path / "a.jsonl.config.json").write_text(json.dumps(old), encoding="utf-8")
-    ended = run(tmp_path, init, *FILE_FLAGS)
-    assert ended.code == 1 and ended.err.count("\n") == 1 and "hash of seed, prompt and sample" in ended.err
-    (tmp_path / "a.jsonl.config.json").write_text(json.dumps(settings), encoding="utf-8")
     with open(tmp_path / "q.jsonl", "a", encoding="utf-8") as f:
         f.write('"one more"\n')
     assert run(tmp_path, init, *FILE_FLAGS).code == 0
@@ -768,7 +762,7 @@ def test_a_chat_remembers_turns_of_tools_and_forgets_them_together(tuned, tmp_pa
     net, tokenizer = tuned
     script(CALL + "<|im_end|>", "It is 5.<|im_end|>", *["No.<|im_end|>"] * 9)
     tools = Tools(str(tmp_path / "own.py"))
-    talk = Chat(net, tokenizer, params_of(tokenizer, net, max_new_tokens=300), tools=tools)
+    talk = Chat(Engine(net, tokenizer, 1), params_of(tokenizer, net, max_new_tokens=300), tools=tools)
     list(talk.ask("2 + 3?"))
     assert [turn["role"] for turn in talk.turns] == ["user", "assistant", "tool", "assistant"]
     assert talk.turns[1]["content"] == CALL and talk.turns[2]["content"] == "5"

@@ -25,9 +25,9 @@ from groundup.files.row_formats import messages_of
 from groundup.generate import openai_format, sampling
 from groundup.generate.completion import generate, never_sampled, prompt_ids
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, Request, Sample
+from groundup.generate.engine import Engine, Request, Sample, Token
 from groundup.generate.http import bounded_protocol
-from groundup.generate.openai_answer import Choice, Position
+from groundup.generate.openai_answer import Choice
 from groundup.generate.openai_format import Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
@@ -116,6 +116,13 @@ def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):
     assert usage == found.usage
 
 
+def test_an_event_is_one_line_however_a_client_divides_lines():
+    """httpx's iter_lines and others take U+0085, U+2028 and U+2029 for ends of lines."""
+    body = {"text": "a\u2028b\u2029c\x85d\n\x0c 北京"}
+    line, end = serve.sse(body).splitlines()
+    assert json.loads(line.removeprefix("data: ")) == body and not end and "北京" in line
+
+
 def test_an_engine_with_weights_of_8_bits(directory):
     model = serve.Model("tiny", directory, torch.device("cpu"), torch.float32, 4, int8=True)
     net = to_int8(huggingface.load_model(directory))
@@ -199,7 +206,7 @@ def test_a_prompt_is_scored_as_lm_eval_asks(client, alone):
 def test_tokens_of_the_same_text_keep_their_own_logprobs(directory):
     """Ids without a text, and broken characters, share a key of the object in which OpenAI gives the likeliest."""
     choice = choice_of(directory, b'{"prompt": "a", "logprobs": 2}')
-    found = choice.logprobs([Position(999_998, {999_998: -9.0, 999_999: -1.0, 999_997: -2.0}, 0)])
+    found = choice.logprobs([Token(999_998, "", "", {999_998: -9.0, 999_999: -1.0, 999_997: -2.0})])
     assert found["token_logprobs"] == [-9.0] and found["top_logprobs"] == [{"": -9.0}]
 
 
@@ -316,7 +323,8 @@ def test_the_servers_tools_run_and_the_answer_goes_on(tool_client, directory, mo
     write(monkeypatch, directory, "So." + ADD + "<|im_end|>", "It is 5.<|im_end|>")
     chunks = [c.choices[0] for c in tool_client.chat.completions.create(**how, stream=True)]
     (at,) = (i for i, chunk in enumerate(chunks) if getattr(chunk.delta, "turns", None))
-    assert chunks[at].delta.turns == turns and "".join(c.delta.content or "" for c in chunks[:at]) == "So."
+    assert chunks[at].delta.turns == [{"index": i} | one for i, one in enumerate(turns)]
+    assert "".join(c.delta.content or "" for c in chunks[:at]) == "So."
     assert "".join(c.delta.content or "" for c in chunks[at:]) == "It is 5." and chunks[-1].finish_reason == "stop"
     # the ids of the draw stay; the template writes what follows them
     tokenizer = Tokenizer.load(directory)
@@ -326,6 +334,14 @@ def test_the_servers_tools_run_and_the_answer_goes_on(tool_client, directory, mo
     assert second[: len(first + drawn)] == first + drawn
     follows = "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(second[len(first + drawn) :]) == follows
+
+
+def test_openais_stream_helper_adds_up_turns_that_call_tools(tool_client, directory, monkeypatch):
+    """It wants an index in the items of a list that comes in several chunks."""
+    write(monkeypatch, directory, ADD + "<|im_end|>", ADD + "<|im_end|>", "Done.<|im_end|>")
+    with tool_client.chat.completions.stream(model="tiny", messages=ASKED, max_tokens=300) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "Done." and [turn["role"] for turn in message.turns] == ["assistant", "tool"] * 2
 
 
 def test_tools_that_the_prompt_does_not_show(directory, tmp_path, monkeypatch, asked_ids):
@@ -445,6 +461,8 @@ def test_half_a_surrogate_is_text(server):
 def test_other_paths_health_and_metrics(server, client):
     httpx = library("httpx")
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    listed = httpx.get(f"{server[0]}/v1/models/").json()  # some clients end it so
+    assert [card["id"] for card in listed["data"]] == ["tiny"]
     assert httpx.get(server[0] + "/health").json() == {"status": "ok"}
     lines = dict(line.rsplit(" ", 1) for line in httpx.get(server[0] + "/metrics").text.splitlines() if line[0] != "#")
     assert float(lines["groundup_generated_tokens_total"]) > 50

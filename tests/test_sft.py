@@ -107,9 +107,8 @@ def run(base, tmp_path, monkeypatch):
 
 
 def corpus_of(base: Path, pack: bool, block_size: int = 128) -> ChatCorpus:
-    return ChatCorpus(
-        str(base / "talks.jsonl"), Tokenizer.load(base / "model"), block_size, pack, seed=1
-    )
+    tokenizer = Tokenizer.load(base / "model")
+    return ChatCorpus(str(base / "talks.jsonl"), tokenizer, block_size, seed=1, pack=pack)
 
 
 def all_batches(corpus: ChatCorpus, batch_size: int) -> list[Batch]:

@@ -1,15 +1,18 @@
-"""The benchmark: every measurement beside its peer and beside what this machine allows, in one table.
+"""The benchmark: every measurement beside its peer and beside what this machine allows, in one
+table.
 
     OMP_NUM_THREADS=2 python tools/bench.py --quick=True                                    # about a minute
     OMP_NUM_THREADS=2 python tools/bench.py --nanogpt=../nanoGPT --out=bench.json           # a checkout of nanoGPT
     sudo python tools/bench.py --rows=ddp --cases=all --mbit=500                            # over a link of 500 Mbit/s
 
-The sides of a row take turns after a warm-up, those of train in processes of their own. A line gives the median of the
-repeats, their spread (most - least) / median, and the speed-up over each peer: median, least and most of the rounds.
-"of limit" is the share of what the machine allows, measured in the same rounds: train and head, matrix products in the
-same dtype; ddp, the step without communication; generate, reading weights and cache once per token; checkpoint, the
-bare disk. data, tokenize, bpe and dedup count CPU seconds; so do train and generate on a CPU with one thread
-(OMP_NUM_THREADS=1). A row that fails becomes a line with the error, the others go on, and the exit status is 1.
+The sides of a row take turns after a warm-up, those of train in processes of their own. A line
+gives the median of the repeats, their spread (most - least) / median, and the speed-up over each
+peer: median, least and most of the rounds. "of limit" is the share of what the machine allows,
+measured in the same rounds: train and head, matrix products in the same dtype; ddp, the step
+without communication; generate, reading weights and cache once per token; checkpoint, the bare
+disk. data, tokenize, bpe and dedup count CPU seconds; so do train and generate on a CPU with one
+thread (OMP_NUM_THREADS=1). A row that fails becomes a line with the error, the others go on, and
+the exit status is 1.
 """
 
 import importlib
@@ -29,7 +32,7 @@ from configurator import configure, defaults_of
 from groundup.errors import UserError
 from groundup.train.device import choose_device, choose_dtype, hardware
 
-# ---- config ---------------------------------------------------------------------------------------------------------
+# ---- config --------------------------------------------------------------------------------------
 rows = "all"  # all, or some of train,head,sft,dpo,ddp,generate,data,tokenize,bpe,dedup,checkpoint
 quick = False  # small cases, nothing compiled, three repeats; without sft and dpo
 out = ""  # JSON file with all samples; "" = none
@@ -54,14 +57,29 @@ mbit = 0  # ddp: rate of the link, Mbit/s each way, as root by network namespace
 cases = "compute,torch,ours,forward"  # ddp: all, or some of those in bench_ddp.py
 
 MODULES = {
-    "train": "bench_model", "head": "bench_model", "sft": "bench_tune", "dpo": "bench_tune", "ddp": "bench_ddp",
-    "generate": "bench_model", "data": "bench_text", "tokenize": "bench_text", "bpe": "bench_text",
-    "dedup": "bench_text", "checkpoint": "bench_model",
-}  # fmt: skip
+    "train": "bench_model",
+    "head": "bench_model",
+    "sft": "bench_tune",
+    "dpo": "bench_tune",
+    "ddp": "bench_ddp",
+    "generate": "bench_model",
+    "data": "bench_text",
+    "tokenize": "bench_text",
+    "bpe": "bench_text",
+    "dedup": "bench_text",
+    "checkpoint": "bench_model",
+}
 QUICK = {  # instead of the defaults
-    "rows": "train,head,ddp,generate,data,tokenize,bpe,dedup,checkpoint", "repeats": 3, "shapes": "10M",
-    "compile": "none", "tokens": 1024, "batch_size": 1, "new_tokens": 32, "corpus_mb": 0.5, "vocab_size": 2048,
-}  # fmt: skip
+    "rows": "train,head,ddp,generate,data,tokenize,bpe,dedup,checkpoint",
+    "repeats": 3,
+    "shapes": "10M",
+    "compile": "none",
+    "tokens": 1024,
+    "batch_size": 1,
+    "new_tokens": 32,
+    "corpus_mb": 0.5,
+    "vocab_size": 2048,
+}
 
 
 def check(config: dict) -> None:
@@ -72,7 +90,9 @@ def check(config: dict) -> None:
     }.items():  # fmt: skip
         for value in config[key].split(","):
             if value not in allowed:
-                raise UserError(f"config: {key}={value!r} is none of {', '.join(filter(None, allowed))}")
+                raise UserError(
+                    f"config: {key}={value!r} is none of {', '.join(filter(None, allowed))}"
+                )
 
 
 def attempted(row: str, options: Options) -> Iterator[Line]:
@@ -83,7 +103,9 @@ def attempted(row: str, options: Options) -> Iterator[Line]:
     except Exception as error:
         if not isinstance(error, UserError | ImportError):
             traceback.print_exception(error)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300].removeprefix("UserError: ")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300].removeprefix(
+            "UserError: "
+        )
         yield Line(row, note=f"failed: {reason}", failed=True)
 
 
@@ -91,7 +113,9 @@ def main(config: dict) -> int:
     """Measure and print all rows; return the exit status."""
     if config["quick"]:
         defaults = defaults_of(Path(__file__))
-        config = config | {key: value for key, value in QUICK.items() if config[key] == defaults[key]}
+        config = config | {
+            key: value for key, value in QUICK.items() if config[key] == defaults[key]
+        }
     check(config)
     device, found = choose_device(config["device"]), []
     where = {"device": device, "dtype": choose_dtype(config["dtype"], device)}

@@ -1,18 +1,20 @@
-"""Rows train, head, generate and checkpoint: a training step, its head and loss, greedy generation and a save.
+"""Rows train, head, generate and checkpoint: a training step, its head and loss, greedy generation
+and a save.
 
-train: ours is the step of pretrain.py. transformers' LlamaForCausalLM of the same shape runs in a plain loop with
-torch's fused attention, autocast and fused AdamW; it is compiled as a whole where ours is compiled. nanoGPT runs as it
-ships: bfloat16 and compiled on a GPU, float32 and not compiled on a CPU (the command of its README).
-The limit counts the full square of attention (flops_per_token), half of which a causal kernel skips: with long texts
-the share shown is above the share of time in which the device multiplies.
-head: head and loss alone, forward and backward, beside all logits at once, torch's linear_cross_entropy in chunks, and
-on a GPU Liger and Apple's cut cross-entropy where they are installed (pip install liger-kernel cut-cross-entropy). The
-limit: three products at the device's rate.
-generate: tokens/s of whole calls, the prompt included, with the same random weights. The limit: every step reads each
-matrix and the cached keys and values once, at the rate at which a sum reads as many bytes. transformers has its static
-cache, with which it compiles itself on a GPU; on a CPU it does not.
-checkpoint: the bare disk writes as many bytes into the same directory and waits until they are stored. Training waits
-for the copy in memory that saver.py then saves from. The model is on the CPU, also on a machine with a GPU.
+train: ours is the step of pretrain.py. transformers' LlamaForCausalLM of the same shape runs in a
+plain loop with torch's fused attention, autocast and fused AdamW; it is compiled as a whole where
+ours is compiled. nanoGPT runs as it ships: bfloat16 and compiled on a GPU, float32 and not compiled
+on a CPU (the command of its README). The limit counts the full square of attention
+(flops_per_token), half of which a causal kernel skips: with long texts the share shown is above the
+share of time in which the device multiplies. head: head and loss alone, forward and backward,
+beside all logits at once, torch's linear_cross_entropy in chunks, and on a GPU Liger and Apple's
+cut cross-entropy where they are installed (pip install liger-kernel cut-cross-entropy). The limit:
+three products at the device's rate. generate: tokens/s of whole calls, the prompt included, with
+the same random weights. The limit: every step reads each matrix and the cached keys and values
+once, at the rate at which a sum reads as many bytes. transformers has its static cache, with which
+it compiles itself on a GPU; on a CPU it does not. checkpoint: the bare disk writes as many bytes
+into the same directory and waits until they are stored. Training waits for the copy in memory that
+saver.py then saves from. The model is on the CPU, also on a machine with a GPU.
 """
 
 import importlib.util
@@ -53,7 +55,9 @@ SHAPES = {
     "25M": ModelConfig(2048, 512, 8, 8, n_embd=512),
     "124M": ModelConfig(50304, 1024, 12, 12, n_embd=768),  # GPT-2
     "350M": ModelConfig(50304, 1024, 24, 16, n_embd=1024),  # GPT-2 medium
-    "1.1B": ModelConfig(32000, 2048, 22, 32, 4, n_embd=2048, ffn_dim=5632, tie_embeddings=False),  # TinyLlama
+    "1.1B": ModelConfig(
+        32000, 2048, 22, 32, 4, n_embd=2048, ffn_dim=5632, tie_embeddings=False
+    ),  # TinyLlama
 }
 PEERS = ("transformers", "transformers, compiled", "nanoGPT")
 HEAD_PEERS = "all logits at once", "linear_cross_entropy", "Liger", "cut cross-entropy"
@@ -64,10 +68,12 @@ def shapes_of(options: Options, otherwise: str) -> list[str]:
     return (options.shapes or otherwise).split(",")
 
 
-# ---- train ----------------------------------------------------------------------------------------------------------
+# ---- train ---------------------------------------------------------------------------------------
 
 
-def train_side(make: Callable, n_rows: int, cfg: ModelConfig, device: torch.device) -> tuple[Callable[[], float], int]:
+def train_side(
+    make: Callable, n_rows: int, cfg: ModelConfig, device: torch.device
+) -> tuple[Callable[[], float], int]:
     """Return (seconds of a step, parameters) of what `make` returns for random tokens."""
     tokens = torch.randint(cfg.vocab_size, (n_rows, cfg.block_size), device=device)
     step, parameters = make(cfg, tokens)
@@ -77,10 +83,16 @@ def train_side(make: Callable, n_rows: int, cfg: ModelConfig, device: torch.devi
 def our_step(
     kind: str, way: str, dtype: torch.dtype, cfg: ModelConfig, tokens: torch.Tensor
 ) -> tuple[Callable, list[torch.Tensor]]:
-    """Return a step of pretrain.py and its parameters: AdamW or Muon; compiled block by block or not."""
+    """Return a step of pretrain.py and its parameters: AdamW or Muon; compiled block by block or
+    not.
+    """
     model = Transformer(cfg).to(tokens.device)
     parallel = ddp.DDP(model)
-    opt = Optimizer(parallel.buckets, kind, muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    opt = Optimizer(
+        parallel.buckets,
+        kind,
+        muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+    )
     if way == "blocks":
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward, dynamic=False)
@@ -96,7 +108,9 @@ def our_step(
     return step, list(model.parameters())
 
 
-def plain_step(model: torch.nn.Module, loss_of: Callable, opt: torch.optim.Optimizer, cast: Callable) -> Callable:
+def plain_step(
+    model: torch.nn.Module, loss_of: Callable, opt: torch.optim.Optimizer, cast: Callable
+) -> Callable:
     """Return a step of the usual loop: backward, clip, step."""
 
     def step() -> None:
@@ -114,11 +128,19 @@ def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - transformer
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.ffn_dim, bos_token_id=None,
-        num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head,
-        max_position_embeddings=cfg.block_size, rms_norm_eps=cfg.norm_eps, tie_word_embeddings=cfg.tie_embeddings,
-        eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=cfg.vocab_size,
+        hidden_size=cfg.n_embd,
+        intermediate_size=cfg.ffn_dim,
+        bos_token_id=None,
+        num_hidden_layers=cfg.n_layer,
+        num_attention_heads=cfg.n_head,
+        num_key_value_heads=cfg.n_kv_head,
+        max_position_embeddings=cfg.block_size,
+        rms_norm_eps=cfg.norm_eps,
+        tie_word_embeddings=cfg.tie_embeddings,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
 
 
 def transformers_step(
@@ -127,23 +149,38 @@ def transformers_step(
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM(llama_config(cfg)).to(tokens.device).train()
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    opt = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     run = torch.compile(model, dynamic=False) if compiled else model
     cast = partial(autocast, tokens.device, dtype)
-    step = plain_step(model, lambda: run(input_ids=tokens, labels=tokens, use_cache=False).loss, opt, cast)
+    step = plain_step(
+        model, lambda: run(input_ids=tokens, labels=tokens, use_cache=False).loss, opt, cast
+    )
     return step, list(model.parameters())
 
 
-def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor) -> tuple[Callable, list[torch.Tensor]]:
+def nanogpt_step(
+    directory: str, cfg: ModelConfig, tokens: torch.Tensor
+) -> tuple[Callable, list[torch.Tensor]]:
     """Return a step of nanoGPT's train.py on its own model, as it runs on this kind of device."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(directory) / "model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt_model"] = module
     spec.loader.exec_module(module)
-    shape = {"n_layer": cfg.n_layer, "n_head": cfg.n_head, "n_embd": cfg.n_embd, "vocab_size": cfg.vocab_size}
+    shape = {
+        "n_layer": cfg.n_layer,
+        "n_head": cfg.n_head,
+        "n_embd": cfg.n_embd,
+        "vocab_size": cfg.vocab_size,
+    }
     with redirect_stdout(io.StringIO()):  # it prints its size
-        model = module.GPT(module.GPTConfig(block_size=cfg.block_size, bias=False, dropout=0.0, **shape))
-        opt = model.to(tokens.device).configure_optimizers(0.1, 1e-3, (0.9, 0.95), tokens.device.type)
+        model = module.GPT(
+            module.GPTConfig(block_size=cfg.block_size, bias=False, dropout=0.0, **shape)
+        )
+        opt = model.to(tokens.device).configure_optimizers(
+            0.1, 1e-3, (0.9, 0.95), tokens.device.type
+        )
     run = torch.compile(model) if tokens.device.type == "cuda" else model
     cast = partial(autocast, tokens.device, nanogpt_dtype(tokens.device))
     return plain_step(model, lambda: run(tokens, tokens)[1], opt, cast), list(model.parameters())
@@ -154,9 +191,13 @@ def nanogpt_dtype(device: torch.device) -> torch.dtype:
 
 
 def train_row(options: Options) -> Iterator[Line]:
-    """Tokens/s of all sides; the limit is the device's rate of matrix products in the same rounds."""
+    """Tokens/s of all sides; the limit is the device's rate of matrix products in the same
+    rounds.
+    """
     device, dtype = options.device, options.dtype
-    default, n_tokens = ("10M,25M,124M,350M,1.1B", 16384) if device.type == "cuda" else ("10M,25M,124M", 4096)
+    default, n_tokens = (
+        ("10M,25M,124M,350M,1.1B", 16384) if device.type == "cuda" else ("10M,25M,124M", 4096)
+    )
     for shape in shapes_of(options, default):
         timing.release()
         cfg, ways = SHAPES[shape], options.compile.split(",")
@@ -168,10 +209,16 @@ def train_row(options: Options) -> Iterator[Line]:
         if options.nanogpt:
             steps["nanoGPT"] = partial(nanogpt_step, options.nanogpt)
         for kind, way in product(options.optimizer.split(","), ways):
-            steps[f"ours, {kind}{', blocks' * (way == 'blocks')}"] = partial(our_step, kind, way, dtype)
-        makers = {name: partial(train_side, step, n_rows, cfg, device) for name, step in steps.items()}
+            steps[f"ours, {kind}{', blocks' * (way == 'blocks')}"] = partial(
+                our_step, kind, way, dtype
+            )
+        makers = {
+            name: partial(train_side, step, n_rows, cfg, device) for name, step in steps.items()
+        }
         with timing.apart(makers) if options.apart else nullcontext(timing.build(makers)) as made:
-            sides = {name: side for name, (side, _) in made.items()} | {"matmul": timing.matmul(device, dtype)}
+            sides = {name: side for name, (side, _) in made.items()} | {
+                "matmul": timing.matmul(device, dtype)
+            }
             found = timing.alternate(sides, options.repeats, warmups=0)
         limit = median(found.pop("matmul")) / flops_per_token(shapes_only(cfg), cfg.block_size)
         notes = {name: f"{made[name][1] / 1e6:.1f}M parameters" for name in found}
@@ -185,11 +232,13 @@ def train_row(options: Options) -> Iterator[Line]:
             yield line
 
 
-# ---- head ------------------------------------------------------------------------------------------------------------
+# ---- head ----------------------------------------------------------------------------------------
 
 
 def head_losses(device: torch.device) -> dict[str, Callable]:
-    """Return {side: function of hidden states (N, C), the weight (V, C) and targets (N,) that gives the mean loss}."""
+    """Return {side: function of hidden states (N, C), the weight (V, C) and targets (N,) that gives
+    the mean loss}.
+    """
     found = {"ours": lambda h, w, t: cross_entropy(h, w, t)[0] / len(t)}
     compile_loss(device)
     found[HEAD_PEERS[0]] = lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t)
@@ -208,16 +257,23 @@ def head_losses(device: torch.device) -> dict[str, Callable]:
 
 
 def head_row(options: Options) -> Iterator[Line]:
-    """Tokens/s of head and loss, with the gradients of both inputs. They take inputs in the dtype of the products."""
+    """Tokens/s of head and loss, with the gradients of both inputs. They take inputs in the dtype
+    of the products.
+    """
     device, dtype = options.device, options.dtype
     default, n_tokens = ("124M,1.1B", 16384) if device.type == "cuda" else ("25M,124M", 2048)
     for shape in shapes_of(options, default):
         timing.release()
         cfg, N = SHAPES[shape], options.tokens or n_tokens
-        inputs = [torch.randn(n, cfg.n_embd, device=device).mul_(0.02).to(dtype) for n in (N, cfg.vocab_size)]
+        inputs = [
+            torch.randn(n, cfg.n_embd, device=device).mul_(0.02).to(dtype)
+            for n in (N, cfg.vocab_size)
+        ]
         targets, notes = torch.randint(cfg.vocab_size, (N,), device=device), {}
 
-        def step(loss_of: Callable, inputs: list = inputs, targets: torch.Tensor = targets) -> list[torch.Tensor]:
+        def step(
+            loss_of: Callable, inputs: list = inputs, targets: torch.Tensor = targets
+        ) -> list[torch.Tensor]:
             h, w = (x.detach().requires_grad_() for x in inputs)
             loss = loss_of(h, w, targets)
             loss.backward()
@@ -225,14 +281,18 @@ def head_row(options: Options) -> Iterator[Line]:
 
         steps = {name: partial(step, loss_of) for name, loss_of in head_losses(device).items()}
         for name in steps:
-            notes[name] = "loss {:.4f}, gradients {:.3e} {:.3e}".format(*(x.item() for x in steps[name]()))
+            notes[name] = "loss {:.4f}, gradients {:.3e} {:.3e}".format(
+                *(x.item() for x in steps[name]())
+            )
         sides = {name: timing.repeated(step, device) for name, step in steps.items()}
         found = timing.alternate(sides | {"matmul": timing.matmul(device, dtype)}, options.repeats)
         limit = median(found.pop("matmul")) / (6 * cfg.vocab_size * cfg.n_embd)
-        yield from timing.lines("head", f"{shape}, {N} tokens", found, "tok/s", HEAD_PEERS, N, limit, notes)
+        yield from timing.lines(
+            "head", f"{shape}, {N} tokens", found, "tok/s", HEAD_PEERS, N, limit, notes
+        )
 
 
-# ---- generate --------------------------------------------------------------------------------------------------------
+# ---- generate ------------------------------------------------------------------------------------
 
 
 def our_call(
@@ -248,12 +308,16 @@ def our_call(
     return call
 
 
-def their_call(model: Transformer, prompts: list[list[int]], options: Options) -> Callable[[], list[list[int]]]:
+def their_call(
+    model: Transformer, prompts: list[list[int]], options: Options
+) -> Callable[[], list[list[int]]]:
     from transformers import LlamaForCausalLM
 
     hf = LlamaForCausalLM(llama_config(model.cfg)).eval()
     state = model.state_dict()
-    hf.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": p for name, p in state.items()})
+    hf.load_state_dict({
+        name if name == "lm_head.weight" else f"model.{name}": p for name, p in state.items()
+    })
     hf, idx = hf.to(options.device, options.dtype), torch.tensor(prompts, device=options.device)
     length = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
 
@@ -272,16 +336,22 @@ def shapes_only(cfg: ModelConfig) -> Transformer:
 
 
 def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype, length: int) -> int:
-    """Return the bytes that a step reads after `length` tokens: every matrix but the embedding, and the cache."""
+    """Return the bytes that a step reads after `length` tokens: every matrix but the embedding, and
+    the cache.
+    """
     table = parameter_table(shapes_only(cfg))
     matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd
     return matrices * dtype.itemsize + cache_bytes(cfg, rows, length, dtype)
 
 
 def generate_row(options: Options) -> Iterator[Line]:
-    """Tokens/s for each shape, alone and in a batch; the limit is that of half of the new tokens."""
+    """Tokens/s for each shape, alone and in a batch; the limit is that of half of the new
+    tokens.
+    """
     device, dtype, new_tokens = options.device, options.dtype, options.new_tokens
-    for shape, rows in product(shapes_of(options, "25M,124M"), dict.fromkeys([1, options.batch_size])):
+    for shape, rows in product(
+        shapes_of(options, "25M,124M"), dict.fromkeys([1, options.batch_size])
+    ):
         timing.release()
         torch.manual_seed(0)
         cfg = SHAPES[shape]
@@ -295,15 +365,25 @@ def generate_row(options: Options) -> Iterator[Line]:
         texts = {name: call() for name, call in calls.items()}  # also compiles and allocates
         n_bytes = bytes_per_step(cfg, rows, dtype, PROMPT_TOKENS + new_tokens // 2)
         sides = {name: partial(timing.device_seconds, call, device) for name, call in calls.items()}
-        found = timing.alternate(sides | {"memory": timing.reading(n_bytes, device)}, options.repeats, warmups=0)
+        found = timing.alternate(
+            sides | {"memory": timing.reading(n_bytes, device)}, options.repeats, warmups=0
+        )
         limit, first = rows * median(found.pop("memory")) / n_bytes, next(iter(texts.values()))
-        same = {name: sum(a == b for a, b in zip(first, ids, strict=True)) for name, ids in texts.items()}
-        notes = {name: f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal" for name, n in same.items()}
+        same = {
+            name: sum(a == b for a, b in zip(first, ids, strict=True))
+            for name, ids in texts.items()
+        }
+        notes = {
+            name: f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal"
+            for name, n in same.items()
+        }
         case, work = f"{shape}, batch {rows}, {str(dtype)[6:]}", rows * new_tokens
-        yield from timing.lines("generate", case, found, "tok/s", ["transformers"], work, limit, notes)
+        yield from timing.lines(
+            "generate", case, found, "tok/s", ["transformers"], work, limit, notes
+        )
 
 
-# ---- checkpoint ------------------------------------------------------------------------------------------------------
+# ---- checkpoint ----------------------------------------------------------------------------------
 
 
 def checkpoint_row(options: Options) -> Iterator[Line]:
@@ -314,7 +394,11 @@ def checkpoint_row(options: Options) -> Iterator[Line]:
             calls, n_bytes = ways_to_save(SHAPES[shape], Path(folder))
             sides = {name: partial(timing.seconds_of, call) for name, call in calls.items()}
             seconds, mb = timing.alternate(sides, options.repeats), n_bytes / 1e6
-            case, peers, limit = f"{shape}, {mb:,.0f} MB, CPU", ("disk", "torch.save"), mb / median(seconds["disk"])
+            case, peers, limit = (
+                f"{shape}, {mb:,.0f} MB, CPU",
+                ("disk", "torch.save"),
+                mb / median(seconds["disk"]),
+            )
             yield from timing.lines("checkpoint", case, seconds, "MB/s", peers, mb, limit)
 
 

@@ -1,8 +1,8 @@
 """Rows data, tokenize, bpe and dedup: text, by CPU seconds of this process.
 
-bpe: the same regular expression cuts the text for ours and for tokenizers; sentencepiece merges characters within
-words, not bytes. All have one thread. dedup: datasketch gets the hashes of its shingles ready made, only our times
-include reading the text.
+bpe: the same regular expression cuts the text for ours and for tokenizers; sentencepiece merges
+characters within words, not bytes. All have one thread. dedup: datasketch gets the hashes of its
+shingles ready made, only our times include reading the text.
 """
 
 import csv
@@ -29,12 +29,20 @@ THRESHOLD, BANDS, ROWS = 0.8, 16, 8
 
 
 def corpora(options: Options) -> Iterator[tuple[str, list[str], float]]:
-    """Yield (name, texts, megabytes): texts of `input`, or the documentation of Python and a Chinese sample; each once,
-    until corpus_mb. Lone surrogates, which no UTF-8 has and the peers refuse, become question marks."""
+    """Yield (name, texts, megabytes): texts of `input`, or the documentation of Python and a
+    Chinese sample; each once, until corpus_mb. Lone surrogates, which no UTF-8 has and the peers
+    refuse, become question marks.
+    """
     found = {"docs": python_docs()} | ({} if options.quick else {"zh": chinese_sample()})
     if options.input:
         files = readers.find_files(options.input)
-        found = {"input": (document.value for path in files for document in readers.read_documents(path, "text"))}
+        found = {
+            "input": (
+                document.value
+                for path in files
+                for document in readers.read_documents(path, "text")
+            )
+        }
     for name, texts in found.items():
         kept, n_bytes = {}, 0
         for encoded in (text.encode("utf-8", "replace") for text in texts):
@@ -45,22 +53,29 @@ def corpora(options: Options) -> Iterator[tuple[str, list[str], float]]:
         yield name, [encoded.decode() for encoded in kept], n_bytes / 1e6
 
 
-# ---- data -----------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def data_row(options: Options) -> Iterator[Line]:
-    """MB per CPU second of text read from each container beside the bare module for it, which reports no problem, has
-    no byte offsets and, of JSON, holds the whole file; the texts are compared first."""
+    """MB per CPU second of text read from each container beside the bare module for it, which
+    reports no problem, has no byte offsets and, of JSON, holds the whole file; the texts are
+    compared first.
+    """
     name, texts, megabytes = next(corpora(options))
     texts = [text[i : i + 2000] for text in texts for i in range(0, len(text), 2000)]
     for container, (write, peer, read) in CONTAINERS.items():
         path = options.folder / f"{name}.{container.partition(',')[0]}"
         write(path, texts)
-        calls = {peer: lambda read=read, path=path: list(read(path)), "ours": partial(our_texts, path)}
+        calls = {
+            peer: lambda read=read, path=path: list(read(path)),
+            "ours": partial(our_texts, path),
+        }
         if any(call() != texts for call in calls.values()):
             raise UserError(f"bench: data: the texts differ, {container}")
         case = f"{name} {megabytes:.1f} MB, {container}"
-        yield from timing.compare_sides("data", case, calls, "MB/s", [peer], megabytes, options.repeats)
+        yield from timing.compare_sides(
+            "data", case, calls, "MB/s", [peer], megabytes, options.repeats
+        )
 
 
 def our_texts(path: Path) -> list[str]:
@@ -91,58 +106,87 @@ def read_parquet(path: Path) -> Iterator[str]:
 
 
 def write_jsonl(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8"
+    )
 
 
 CONTAINERS = {  # {name: (write, the module that reads it, read)}
-    "jsonl": (write_jsonl, "json", lambda path: (json.loads(row)["text"] for row in open(path, encoding="utf-8"))),
+    "jsonl": (
+        write_jsonl,
+        "json",
+        lambda path: (json.loads(row)["text"] for row in open(path, encoding="utf-8")),
+    ),
     "json": (
-        lambda path, texts: path.write_text(json.dumps([{"text": text} for text in texts]), "utf-8"),
-        "json", lambda path: (row["text"] for row in json.loads(path.read_text("utf-8"))),
+        lambda path, texts: path.write_text(
+            json.dumps([{"text": text} for text in texts]), "utf-8"
+        ),
+        "json",
+        lambda path: (row["text"] for row in json.loads(path.read_text("utf-8"))),
     ),
     "csv": (write_csv, "csv", read_csv),
     "parquet": (partial(write_parquet, rows=1000), "pyarrow", read_parquet),
     "parquet, groups of 5 rows": (partial(write_parquet, rows=5), "pyarrow", read_parquet),
-}  # fmt: skip
+}
 
 
-# ---- tokenize, bpe --------------------------------------------------------------------------------------------------
+# ---- tokenize, bpe -------------------------------------------------------------------------------
 
 
 def tokenize_row(options: Options) -> Iterator[Line]:
-    """MB per CPU second beside tiktoken alone and Hugging Face's tokenizers; the ids are compared first."""
+    """MB per CPU second beside tiktoken alone and Hugging Face's tokenizers; the ids are compared
+    first.
+    """
     from tokenizers import Tokenizer
 
     for name, texts, megabytes in corpora(options):
         directory = options.folder / name
         training.train(texts, options.vocab_size).save(directory)
-        ours, theirs = tokenizer.Tokenizer.load(directory), Tokenizer.from_file(str(directory / "tokenizer.json"))
+        ours, theirs = (
+            tokenizer.Tokenizer.load(directory),
+            Tokenizer.from_file(str(directory / "tokenizer.json")),
+        )
         encoders = {
             "tiktoken": ours.engine.encoding.encode_ordinary,
-            "tokenizers": lambda text, theirs=theirs: theirs.encode(text, add_special_tokens=False).ids,
+            "tokenizers": lambda text, theirs=theirs: (
+                theirs.encode(text, add_special_tokens=False).ids
+            ),
             "ours": ours.encode,
             "ours, arrays": ours.encode_array,
-        }  # fmt: skip
+        }
         for side, encode in encoders.items():
             if any(list(encode(text)) != ours.encode(text) for text in texts):
                 raise UserError(f"bench: tokenize: the ids of {side} are not those of ours, {name}")
         calls = {side: lambda encode=encode, texts=texts: [encode(text) for text in texts]
                  for side, encode in encoders.items()}  # fmt: skip
-        case, peers = f"{name} {megabytes:.1f} MB, {options.vocab_size} ids", ("tiktoken", "tokenizers")
-        yield from timing.compare_sides("tokenize", case, calls, "MB/s", peers, megabytes, options.repeats)
+        case, peers = (
+            f"{name} {megabytes:.1f} MB, {options.vocab_size} ids",
+            ("tiktoken", "tokenizers"),
+        )
+        yield from timing.compare_sides(
+            "tokenize", case, calls, "MB/s", peers, megabytes, options.repeats
+        )
 
 
 def bpe_row(options: Options) -> Iterator[Line]:
-    """Seconds to train a tokenizer beside rustbpe (if it is installed), Hugging Face's and sentencepiece."""
+    """Seconds to train a tokenizer beside rustbpe (if it is installed), Hugging Face's and
+    sentencepiece.
+    """
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # one thread
     trainers = {"tokenizers": train_hugging_face, "sentencepiece": train_sentencepiece}
     if importlib.util.find_spec("rustbpe"):
         trainers = {"rustbpe": train_rustbpe} | trainers
-    trainers["ours"] = lambda texts, vocab_size: bpe.train_bpe(bpe.count_chunks(texts), vocab_size - 256)
+    trainers["ours"] = lambda texts, vocab_size: bpe.train_bpe(
+        bpe.count_chunks(texts), vocab_size - 256
+    )
     for name, texts, megabytes in corpora(options):
-        calls = {side: partial(train, texts, options.vocab_size) for side, train in trainers.items()}
+        calls = {
+            side: partial(train, texts, options.vocab_size) for side, train in trainers.items()
+        }
         case = f"{name} {megabytes:.1f} MB, {options.vocab_size} ids"
-        yield from timing.compare_sides("bpe", case, calls, "s", list(trainers)[:-1], 0.0, options.repeats)
+        yield from timing.compare_sides(
+            "bpe", case, calls, "s", list(trainers)[:-1], 0.0, options.repeats
+        )
 
 
 def train_rustbpe(texts: list[str], vocab_size: int) -> None:
@@ -155,7 +199,10 @@ def train_hugging_face(texts: list[str], vocab_size: int) -> None:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     theirs = Tokenizer(models.BPE())
-    steps = [pre_tokenizers.Split(Regex(bpe.PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    steps = [
+        pre_tokenizers.Split(Regex(bpe.PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
     theirs.pre_tokenizer = pre_tokenizers.Sequence(steps)
     options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=bpe.MIN_COUNT, **options)
@@ -166,19 +213,30 @@ def train_sentencepiece(texts: list[str], vocab_size: int) -> None:
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in texts for line in text.split("\n")), model_writer=io.BytesIO(),
-        model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False, character_coverage=0.9995, byte_fallback=True,
-        normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True, max_sentence_length=1 << 20, num_threads=1, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=(line for text in texts for line in text.split("\n")),
+        model_writer=io.BytesIO(),
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        character_coverage=0.9995,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        max_sentence_length=1 << 20,
+        num_threads=1,
+        minloglevel=2,
+    )
 
 
-# ---- dedup ----------------------------------------------------------------------------------------------------------
+# ---- dedup ---------------------------------------------------------------------------------------
 
 
 def dedup_row(options: Options) -> Iterator[Line]:
-    """Documents per CPU second: MinHash signatures beside datasketch's bulk API, and from texts to survivors beside
-    the usual loop. Raise UserError if the survivors differ."""
+    """Documents per CPU second: MinHash signatures beside datasketch's bulk API, and from texts to
+    survivors beside the usual loop. Raise UserError if the survivors differ.
+    """
     from datasketch import MinHash
 
     for name, found, _ in corpora(options):
@@ -186,7 +244,8 @@ def dedup_row(options: Options) -> Iterator[Line]:
         sets = elements(texts)
         if our_survivors(texts) != plain_survivors(sets):
             raise UserError(f"bench: dedup: survivors differ, {name}")
-        shingles = [[number.to_bytes(4, "little") for number in numbers] for numbers in sets]  # which bulk() hashes
+        # What bulk() hashes
+        shingles = [[number.to_bytes(4, "little") for number in numbers] for numbers in sets]
         for case, theirs, ours in (
             (
                 "signatures",
@@ -197,19 +256,27 @@ def dedup_row(options: Options) -> Iterator[Line]:
         ):
             calls = {"datasketch": theirs, "ours": partial(ours, texts)}
             case, repeats = f"{case}, {name}", options.repeats
-            yield from timing.compare_sides("dedup", case, calls, "doc/s", ["datasketch"], len(texts), repeats)
+            yield from timing.compare_sides(
+                "dedup", case, calls, "doc/s", ["datasketch"], len(texts), repeats
+            )
 
 
 def pieces(texts: list[str], most: int) -> list[str]:
-    """Return at most so many documents of 2,000 characters, 600 of Chinese, cut from all texts in a row."""
+    """Return at most so many documents of 2,000 characters, 600 of Chinese, cut from all texts in a
+    row.
+    """
     held = "\n".join(texts)
     size = 2000 if len(held.encode()) < 1.5 * len(held) else 600
     return [held[i : i + size] for i in range(0, len(held) - size + 1, size)][:most]
 
 
 def with_copies(texts: list[str]) -> list[str]:
-    """Return as many documents, every fifth a near copy of the one before: without its first hundredth."""
-    return [texts[i - 1][len(texts[i]) // 100 :] if i % 5 == 4 else text for i, text in enumerate(texts)]
+    """Return as many documents, every fifth a near copy of the one before: without its first
+    hundredth.
+    """
+    return [
+        texts[i - 1][len(texts[i]) // 100 :] if i % 5 == 4 else text for i, text in enumerate(texts)
+    ]
 
 
 def elements(texts: list[str]) -> list[list[int]]:
@@ -223,11 +290,15 @@ def elements(texts: list[str]) -> list[list[int]]:
 
 
 def our_survivors(texts: list[str]) -> list[int]:
-    return dedup.near_duplicates(dedup.signatures(dedup.units(texts)), THRESHOLD, BANDS, ROWS).dropped.tolist()
+    return dedup.near_duplicates(
+        dedup.signatures(dedup.units(texts)), THRESHOLD, BANDS, ROWS
+    ).dropped.tolist()
 
 
 def plain_survivors(sets: list[list[int]]) -> list[int]:
-    """Run the usual loop: all shingles of a document at once, a query, an insert if nothing found is similar."""
+    """Run the usual loop: all shingles of a document at once, a query, an insert if nothing found
+    is similar.
+    """
     from datasketch import MinHash, MinHashLSH
 
     index, kept, dropped = MinHashLSH(num_perm=128, params=(BANDS, ROWS)), {}, []

@@ -1,8 +1,9 @@
 """Rows sft and dpo: tuning a model of random weights on conversations and preference pairs.
 
-sft: packed rows beside padded ones. dpo: steps of dpo.py beside those of trl's DPOTrainer on the same pairs with the
-same ids, ours in batches of similar length, as dpo.py makes them, trl's in its random order, once with precomputed
-log-probabilities of the reference, as ours has them, and once with a second model. Whole steps, with loading.
+sft: packed rows beside padded ones. dpo: steps of dpo.py beside those of trl's DPOTrainer on the
+same pairs with the same ids, ours in batches of similar length, as dpo.py makes them, trl's in its
+random order, once with precomputed log-probabilities of the reference, as ours has them, and once
+with a second model. Whole steps, with loading.
 """
 
 import json
@@ -37,7 +38,8 @@ from tokenizer import Tokenizer, chat_ready
 STEPS = 16  # of a side in a round: dpo.py sorts the pairs of so many
 LOSS = {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "gamma": 0.0, "nll_weight": 0.0}
 LEARNING_RATE = 1e-6
-Side = tuple[Callable[[np.ndarray], float], torch.Tensor | None]  # (numbers of pairs -> seconds, reference's logps)
+# (numbers of pairs -> seconds, reference's logps)
+Side = tuple[Callable[[np.ndarray], float], torch.Tensor | None]
 
 
 def start(kind: str, shape: str, options: Options) -> tuple[str, Tokenizer, Path]:
@@ -62,11 +64,16 @@ def sft_row(options: Options) -> Iterator[Line]:
         yield from layouts(shape, data, tokenizer, base, options)
 
 
-def layouts(shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Options) -> list[Line]:
+def layouts(
+    shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Options
+) -> list[Line]:
     model = huggingface.load_model(base, options.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     B, columns = options.batch_size, options.block_size
-    corpora = {name: ChatCorpus(data, tokenizer, columns, name == "packed", seed=1) for name in ("padded", "packed")}
+    corpora = {
+        name: ChatCorpus(data, tokenizer, columns, seed=1, pack=name == "packed")
+        for name in ("padded", "packed")
+    }
 
     def load(name: str, step: int) -> tuple:
         numbers = (step * B + np.arange(B)) % corpora[name].train[0].n_rows
@@ -92,24 +99,34 @@ def layouts(shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Op
         n_places = sum(load(name, k).x.numel() for k in range(-(-corpus.train[0].n_rows // B)))
         notes[name] = f"padding {100 * max(0.0, 1 - n_used / n_places):.1f} %"
     found = timing.alternate({name: partial(side, name) for name in corpora}, options.repeats)
-    return timing.lines("sft", f"{shape}, batch {B} x {columns}", found, "label/s", ["padded"], 1.0, notes=notes)
+    return timing.lines(
+        "sft", f"{shape}, batch {B} x {columns}", found, "label/s", ["padded"], 1.0, notes=notes
+    )
 
 
 def dpo_row(options: Options) -> Iterator[Line]:
-    """Pairs/s of trl and of ours; the note says how far the log-probabilities of the reference are from trl's."""
+    """Pairs/s of trl and of ours; the note says how far the log-probabilities of the reference are
+    from trl's.
+    """
     for shape in shapes_of(options, "25M"):
         data, tokenizer, base = start("preference", shape, options)
         corpus = PairCorpus(data, tokenizer, options.block_size, seed=1, val_fraction=0.0)
         n_pairs, n_used = corpus.train[0].n_rows, STEPS * options.batch_size
         if n_pairs < n_used:
-            raise UserError(f"bench: {data} has {n_pairs} pairs, fewer than the {n_used} of a round")
+            raise UserError(
+                f"bench: {data} has {n_pairs} pairs, fewer than the {n_used} of a round"
+            )
         args = base, corpus, options
-        makers = {f"trl{', precomputed' * ready}": partial(trl_side, *args, ready) for ready in (True, False)}
+        makers = {
+            f"trl{', precomputed' * ready}": partial(trl_side, *args, ready)
+            for ready in (True, False)
+        }
         for way in options.compile.split(","):
             makers[f"ours{', blocks' * (way == 'blocks')}"] = partial(our_side, *args, way)
         made = timing.build(makers)
         rng = np.random.default_rng(0)
-        rounds = [rng.permutation(n_pairs)[:n_used] for _ in range(options.repeats + 1)]  # the same for every side
+        # The same for every side
+        rounds = [rng.permutation(n_pairs)[:n_used] for _ in range(options.repeats + 1)]
         sides = {name: partial(lambda run, turns: run(next(turns)), run, iter(rounds))
                  for name, (run, _) in made.items()}  # fmt: skip
         found, notes = timing.alternate(sides, options.repeats), {}
@@ -117,7 +134,10 @@ def dpo_row(options: Options) -> Iterator[Line]:
             if name.startswith("ours") and "trl, precomputed" in made:
                 far = (table[:n_pairs] - made["trl, precomputed"][1][:n_pairs]).abs().max().item()
                 notes[name] = f"log-probabilities of the reference within {far:.0e} nats of trl's"
-        case, peers = f"{shape}, {options.batch_size} pairs", [name for name in made if name.startswith("trl")]
+        case, peers = (
+            f"{shape}, {options.batch_size} pairs",
+            [name for name in made if name.startswith("trl")],
+        )
         yield from timing.lines("dpo", case, found, "pair/s", peers, n_used, notes=notes)
 
 
@@ -144,7 +164,9 @@ def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side
         parallel.step(opt, lr=LEARNING_RATE, clip=1.0)
 
     def seconds(numbers: np.ndarray) -> float:
-        batches = numbers[np.argsort(corpus.train[0].columns[numbers], kind="stable")].reshape(-1, batch_size)
+        batches = numbers[np.argsort(corpus.train[0].columns[numbers], kind="stable")].reshape(
+            -1, batch_size
+        )
         return timing.device_seconds(lambda: list(map(step, batches)), device)
 
     return seconds, table
@@ -162,16 +184,31 @@ def trl_side(base: Path, corpus: PairCorpus, options: Options, precomputed: bool
 
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     ids = (corpus.train[0].ids(i) for i in range(corpus.train[0].n_rows))
-    rows = Dataset.from_list([dict(zip(names, map(np.ndarray.tolist, parts), strict=True)) for parts in ids])
+    rows = Dataset.from_list([
+        dict(zip(names, map(np.ndarray.tolist, parts), strict=True)) for parts in ids
+    ])
     args = DPOConfig(
-        tempfile.gettempdir(), save_strategy="no", per_device_train_batch_size=options.batch_size,
-        max_steps=STEPS, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", beta=LOSS["beta"],
-        bf16=options.dtype == torch.bfloat16, use_cpu=options.device.type == "cpu", gradient_checkpointing=False,
-        max_length=None, logging_strategy="no", precompute_ref_log_probs=precomputed, report_to=[], disable_tqdm=True,
+        tempfile.gettempdir(),
+        save_strategy="no",
+        per_device_train_batch_size=options.batch_size,
+        max_steps=STEPS,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        beta=LOSS["beta"],
+        bf16=options.dtype == torch.bfloat16,
+        use_cpu=options.device.type == "cpu",
+        gradient_checkpointing=False,
+        max_length=None,
+        logging_strategy="no",
+        precompute_ref_log_probs=precomputed,
+        report_to=[],
+        disable_tqdm=True,
         dataloader_pin_memory=False,
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    trainer = SameIds(model, args=args, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(base))
+    trainer = SameIds(
+        model, args=args, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(base)
+    )
     trainer.remove_callback(PrinterCallback)
     rows = trainer.train_dataset
 
@@ -179,4 +216,7 @@ def trl_side(base: Path, corpus: PairCorpus, options: Options, precomputed: bool
         trainer.train_dataset = rows.select(numbers)
         return timing.device_seconds(trainer.train, options.device)
 
-    return seconds, torch.tensor([rows["ref_chosen_logps"], rows["ref_rejected_logps"]]).T if precomputed else None
+    return seconds, torch.tensor([
+        rows["ref_chosen_logps"],
+        rows["ref_rejected_logps"],
+    ]).T if precomputed else None

@@ -567,13 +567,20 @@ def executors(job: Job, exported: dict[str, str]) -> list:
         elif config["executor"] == "ray":
             made.append(RayPipelineExecutor(**settings, **memory, time=int(config["hours"] * 3600)))
         else:
-            made.append(SlurmPipelineExecutor(
-                **settings, **memory, time=str(round(config["hours"] * 60)),
-                partition=config["partition"], qos="", job_name=f"{job.out_dir.name}-{name}",
-                env_command="export " + " ".join(f"{k}={shlex.quote(v)}" for k, v in exported.items()),
-                sbatch_args=dict(option.partition("=")[::2] for option in options if option),
-                depends=made[-1] if made else None,
-            ))  # fmt: skip
+            made.append(
+                SlurmPipelineExecutor(
+                    **settings,
+                    **memory,
+                    time=str(round(config["hours"] * 60)),
+                    partition=config["partition"],
+                    qos="",
+                    job_name=f"{job.out_dir.name}-{name}",
+                    env_command="export "
+                    + " ".join(f"{k}={shlex.quote(v)}" for k, v in exported.items()),
+                    sbatch_args=dict(option.partition("=")[::2] for option in options if option),
+                    depends=made[-1] if made else None,
+                )
+            )
     return made
 
 

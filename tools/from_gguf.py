@@ -1,10 +1,12 @@
-"""A GGUF file, as llama.cpp uses it, into a Hugging Face directory that every script opens as init_from.
+"""A GGUF file, as llama.cpp uses it, into a Hugging Face directory that every script opens as
+init_from.
 
 python tools/from_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf out/smol
 python tools/from_gguf.py qwen2.5-7b.gguf out/qwen --dtype=bfloat16        # half the size on disk
 
-The package gguf reads the file and dequantizes its weights. Families: llama (with Mistral), qwen2, qwen3. What the
-file has beyond them, or a way to split text that is not in PRE_TOKENIZERS, is refused in one line.
+The package gguf reads the file and dequantizes its weights. Families: llama (with Mistral), qwen2,
+qwen3. What the file has beyond them, or a way to split text that is not in PRE_TOKENIZERS, is
+refused in one line.
 """
 
 import argparse
@@ -25,16 +27,32 @@ from groundup.train.config_json import write_json
 from groundup.train.huggingface import save_weights
 from model import ModelConfig, rope_frequencies
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 # {GGUF's name: Hugging Face's}, outside and inside a block
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INSIDE = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 DIGITS = {"type": "Digits", "individual_digits": True}
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -44,11 +62,17 @@ TEKKEN = (
 
 
 def split_by(pattern: str) -> list[dict]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return [split, BYTE_LEVEL | {"use_regex": False}]
 
 
-# {name in tokenizer.ggml.pre: the steps of tokenizer.json}, for the families above (llama.cpp, src/llama-vocab.cpp)
+# {name in tokenizer.ggml.pre: the steps of tokenizer.json}, for the families above (llama.cpp,
+# src/llama-vocab.cpp)
 PRE_TOKENIZERS = {
     "gpt-2": [BYTE_LEVEL],
     "smollm": [DIGITS, BYTE_LEVEL],
@@ -56,7 +80,12 @@ PRE_TOKENIZERS = {
     "qwen2": split_by(PATTERNS["qwen"]),
     "tekken": split_by(TEKKEN),
 }
-SAME_AS = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+SAME_AS = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "smaug-bpe": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+}
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # kinds of tokens (tokenizer.ggml.token_type)
 SHARD_BYTES = 4 * 2**30
 
@@ -72,16 +101,22 @@ def read_gguf(path: Path) -> object:
     except OSError as error:
         raise UserError(f"from_gguf: cannot read {path}: {error.strerror}") from None
     except (ValueError, IndexError, KeyError) as error:  # no GGUF, or cut short
-        raise UserError(f"from_gguf: {path} is no whole GGUF file: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"from_gguf: {path} is no whole GGUF file: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
-    """Write the Hugging Face directory `out` and return the number of parameters. Raise UserError."""
+    """Write the Hugging Face directory `out` and return the number of parameters. Raise
+    UserError.
+    """
     reader = read_gguf(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     arch = fields.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise UserError(f"from_gguf: {path}: architecture {arch!r}; supported are {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"from_gguf: {path}: architecture {arch!r}; supported are {', '.join(ARCHITECTURES)}"
+        )
     try:
         config = model_config(fields, arch, {tensor.name: tensor for tensor in reader.tensors})
         files, ids = tokenizer_files(fields)
@@ -94,7 +129,11 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
             n = write_weights(temp, weights(reader.tensors, arch, config, path), dtype)
             name = str(dtype).removeprefix("torch.")
             write_json(temp / "config.json", config | ids | {"dtype": name, "torch_dtype": name})
-            ends = {i for i in (ids["eos_token_id"], fields.get("tokenizer.ggml.eot_token_id")) if i is not None}
+            ends = {
+                i
+                for i in (ids["eos_token_id"], fields.get("tokenizer.ggml.eot_token_id"))
+                if i is not None
+            }
             write_json(temp / "generation_config.json", ids | {"eos_token_id": sorted(ends)})
             for name, content in files.items():
                 (temp / name).write_bytes(content)
@@ -103,17 +142,21 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
     return n
 
 
-# ---- config.json -----------------------------------------------------------------------------------------------------
+# ---- config.json ---------------------------------------------------------------------------------
 
 
 def model_config(fields: dict, arch: str, tensors: dict) -> dict:
-    """Return config.json without the special ids and the dtype. Raise KeyError for a field that is missing."""
+    """Return config.json without the special ids and the dtype. Raise KeyError for a field that is
+    missing.
+    """
     get = {key.removeprefix(f"{arch}."): value for key, value in fields.items()}
     n_head, n_embd = get["attention.head_count"], get["embedding_length"]
     head_dim = get.get("attention.key_length", n_embd // n_head)
     theta = get.get("rope.freq_base", 10000.0)
     if get.get("rope.dimension_count", head_dim) != head_dim:
-        raise UserError(f"only {get['rope.dimension_count']} of {head_dim} dimensions are rotated; not supported")
+        raise UserError(
+            f"only {get['rope.dimension_count']} of {head_dim} dimensions are rotated; not supported"
+        )
     if get.get("expert_count"):
         raise UserError(f"it has {get['expert_count']} experts; not supported")
     rows = int(tensors["token_embd.weight"].shape[1])
@@ -139,18 +182,29 @@ def model_config(fields: dict, arch: str, tensors: dict) -> dict:
 
 
 def rope_scaling(get: dict, theta: float, head_dim: int, factors: object) -> dict | None:
-    """Return rope_scaling of config.json. GGUF has YaRN's numbers, but of Llama 3's scaling only what it gives: one
-    factor per frequency. Meta's four numbers are found by trying the published `factor`."""
+    """Return rope_scaling of config.json. GGUF has YaRN's numbers, but of Llama 3's scaling only
+    what it gives: one factor per frequency. Meta's four numbers are found by trying the published
+    `factor`.
+    """
     kind = get.get("rope.scaling.type", "none")
     if kind == "yarn":
         original = get["rope.scaling.original_context_length"]
-        return {"rope_type": "yarn", "factor": get["rope.scaling.factor"], "original_max_position_embeddings": original}
+        return {
+            "rope_type": "yarn",
+            "factor": get["rope.scaling.factor"],
+            "original_max_position_embeddings": original,
+        }
     if kind != "none":
         raise UserError(f"rope scaling {kind!r} is not supported")
     if factors is None:
         return None
     found = np.array(factors.data, np.float32)
-    scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(found.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     scaling["original_max_position_embeddings"] = 8192
     if not np.allclose(found, rope_factors(scaling, theta, head_dim), rtol=1e-3):
         raise UserError("its rope_freqs are not those of Llama 3's scaling; not supported")
@@ -160,17 +214,23 @@ def rope_scaling(get: dict, theta: float, head_dim: int, factors: object) -> dic
 def rope_factors(scaling: dict, theta: float, head_dim: int) -> np.ndarray:
     """Return by what a rope_scaling divides each frequency, (head_dim / 2,)."""
     plain, scaled = (
-        rope_frequencies(ModelConfig(1, n_head=1, n_embd=head_dim, rope_theta=theta, rope_scaling=one))
+        rope_frequencies(
+            ModelConfig(1, n_head=1, n_embd=head_dim, rope_theta=theta, rope_scaling=one)
+        )
         for one in (None, scaling)
     )
     return (plain / scaled).numpy()
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
-def weights(tensors: Iterable, arch: str, config: dict, path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (Hugging Face's name, float32 array) of each tensor. Raise UserError for one that is unknown."""
+def weights(
+    tensors: Iterable, arch: str, config: dict, path: Path
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (Hugging Face's name, float32 array) of each tensor. Raise UserError for one that is
+    unknown.
+    """
     from gguf.quants import dequantize
 
     for tensor in tensors:
@@ -178,7 +238,9 @@ def weights(tensors: Iterable, arch: str, config: dict, path: Path) -> Iterator[
             continue
         name = hf_name(tensor.name)
         if not name:
-            raise UserError(f"from_gguf: {path} has a tensor {tensor.name!r}, which model.py does not compute")
+            raise UserError(
+                f"from_gguf: {path} has a tensor {tensor.name!r}, which model.py does not compute"
+            )
         try:
             array = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
@@ -199,14 +261,22 @@ def hf_name(name: str) -> str:
 
 
 def interleaved(array: np.ndarray, n_head: int, inverse: bool = False) -> np.ndarray:
-    """Reorder the rows of Llama's q and k: its GGUF rotates neighbours, transformers the halves of each head."""
+    """Reorder the rows of Llama's q and k: its GGUF rotates neighbours, transformers the halves of
+    each head.
+    """
     shape = array.shape
-    split = (n_head, shape[0] // n_head // 2, 2) if inverse else (n_head, 2, shape[0] // n_head // 2)
+    split = (
+        (n_head, shape[0] // n_head // 2, 2) if inverse else (n_head, 2, shape[0] // n_head // 2)
+    )
     return array.reshape(*split, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
-def write_weights(directory: Path, named: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype) -> int:
-    """Write model.safetensors, or shards of SHARD_BYTES with an index; return the number of parameters."""
+def write_weights(
+    directory: Path, named: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype
+) -> int:
+    """Write model.safetensors, or shards of SHARD_BYTES with an index; return the number of
+    parameters.
+    """
     shard, shards, size, n = {}, [], 0, 0
 
     def flush() -> None:
@@ -227,44 +297,73 @@ def write_weights(directory: Path, named: Iterable[tuple[str, np.ndarray]], dtyp
         shards[0][0].rename(directory / "model.safetensors")
     else:
         weight_map = {name: path.name for path, names in shards for name in names}
-        write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+        write_json(
+            directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map}
+        )
     return n
 
 
-# ---- the tokenizer ---------------------------------------------------------------------------------------------------
+# ---- the tokenizer -------------------------------------------------------------------------------
 
 
 def tokenizer_files(fields: dict) -> tuple[dict[str, bytes], dict[str, int | None]]:
     """Return ({file name: content}, {"bos_token_id", "eos_token_id", "pad_token_id"})."""
-    get = {key.removeprefix("tokenizer."): value for key, value in fields.items() if key.startswith("tokenizer.")}
+    get = {
+        key.removeprefix("tokenizer."): value
+        for key, value in fields.items()
+        if key.startswith("tokenizer.")
+    }
     tokens, kinds = get["ggml.tokens"], get.get("ggml.token_type") or [1] * len(get["ggml.tokens"])
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     ids = {name: get.get(f"ggml.{key}_token_id") for name, key in names.items()}
     config = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
     begins = get.get("ggml.add_bos_token", get["ggml.model"] == "llama")
-    config |= {"add_bos_token": begins, "add_eos_token": False, "clean_up_tokenization_spaces": False}
+    config |= {
+        "add_bos_token": begins,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+    }
     if "chat_template" in get:
         config["chat_template"] = get["chat_template"]
-    special = {i: token for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == CONTROL}
+    special = {
+        i: token
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind == CONTROL
+    }
     ids = {f"{name}_token_id": ids[name] for name in ("bos", "eos", "pad")}
     if get["ggml.model"] == "gpt2":
-        words = {i: token for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == USER_DEFINED}
+        words = {
+            i: token
+            for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+            if kind == USER_DEFINED
+        }
         first = tokens[ids["bos_token_id"]] if begins and ids["bos_token_id"] is not None else ""
-        description = byte_level_bpe(tokens, get["ggml.merges"], special, words, get.get("ggml.pre"), first)
+        description = byte_level_bpe(
+            tokens, get["ggml.merges"], special, words, get.get("ggml.pre"), first
+        )
         files = {"tokenizer.json": foreign.to_json(description)}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     elif get["ggml.model"] == "llama":
         prefix = get.get("ggml.add_space_prefix", True)
         files = {"tokenizer.model": sentencepiece_model(tokens, get["ggml.scores"], kinds, prefix)}
         config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": prefix}
-        config["added_tokens_decoder"] = {str(i): foreign.added_token(token) for i, token in special.items()}
+        config["added_tokens_decoder"] = {
+            str(i): foreign.added_token(token) for i, token in special.items()
+        }
     else:
-        raise UserError(f"its tokenizer is {get['ggml.model']!r}; supported are gpt2 (byte-level BPE) and llama")
+        raise UserError(
+            f"its tokenizer is {get['ggml.model']!r}; supported are gpt2 (byte-level BPE) and llama"
+        )
     return files | {"tokenizer_config.json": foreign.to_json(config)}, ids
 
 
 def byte_level_bpe(
-    tokens: list[str], merges: list[str], special: dict[int, str], words: dict[int, str], pre: str | None, first: str
+    tokens: list[str],
+    merges: list[str],
+    special: dict[int, str],
+    words: dict[int, str],
+    pre: str | None,
+    first: str,
 ) -> dict:
     """Return tokenizer.json. first: the token that begins every text, "" for none."""
     pre = SAME_AS.get(pre, pre)
@@ -283,24 +382,43 @@ def byte_level_bpe(
         "padding": None,
         "added_tokens": sorted(added, key=lambda token: token["id"]),
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known},
+        "pre_tokenizer": steps[0]
+        if len(steps) == 1
+        else {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": pair,
+            "special_tokens": known,
+        },
         "decoder": BYTE_LEVEL,
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
             "ignore_merges": pre == "llama-bpe",  # as llama.cpp has it
-            "vocab": {token: i for i, token in enumerate(tokens)}, "merges": [merge.split(" ") for merge in merges],
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [merge.split(" ") for merge in merges],
         },
-    }  # fmt: skip
+    }
 
 
-def sentencepiece_model(tokens: list[str], scores: list[float], kinds: list[int], prefix: bool) -> bytes:
-    """Return tokenizer.model: pieces with their scores and kinds, which GGUF numbers as sentencepiece does."""
+def sentencepiece_model(
+    tokens: list[str], scores: list[float], kinds: list[int], prefix: bool
+) -> bytes:
+    """Return tokenizer.model: pieces with their scores and kinds, which GGUF numbers as
+    sentencepiece does.
+    """
     try:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
     except ImportError:
-        raise UserError("a sentencepiece tokenizer needs a package; pip install protobuf==7.36.2") from None
+        raise UserError(
+            "a sentencepiece tokenizer needs a package; pip install protobuf==7.36.2"
+        ) from None
     model = ModelProto()
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
         model.pieces.add(piece=token, score=score, type=kind)
@@ -312,10 +430,17 @@ def sentencepiece_model(tokens: list[str], scores: list[float], kinds: list[int]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, help="the .gguf file")
     parser.add_argument("out_dir", type=Path, help="directory to write, new or empty")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights",
+    )
     given = parser.parse_args()
     try:
         n_parameters = convert(given.file, given.out_dir, getattr(torch, given.dtype))

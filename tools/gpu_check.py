@@ -1,14 +1,15 @@
-"""What a GPU does with this project, in two parts of at most five minutes, the most valuable first: make gpu.
+"""What a GPU does with this project, in two parts of at most five minutes, the most valuable first:
+make gpu.
 
     python tools/gpu_check.py --sections=first                      # tests, speed of training and decoding
     python tools/gpu_check.py --sections=second --nanogpt=../nanoGPT    # beside others, the other trainers
     python tools/gpu_check.py --sections=training,decode            # only these
 
-Each section has a limit of time; what takes long in it is a process of its own. What it finds is written as it comes
-to out_dir/first.md and .json (second.md; gpu_check.md for a list of sections); a section that fails leaves the end of
-its output there, and the next one begins.
-Without a GPU all of it runs on tiny shapes, which tests the tool, and the figures mean nothing. The exit status is 1 if
-a section failed on a GPU.
+Each section has a limit of time; what takes long in it is a process of its own. What it finds is
+written as it comes to out_dir/first.md and .json (second.md; gpu_check.md for a list of sections);
+a section that fails leaves the end of its output there, and the next one begins. Without a GPU all
+of it runs on tiny shapes, which tests the tool, and the figures mean nothing. The exit status is 1
+if a section failed on a GPU.
 """
 
 import json
@@ -36,7 +37,7 @@ from groundup.errors import UserError, end_in_one_line
 from groundup.tokens.token_files import TokenData
 from groundup.train import device as devices
 
-# ---- config ---------------------------------------------------------------------------------------------------------
+# ---- config --------------------------------------------------------------------------------------
 out_dir = "out/gpu_check"  # what was found; the runs, which are deleted
 sections = "first"  # first, second, or some of machine,tests,training,profile,decode,beside,peers,tuning,cpu,resume
 shapes = "124M,350M,1.1B"  # training: models; decode measures the last
@@ -64,31 +65,46 @@ class Check:
 
     def __init__(self, out: Path, gpu: bool, shapes: str, nanogpt: str = "") -> None:
         self.out, self.gpu, self.nanogpt = out, gpu, nanogpt
-        self.device, self.compiles, self.dtype = ("cuda", "True", "bfloat16") if gpu else ("cpu", "False", "float32")
+        self.device, self.compiles, self.dtype = (
+            ("cuda", "True", "bfloat16") if gpu else ("cpu", "False", "float32")
+        )
         self.shapes = shapes.split(",") if gpu else ["tiny"]
         self.section, self.end = Section(""), 0.0
 
     def run(self, *command: str, directory: str | Path = ROOT) -> str:
-        """Return what a Python script prints. Raise UserError with the end of its output if it fails."""
+        """Return what a Python script prints. Raise UserError with the end of its output if it
+        fails.
+        """
         left = self.end - time.monotonic()
         if left <= 1:
             raise UserError("no time left")
         try:
             done = subprocess.run(
-                [sys.executable, *command], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                encoding="utf-8", errors="replace", timeout=left,
-            )  # fmt: skip
+                [sys.executable, *command],
+                cwd=directory,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                timeout=left,
+            )
         except subprocess.TimeoutExpired as error:
             said = (error.stdout or b"").decode("utf-8", "replace")[-1500:]
             raise UserError(f"{' '.join(command)}: no end after {left:.0f} s\n{said}") from None
         if done.returncode:
-            raise UserError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-9000:]}")
+            raise UserError(
+                f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-9000:]}"
+            )
         return done.stdout
 
     def train(self, name: str, *flags: str, log_every: int = 1) -> tuple[list[dict], str]:
-        """Return the events of a run and what it printed. flags: a script, its config, --key=value."""
+        """Return the events of a run and what it printed. flags: a script, its config,
+        --key=value.
+        """
         out = self.out / "runs" / name
-        text = self.run(*flags, f"--out_dir={out}", f"--log_every={log_every}", "--save_every=1000000")
+        text = self.run(
+            *flags, f"--out_dir={out}", f"--log_every={log_every}", "--save_every=1000000"
+        )
         lines = (out / "log.jsonl").read_text("utf-8").splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == "train"], text
 
@@ -103,11 +119,15 @@ class Check:
     def table(self, rows: list[dict]) -> None:
         if rows:
             keys = list(rows[0])
-            lines = [keys, ["---"] * len(keys), *([str(row.get(key, "")) for key in keys] for row in rows)]
+            lines = [
+                keys,
+                ["---"] * len(keys),
+                *([str(row.get(key, "")) for key in keys] for row in rows),
+            ]
             self.section.text += [f"| {' | '.join(line)} |" for line in lines]
             self.section.figures += rows
 
-    # ---- sections ---------------------------------------------------------------------------------------------------
+    # ---- sections --------------------------------------------------------------------------------
 
     def machine(self) -> None:
         """Versions; the measured ceilings."""
@@ -116,7 +136,10 @@ class Check:
         rows.insert(0, {"what": "device", "found": devices.hardware(device)})
         for dtype in (torch.bfloat16, torch.float32):
             found = timing.matmul(device, dtype)()
-            rows.append({"what": f"matrix product, {str(dtype)[6:]}", "found": f"{found / 1e12:.2f} TFLOP/s"})
+            rows.append({
+                "what": f"matrix product, {str(dtype)[6:]}",
+                "found": f"{found / 1e12:.2f} TFLOP/s",
+            })
         found = timing.reading(2**30 if self.gpu else 2**24, device)()
         self.table([*rows, {"what": "reading memory", "found": f"{found / 1e9:.0f} GB/s"}])
 
@@ -132,7 +155,9 @@ class Check:
         self.section.text += ["```", *said.splitlines()[-40:], "```"]
 
     def training(self) -> None:
-        """pretrain.py itself, compiled: tokens/s, share of the data sheet's FLOP/s, memory beside the plan."""
+        """pretrain.py itself, compiled: tokens/s, share of the data sheet's FLOP/s, memory beside
+        the plan.
+        """
         rows, steps = [], 30 if self.gpu else 3
         for kind in ("adamw", "muon"):
             for shape in self.shapes:
@@ -140,12 +165,23 @@ class Check:
                 flags = [f"--{key}={getattr(cfg, key)}" for key in SIZES]
                 batch = {"124M": 32, "350M": 16, "1.1B": 4}.get(shape, 2)
                 flags += [f"--batch_size={batch}", f"--total_batch_tokens={batch * cfg.block_size}"]
-                flags += [f"--optimizer={kind}", f"--max_steps={steps}", "--eval_every=1000000", "--eval_steps=1"]
+                flags += [
+                    f"--optimizer={kind}",
+                    f"--max_steps={steps}",
+                    "--eval_every=1000000",
+                    "--eval_steps=1",
+                ]
                 flags += [f"--warmup_steps={min(5, steps)}"]
-                flags += [f"--device={self.device}", f"--compile={self.compiles}", "--sample_prompts="]
+                flags += [
+                    f"--device={self.device}",
+                    f"--compile={self.compiles}",
+                    "--sample_prompts=",
+                ]
                 flags += ["--dtype=bfloat16"] if self.gpu else []
                 script = ("pretrain.py", "config/debug.py")
-                events, said = self.tried(f"{shape}_{kind}", *script, *flags, log_every=max(1, steps // 3))
+                events, said = self.tried(
+                    f"{shape}_{kind}", *script, *flags, log_every=max(1, steps // 3)
+                )
                 if events:
                     last, plan = events[-1], re.search(r"memory +([\d.]+) GiB", said)
                     mfu = f"{100 * last['mfu']:.1f} %" if "mfu" in last else ""
@@ -160,7 +196,9 @@ class Check:
     def profile(self) -> None:
         """The most expensive operations of one compiled step."""
         device, cfg = torch.device(self.device), bench_model.SHAPES[self.shapes[0]]
-        tokens = torch.randint(cfg.vocab_size, (32 if self.gpu else 2, cfg.block_size), device=device)
+        tokens = torch.randint(
+            cfg.vocab_size, (32 if self.gpu else 2, cfg.block_size), device=device
+        )
         way, dtype = ("blocks", torch.bfloat16) if self.gpu else ("none", torch.float32)
         step, _ = bench_model.our_step("adamw", way, dtype, cfg, tokens)
         for _ in range(3):
@@ -169,35 +207,66 @@ class Check:
             step()
             devices.synchronize(device)
         by = f"self_{self.device}_time_total".replace("cuda", "device")
-        self.section.text += ["```", *found.key_averages().table(sort_by=by, row_limit=30).splitlines(), "```"]
+        self.section.text += [
+            "```",
+            *found.key_averages().table(sort_by=by, row_limit=30).splitlines(),
+            "```",
+        ]
 
     def beside(self) -> None:
-        """nanoGPT's train.py and pretrain.py as they are started, on the same tokens, shape and batch: 124M AdamW."""
+        """nanoGPT's train.py and pretrain.py as they are started, on the same tokens, shape and
+        batch: 124M AdamW.
+        """
         cfg = bench_model.SHAPES["124M" if self.gpu else "tiny"]
         batch, steps = (16, 100) if self.gpu else (2, 4)
         shape = ["n_layer", "n_head", "n_embd", "block_size"]
-        flags = [f"--{key}={getattr(cfg, key)}" for key in shape] + [f"--batch_size={batch}", f"--device={self.device}"]
+        flags = [f"--{key}={getattr(cfg, key)}" for key in shape] + [
+            f"--batch_size={batch}",
+            f"--device={self.device}",
+        ]
         flags += [f"--compile={self.compiles}", f"--dtype={self.dtype}"]
         ours = ["pretrain.py", "config/debug.py", f"--vocab_size={cfg.vocab_size}", "--n_kv_head=0"]
-        ours += [f"--total_batch_tokens={batch * cfg.block_size}", "--sample_prompts=", "--warmup_steps=2"]
+        ours += [
+            f"--total_batch_tokens={batch * cfg.block_size}",
+            "--sample_prompts=",
+            "--warmup_steps=2",
+        ]
         ours += ["--eval_every=1000000", "--eval_steps=1", f"--max_steps={steps}"]
         begin = time.monotonic()
         events, _ = self.train("beside", *ours, *flags, log_every=max(1, steps // 20))
-        self.table([{
-            "script": "pretrain.py", "steps": steps, "process, s": f"{time.monotonic() - begin:.1f}",
-            "ms a step": f"{median(event['step_ms'] for event in events):.1f}", "loss": f"{events[-1]['loss']:.3f}",
-        }])  # fmt: skip
+        self.table([
+            {
+                "script": "pretrain.py",
+                "steps": steps,
+                "process, s": f"{time.monotonic() - begin:.1f}",
+                "ms a step": f"{median(event['step_ms'] for event in events):.1f}",
+                "loss": f"{events[-1]['loss']:.3f}",
+            }
+        ])
         if self.nanogpt:
             theirs = ["--gradient_accumulation_steps=1"]
-            theirs += ["--eval_interval=1000000", "--eval_iters=1", f"--max_iters={steps}", "--log_interval=1"]
-            theirs += [f"--out_dir={self.out}/runs/nanogpt", f"--dataset={self.tokens_for_nanogpt()}"]
+            theirs += [
+                "--eval_interval=1000000",
+                "--eval_iters=1",
+                f"--max_iters={steps}",
+                "--log_interval=1",
+            ]
+            theirs += [
+                f"--out_dir={self.out}/runs/nanogpt",
+                f"--dataset={self.tokens_for_nanogpt()}",
+            ]
             begin = time.monotonic()
             said = self.run("train.py", *theirs, *flags, directory=self.nanogpt)
             found = re.findall(r"iter \d+: loss ([\d.]+), time ([\d.]+)ms", said)
-            self.table([{
-                "script": "nanoGPT's train.py", "steps": steps, "process, s": f"{time.monotonic() - begin:.1f}",
-                "ms a step": f"{median(float(ms) for _, ms in found):.1f}", "loss": found[-1][0],
-            }])  # fmt: skip
+            self.table([
+                {
+                    "script": "nanoGPT's train.py",
+                    "steps": steps,
+                    "process, s": f"{time.monotonic() - begin:.1f}",
+                    "ms a step": f"{median(float(ms) for _, ms in found):.1f}",
+                    "loss": found[-1][0],
+                }
+            ])
 
     def tokens_for_nanogpt(self) -> Path:
         """Write the token file of config/debug.py as nanoGPT reads it; return its directory."""
@@ -212,17 +281,38 @@ class Check:
         """transformers' and nanoGPT's training steps on the same shape, in turns with ours."""
         more = [f"--nanogpt={self.nanogpt}"] if self.nanogpt else []
         shape, tokens = (self.shapes[0], 16384) if self.gpu else ("tiny", 128)
-        more += [f"--compile={'blocks' if self.gpu else 'none'}", f"--tokens={tokens}", "--apart=False"]
+        more += [
+            f"--compile={'blocks' if self.gpu else 'none'}",
+            f"--tokens={tokens}",
+            "--apart=False",
+        ]
         self.bench("train", f"--shapes={shape}", *more)
 
     def bench(self, row: str, *flags: str) -> None:
         out, rows = self.out / f"{row}.json", []
-        self.run("tools/bench.py", f"--rows={row}", "--repeats=3", f"--out={out}", f"--device={self.device}", *flags)
+        self.run(
+            "tools/bench.py",
+            f"--rows={row}",
+            "--repeats=3",
+            f"--out={out}",
+            f"--device={self.device}",
+            *flags,
+        )
         for line in json.loads(out.read_text("utf-8"))["lines"]:
             ratios = "; ".join(f"{ratio[0]:.2f} x {peer}" for peer, ratio in line["ratios"].items())
-            share = f"{100 * line['median'] / line['limit']:.0f} %" if line["limit"] and line["samples"] else ""
+            share = (
+                f"{100 * line['median'] / line['limit']:.0f} %"
+                if line["limit"] and line["samples"]
+                else ""
+            )
             found = f"{line['median']:,.0f} {line['unit']}" if line["samples"] else line["note"]
-            rows.append({"case": line["case"], "side": line["side"], "found": found, "of the limit": share, "": ratios})
+            rows.append({
+                "case": line["case"],
+                "side": line["side"],
+                "found": found,
+                "of the limit": share,
+                "": ratios,
+            })
         self.table(rows)
         out.unlink()
 
@@ -230,20 +320,36 @@ class Check:
         """The losses of config/debug.py on both, in float32."""
         steps, found = (200 if self.gpu else 4), {}
         for device in ("cpu", self.device):
-            flags = ["--eval_every=1000000", f"--max_steps={steps}", f"--device={device}", "--sample_prompts="]
+            flags = [
+                "--eval_every=1000000",
+                f"--max_steps={steps}",
+                f"--device={device}",
+                "--sample_prompts=",
+            ]
             flags += [f"--warmup_steps={min(5, steps)}"]
-            found[device] = self.train(f"debug_{device}", "pretrain.py", "config/debug.py", *flags)[0]
+            found[device] = self.train(f"debug_{device}", "pretrain.py", "config/debug.py", *flags)[
+                0
+            ]
         at = sorted({0, steps // 4 - 1, steps // 2 - 1, steps - 1})
-        rows = [{device: f"{events[i]['loss']:.5f}" for device, events in found.items()} for i in at]
+        rows = [
+            {device: f"{events[i]['loss']:.5f}" for device, events in found.items()} for i in at
+        ]
         self.table([{"step": i + 1} | row for i, row in zip(at, rows, strict=True)])
 
     def tuning(self) -> None:
         """sft packed, dpo and GRPO on the debug data, compiled."""
         rows, steps = [], 20 if self.gpu else 2
         for script, more in (("sft", ["--pack=True"]), ("dpo", []), ("rl", ["--eval_prompts=1"])):
-            flags = [f"--device={self.device}", f"--compile={self.compiles}", f"--max_steps={steps}", *more]
+            flags = [
+                f"--device={self.device}",
+                f"--compile={self.compiles}",
+                f"--max_steps={steps}",
+                *more,
+            ]
             flags += ["--warmup_steps=2"]
-            events, _ = self.tried(script, f"{script}.py", f"config/debug_{script}.py", "--eval_every=1000000", *flags)
+            events, _ = self.tried(
+                script, f"{script}.py", f"config/debug_{script}.py", "--eval_every=1000000", *flags
+            )
             if events:
                 loss, ms = (f"{events[-1][key]:.4g}" for key in ("loss", "step_ms"))
                 rows.append({"stage": script, "steps": steps, "loss": loss, "ms": ms})
@@ -264,10 +370,21 @@ class Check:
         self.train("resumed", *flags, "--max_steps=4", "--sample_prompts=")
         resumed = self.train("resumed", *flags, "--max_steps=8", "--sample_prompts=")[0]
         pairs = list(zip(straight, resumed, strict=True))[4:]
-        self.table([{"step": a["step"], "straight": a["loss"], "resumed": b["loss"]} for a, b in pairs])
+        self.table([
+            {"step": a["step"], "straight": a["loss"], "resumed": b["loss"]} for a, b in pairs
+        ])
 
 
-SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "block_size", "vocab_size", "tie_embeddings")
+SIZES = (
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "ffn_dim",
+    "block_size",
+    "vocab_size",
+    "tie_embeddings",
+)
 
 
 def results(check: Check, names: list[str]) -> Iterator[Section]:
@@ -286,7 +403,9 @@ def main(config: dict) -> int:
     part = config["sections"]
     names = list(PARTS[part]) if part in PARTS else part.split(",")
     if unknown := [name for name in names if name not in LIMIT_S]:
-        raise UserError(f"config: sections={unknown[0]!r} is none of {', '.join([*PARTS, *LIMIT_S])}")
+        raise UserError(
+            f"config: sections={unknown[0]!r} is none of {', '.join([*PARTS, *LIMIT_S])}"
+        )
     part = part if part in PARTS else "gpu_check"
     out, gpu, found = Path(config["out_dir"]).absolute(), torch.cuda.is_available(), []
     out.mkdir(parents=True, exist_ok=True)
@@ -300,7 +419,16 @@ def main(config: dict) -> int:
     for section in results(Check(out, gpu, config["shapes"], config["nanogpt"]), names):
         what = getattr(Check, section.name).__doc__ or ""
         failed = ["", "Failed:", "```", section.failed, "```"] if section.failed else []
-        text = "\n".join(["", f"## {section.name}, {section.seconds} s", "", what, "", *section.text, *failed, ""])
+        text = "\n".join([
+            "",
+            f"## {section.name}, {section.seconds} s",
+            "",
+            what,
+            "",
+            *section.text,
+            *failed,
+            "",
+        ])
         print(text, flush=True)
         with open(out / f"{part}.md", "a", encoding="utf-8") as f:
             f.write(text)

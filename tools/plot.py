@@ -93,11 +93,13 @@ class Panel(NamedTuple):
     curves: list[Curve]
 
 
-# ---- logs -----------------------------------------------------------------------------------------------------------
+# ---- logs ----------------------------------------------------------------------------------------
 
 
 def find_logs(runs: str) -> list[str]:
-    """Return the log files that `runs` names, each once. Raise UserError for a name without a log."""
+    """Return the log files that `runs` names, each once. Raise UserError for a name without a
+    log.
+    """
     found = sorted(glob("out/*/log.jsonl"), key=os.path.getmtime)[-1:] if not runs else []
     for name in filter(None, map(str.strip, runs.split(","))):
         log = name if name.endswith(".jsonl") else name.rstrip("/") + "/log.jsonl"
@@ -111,8 +113,10 @@ def find_logs(runs: str) -> list[str]:
 
 
 def without_repeats(events: Sequence[dict]) -> list[dict]:
-    """Return the "train" and "eval" events, steps ascending. A run that was killed repeats the steps after its
-    checkpoint: an event replaces all at its place or later. At one step, training comes before the evaluation."""
+    """Return the "train" and "eval" events, steps ascending. A run that was killed repeats the
+    steps after its checkpoint: an event replaces all at its place or later. At one step, training
+    comes before the evaluation.
+    """
 
     def place(event: dict) -> tuple[int, bool]:
         return event["step"], event["event"] == "eval"
@@ -127,7 +131,9 @@ def without_repeats(events: Sequence[dict]) -> list[dict]:
 
 
 def x_of(events: Sequence[dict], kind: str) -> np.ndarray:
-    """Return x of each event, of evaluations interpolated. Raise UserError if the log has no step_ms, tokens_per_s."""
+    """Return x of each event, of evaluations interpolated. Raise UserError if the log has no
+    step_ms, tokens_per_s.
+    """
     at = np.array([event["step"] for event in events], dtype=np.float64)
     if kind == "steps":
         return at
@@ -299,7 +305,9 @@ def draw_curve(axes: "Axes", curve: Curve, name: str, label: str) -> None:  # no
 
 
 def references(logs: Sequence[str]) -> list[tuple[str, list[dict]]]:
-    """Print how each run compares with its reference; return [(name, events)] of these, each once."""
+    """Print how each run compares with its reference; return [(name, events)] of these, each
+    once.
+    """
     found = {}
     for log in logs:
         directory = Path(log).parent

@@ -1,12 +1,14 @@
-"""Instruction data from a few seed tasks and a model behind an OpenAI-compatible endpoint (Self-Instruct, Alpaca).
+"""Instruction data from a few seed tasks and a model behind an OpenAI-compatible endpoint
+(Self-Instruct, Alpaca).
 
     python tools/self_instruct.py --seeds=seed_tasks.jsonl --out=data/grown.jsonl --model=Qwen3-8B --n_tasks=1000
     python tools/self_instruct.py ... --base_url=https://api.example.com/v1 --api_key_env=EXAMPLE_KEY --language=zh
 
-Replies are kept in <out>.journal, and `out`, lines of {"messages": [user, assistant], "request": i}, is made from them:
-after a kill at any moment the same command goes on. A request shows tasks of replies at least LAG requests older, and
-replies count in the order of requests: where equal prompts get equal replies, `out` has the same bytes for any number
-of threads, kills and retries. Wang et al., Self-Instruct (arXiv:2212.10560); Taori et al., Alpaca (2023).
+Replies are kept in <out>.journal, and `out`, lines of {"messages": [user, assistant], "request":
+i}, is made from them: after a kill at any moment the same command goes on. A request shows tasks of
+replies at least LAG requests older, and replies count in the order of requests: where equal prompts
+get equal replies, `out` has the same bytes for any number of threads, kills and retries. Wang et
+al., Self-Instruct (arXiv:2212.10560); Taori et al., Alpaca (2023).
 """
 
 import contextlib
@@ -54,14 +56,27 @@ patience = 20  # stop after so many requests in a row that gave no new task
 seed = 1337  # decides which tasks are shown
 
 LAG = 32  # requests
-MIN_UNITS, MAX_UNITS = 3, 150  # words or single Chinese characters of an instruction; Alpaca takes 4 to 150 words
+# Words or single Chinese characters of an instruction; Alpaca takes 4 to 150 words
+MIN_UNITS, MAX_UNITS = (3, 150)
 DEMO_CHARS = 1500  # longer tasks are not shown
 BLOCKED = re.compile(  # what an instruction must not ask for: the model can only read and write text
     r"(?<![A-Za-z0-9])(image|pictures?|photo|video|audio|draw|attached)(?![A-Za-z0-9])|图片|图像|照片|视频|音频|附件",
     re.IGNORECASE,
 )
-REFUSALS = ("as an ai", "i'm sorry", "i am sorry", "i cannot", "作为一个ai", "作为人工智能", "抱歉", "我无法")
-FORM = {"en": ("Instruction: ", "Input: ", "Output: ", "<noinput>"), "zh": ("指令：", "输入：", "输出：", "<无>")}
+REFUSALS = (
+    "as an ai",
+    "i'm sorry",
+    "i am sorry",
+    "i cannot",
+    "作为一个ai",
+    "作为人工智能",
+    "抱歉",
+    "我无法",
+)
+FORM = {
+    "en": ("Instruction: ", "Input: ", "Output: ", "<noinput>"),
+    "zh": ("指令：", "输入：", "输出：", "<无>"),
+}
 PROMPT = {
     "en": """You write tasks to train a language model with. It reads and writes text and can do nothing else.
 Below are {shown} tasks. Write {asked} new ones, numbered {first} to {last}, in exactly this form, in English.
@@ -84,7 +99,8 @@ MARK = r"^[ \t#>*]*{}[ \t]*[.)、．][ \t]*(?:{})\**[ \t]*[:：]\**[ \t]*"
 BEGIN = MARK.format(r"\d+", "instruction|指令")
 PARTS = ((r"(?P<n>\d+)", "instruction|指令"), ("(?P=n)", "input|输入"), ("(?P=n)", "output|输出"))
 TASK = re.compile(
-    "(.*?)".join(MARK.format(*part) for part in PARTS) + rf"(.*?)(?P<end>^[ \t]*###[ \t]*$|(?={BEGIN})|\Z)",
+    "(.*?)".join(MARK.format(*part) for part in PARTS)
+    + rf"(.*?)(?P<end>^[ \t]*###[ \t]*$|(?={BEGIN})|\Z)",
     re.IGNORECASE | re.MULTILINE | re.DOTALL,
 )
 BEGIN = re.compile(BEGIN, re.IGNORECASE | re.MULTILINE)
@@ -112,7 +128,9 @@ def read_seeds(paths: str) -> list[Task]:
 
 
 def seed_of(row: object) -> tuple[Task | None, str]:
-    """Return (Task, "") or (None, what is wrong). If a row has an instruction, the rest of the question is input."""
+    """Return (Task, "") or (None, what is wrong). If a row has an instruction, the rest of the
+    question is input.
+    """
     turns, problem = row_formats.messages_of(row)
     turns = [turn for turn in turns if turn["role"] != "system"][:2]
     if problem or [turn["role"] for turn in turns] != ["user", "assistant"]:
@@ -120,21 +138,31 @@ def seed_of(row: object) -> tuple[Task | None, str]:
     question, output = (turn["content"].strip() for turn in turns)
     head = str(row.get("instruction") or "").strip()
     head = head if head and question.startswith(head) else question
-    return Task(head, question[len(head) :].strip(), output), "" if question and output else "empty question or answer"
+    return Task(
+        head, question[len(head) :].strip(), output
+    ), "" if question and output else "empty question or answer"
 
 
 def prompt_text(tasks: list[Task], language: str, asked: int) -> str:
-    """Return the request: what to write, then the tasks to show, numbered from 1; new ones go on from there."""
+    """Return the request: what to write, then the tasks to show, numbered from 1; new ones go on
+    from there.
+    """
     marks, none = FORM[language][:3], FORM[language][3]
-    text = PROMPT[language].format(shown=len(tasks), asked=asked, first=len(tasks) + 1, last=len(tasks) + asked)
+    text = PROMPT[language].format(
+        shown=len(tasks), asked=asked, first=len(tasks) + 1, last=len(tasks) + asked
+    )
     for n, task in enumerate(tasks, 1):
         parts = (task.instruction, task.input or none, task.output)
-        text += "".join(f"{n}. {mark}{part}\n" for mark, part in zip(marks, parts, strict=True)) + "###\n"
+        text += (
+            "".join(f"{n}. {mark}{part}\n" for mark, part in zip(marks, parts, strict=True))
+            + "###\n"
+        )
     return text
 
 
 def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
-    """Return the tasks of a reply, and how many cannot be used, by reason; no_task = there is none in it.
+    """Return the tasks of a reply, and how many cannot be used, by reason; no_task = there is none
+    in it.
 
     is_cut: the reply was cut, so its last task is whole only if the line ### follows.
     """
@@ -144,7 +172,11 @@ def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
     tasks, dropped = [], Counter({} if begins else {"no_task": 1})
     for begin in begins:
         match = found.get(begin)
-        parts = [re.sub(r"\A(\s*\n)+", "", part).rstrip() for part in match.group(2, 3, 4)] if match else [""] * 3
+        parts = (
+            [re.sub(r"\A(\s*\n)+", "", part).rstrip() for part in match.group(2, 3, 4)]
+            if match
+            else [""] * 3
+        )
         if is_cut and begin == begins[-1] and not (match and match["end"]):
             dropped["truncated"] += 1
         elif not parts[0] or not parts[2] or BEGIN.search(parts[0]) or BEGIN.search(parts[1]):
@@ -156,7 +188,9 @@ def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
 
 
 def common_length(a: list[int], b: list[int]) -> int:
-    """Return the length of the longest common subsequence (Hyyro, Bit-parallel LCS-length computation, 2004)."""
+    """Return the length of the longest common subsequence (Hyyro, Bit-parallel LCS-length
+    computation, 2004).
+    """
     places: dict[int, int] = {}
     for i, unit in enumerate(a):
         places[unit] = places.get(unit, 0) | 1 << i
@@ -168,7 +202,9 @@ def common_length(a: list[int], b: list[int]) -> int:
 
 
 class Growth:
-    """The tasks so far: a function of the seeds, the settings and the replies in the order of their requests."""
+    """The tasks so far: a function of the seeds, the settings and the replies in the order of their
+    requests.
+    """
 
     def __init__(self, c: SimpleNamespace, given: list[Task]) -> None:
         self.c, self.given = c, given
@@ -182,8 +218,9 @@ class Growth:
         return len(self.tasks) >= self.c.n_tasks or self.n_barren >= self.c.patience
 
     def prompts(self) -> Iterator[str]:
-        """Yield what to ask, until the growth is done: the same text whatever of the LAG requests before has been
-        answered."""
+        """Yield what to ask, until the growth is done: the same text whatever of the LAG requests
+        before has been answered.
+        """
         c = self.c
         for request in itertools.count(self.n_requests):
             if self.is_done():
@@ -196,9 +233,13 @@ class Growth:
             yield prompt_text(shown, language, c.tasks_per_request)
 
     def take(self, reply: Reply) -> bytes:
-        """Return new lines for `out` from the next request's reply. Tasks past n_tasks are not looked at."""
+        """Return new lines for `out` from the next request's reply. Tasks past n_tasks are not
+        looked at.
+        """
         is_refused, rows = reply.finish == "refused", []
-        tasks, dropped = parse_tasks("" if is_refused else reply.text, reply.finish not in ("stop", ""))
+        tasks, dropped = parse_tasks(
+            "" if is_refused else reply.text, reply.finish not in ("stop", "")
+        )
         self.dropped += Counter({"refused_request": 1}) if is_refused else dropped
         for task in tasks:
             if len(self.tasks) == self.c.n_tasks:
@@ -209,7 +250,10 @@ class Growth:
             self.known.append(units_of(task))
             self.tasks.append(task)
             self.requests.append(self.n_requests)
-            rows.append({"messages": row_formats.messages_of(task._asdict())[0], "request": self.n_requests})
+            rows.append({
+                "messages": row_formats.messages_of(task._asdict())[0],
+                "request": self.n_requests,
+            })
         self.n_requests, self.n_tokens = self.n_requests + 1, self.n_tokens + reply.tokens
         self.n_barren = 0 if rows else self.n_barren + 1
         return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
@@ -221,17 +265,26 @@ class Growth:
             return "too_short" if len(units) < MIN_UNITS else "too_long"
         if BLOCKED.search(task.instruction):
             return "blocked_word"
-        if task.output.lower().startswith(REFUSALS) or task.output in (task.instruction, task.input):
+        if task.output.lower().startswith(REFUSALS) or task.output in (
+            task.instruction,
+            task.input,
+        ):
             return "no_answer"
         for other, in_other in self.known:
-            n, length = len(units) - len(in_it - in_other), len(units) + len(other)  # lcs <= n: most end here
-            if 2 * n / length >= self.c.rouge and 2 * common_length(units, other) / length >= self.c.rouge:
+            # lcs <= n: most end here
+            n, length = (len(units) - len(in_it - in_other), len(units) + len(other))
+            if (
+                2 * n / length >= self.c.rouge
+                and 2 * common_length(units, other) / length >= self.c.rouge
+            ):
                 return "duplicate" if units == other else "similar"
         return ""
 
 
 def units_of(task: Task) -> tuple[list[int], set[int]]:
-    """Return hashes of the words and single Chinese characters of the instruction, in order and as a set."""
+    """Return hashes of the words and single Chinese characters of the instruction, in order and as
+    a set.
+    """
     units = dedup.units([task.instruction]).hashes.tolist()
     return units, set(units)
 
@@ -248,11 +301,25 @@ def check(c: SimpleNamespace) -> None:
     """Raise UserError for settings that make no sense."""
     least = min(c.n_tasks, c.tasks_per_request, c.patience, c.demos, c.max_retries + 1)
     if not c.seeds or not c.out or not c.model or not re.match("https?://", c.base_url):
-        raise UserError("config: give seeds, out, model, and a base_url that begins with http:// or https://")
-    if least < 1 or c.timeout <= 0 or c.retry_wait < 0 or not 1 <= c.parallel <= LAG or not 0 < c.rouge <= 1:
-        raise UserError(f"config: counts and timeout must be above 0, rouge up to 1, parallel up to {LAG}")
-    if c.language not in PROMPT | {"both": ""} or not isinstance(row_formats.unpacked(c.fields), dict):
-        raise UserError(f"config: language is en, zh or both, fields a JSON object; got {c.language!r}, {c.fields!r}")
+        raise UserError(
+            "config: give seeds, out, model, and a base_url that begins with http:// or https://"
+        )
+    if (
+        least < 1
+        or c.timeout <= 0
+        or c.retry_wait < 0
+        or not 1 <= c.parallel <= LAG
+        or not 0 < c.rouge <= 1
+    ):
+        raise UserError(
+            f"config: counts and timeout must be above 0, rouge up to 1, parallel up to {LAG}"
+        )
+    if c.language not in PROMPT | {"both": ""} or not isinstance(
+        row_formats.unpacked(c.fields), dict
+    ):
+        raise UserError(
+            f"config: language is en, zh or both, fields a JSON object; got {c.language!r}, {c.fields!r}"
+        )
 
 
 def run(c: SimpleNamespace) -> None:
@@ -280,11 +347,17 @@ def run(c: SimpleNamespace) -> None:
             bar.update(len(growth.tasks) - bar.n)
             if growth.is_done():
                 break
-    dropped = ", ".join(f"{reason} {n:,}" for reason, n in sorted(growth.dropped.items())) or "nothing"
-    what = f"{len(growth.tasks):,} tasks, {growth.n_requests:,} requests, {growth.n_tokens:,} tokens"
+    dropped = (
+        ", ".join(f"{reason} {n:,}" for reason, n in sorted(growth.dropped.items())) or "nothing"
+    )
+    what = (
+        f"{len(growth.tasks):,} tasks, {growth.n_requests:,} requests, {growth.n_tokens:,} tokens"
+    )
     print(f"{what}; left out: {dropped}")
     if len(growth.tasks) < c.n_tasks:
-        raise UserError(f"self_instruct: {c.patience} requests in a row gave no new task; see {path}")
+        raise UserError(
+            f"self_instruct: {c.patience} requests in a row gave no new task; see {path}"
+        )
 
 
 if __name__ == "__main__":

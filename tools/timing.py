@@ -1,8 +1,9 @@
-"""The frame of tools/bench.py: sides that take turns, their statistics, limits of the machine, the table and its JSON.
+"""The frame of tools/bench.py: sides that take turns, their statistics, limits of the machine, the
+table and its JSON.
 
-A side is a function without arguments that runs once and returns what it measured, usually seconds. The sides take
-turns, and every round begins with another side, so a machine that becomes busy or hot slows all of them alike. Ratios
-are taken within a round.
+A side is a function without arguments that runs once and returns what it measured, usually seconds.
+The sides take turns, and every round begins with another side, so a machine that becomes busy or
+hot slows all of them alike. Ratios are taken within a round.
 """
 
 import gc
@@ -44,8 +45,10 @@ class Line:
     case: str = ""  # model or data, and its size
     side: str = ""  # ours, or the name of a peer
     unit: str = ""  # of samples and limit: a rate (more is better), s or GiB
-    samples: list[float] = field(default_factory=list)  # one for each repeat; empty if it could not be measured
-    ratios: dict[str, list[float]] = field(default_factory=dict)  # {peer: speed-up: median, least, most}
+    # One for each repeat; empty if it could not be measured
+    samples: list[float] = field(default_factory=list)
+    # {peer: speed-up: median, least, most}
+    ratios: dict[str, list[float]] = field(default_factory=dict)
     limit: float = 0.0  # what the machine allows; 0 = none
     note: str = ""
     failed: bool = False  # the note holds the error
@@ -59,7 +62,9 @@ def lines(
     row: str, case: str, seconds: dict[str, list[float]], unit: str, peers: Iterable[str], work: float = 0.0,
     limit: float = 0.0, notes: dict[str, str] | None = None,
 ) -> list[Line]:  # fmt: skip
-    """Return a line for each side. work: how much of `unit` a turn does, for rates; 0 = the seconds themselves."""
+    """Return a line for each side. work: how much of `unit` a turn does, for rates; 0 = the seconds
+    themselves.
+    """
     peers, found = [name for name in peers if name in seconds], []
     for name, times in seconds.items():
         samples = [work / s for s in times] if work else times
@@ -67,7 +72,9 @@ def lines(
         for peer in [] if name in peers else peers:
             each = [theirs / ours for ours, theirs in zip(times, seconds[peer], strict=True)]
             ratios[peer] = [median(each), min(each), max(each)]
-        found.append(Line(row, case, name, unit, samples, ratios, limit, (notes or {}).get(name, "")))
+        found.append(
+            Line(row, case, name, unit, samples, ratios, limit, (notes or {}).get(name, ""))
+        )
     return found
 
 
@@ -80,7 +87,10 @@ def text(line: Line) -> str:
     if not line.samples:
         return f"{begin}{line.note}"
     share = f"{100 * line.median / line.limit:.0f}%" if line.limit else ""
-    parts = [f"{middle:.2f} ({least:.2f} to {most:.2f}) {peer}" for peer, (middle, least, most) in line.ratios.items()]
+    parts = [
+        f"{middle:.2f} ({least:.2f} to {most:.2f}) {peer}"
+        for peer, (middle, least, most) in line.ratios.items()
+    ]
     parts += [line.note] if line.note else []
     spread = (max(line.samples) - min(line.samples)) / line.median
     number = f"{line.median:9,.0f}" if line.median >= 1000 else f"{line.median:9.4g}"
@@ -89,21 +99,32 @@ def text(line: Line) -> str:
 
 def write_json(path: str, found: list[Line], hardware: str, command: str) -> None:
     """Write all samples and what they depend on."""
-    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command, "hardware": hardware}
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "hardware": hardware,
+    }
     report |= {"versions": versions(), "load_average": os.getloadavg()}
-    report["lines"] = [asdict(line) | ({"median": line.median} if line.samples else {}) for line in found]
+    report["lines"] = [
+        asdict(line) | ({"median": line.median} if line.samples else {}) for line in found
+    ]
     Path(f"{path}.tmp").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     os.replace(f"{path}.tmp", path)
 
 
 def versions() -> dict[str, str]:
     """Return {package: version} of what we use and of the peers."""
-    peers = {name: metadata.version(name) if importlib.util.find_spec(name) else "not installed" for name in PEERS}
+    peers = {
+        name: metadata.version(name) if importlib.util.find_spec(name) else "not installed"
+        for name in PEERS
+    }
     return devices.versions() | peers
 
 
 def alternate(sides: dict[str, Callable], repeats: int, warmups: int = 1) -> dict[str, list]:
-    """Return {name: what each of `repeats` turns returned}, after `warmups` rounds that do not count."""
+    """Return {name: what each of `repeats` turns returned}, after `warmups` rounds that do not
+    count.
+    """
     names, found = list(sides), {name: [] for name in sides}
     for i in range(warmups + repeats):
         for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -115,13 +136,17 @@ def alternate(sides: dict[str, Callable], repeats: int, warmups: int = 1) -> dic
 def compare_sides(
     row: str, case: str, calls: dict[str, Callable], unit: str, peers: Iterable[str], work: float, repeats: int,
 ) -> list[Line]:  # fmt: skip
-    """Return the lines of calls that take turns in this process, by CPU seconds: rates, or with work=0 the seconds."""
+    """Return the lines of calls that take turns in this process, by CPU seconds: rates, or with
+    work=0 the seconds.
+    """
     sides = {name: partial(seconds_of, call, time.process_time) for name, call in calls.items()}
     return lines(row, case, alternate(sides, repeats), unit, peers, work)
 
 
 def build(makers: dict[str, Callable]) -> dict[str, Any]:
-    """Return {name: what its maker made}; say which are left out because their library cannot be imported."""
+    """Return {name: what its maker made}; say which are left out because their library cannot be
+    imported.
+    """
     made = {}
     for name, make in makers.items():
         try:
@@ -133,8 +158,10 @@ def build(makers: dict[str, Callable]) -> dict[str, Any]:
 
 @contextmanager
 def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
-    """As `build`, each side in a process of its own, so that none reuses memory that another has taken from the system.
-    Makers must be picklable and return (side, what is known about it); the side found here takes its turn there."""
+    """As `build`, each side in a process of its own, so that none reuses memory that another has
+    taken from the system. Makers must be picklable and return (side, what is known about it); the
+    side found here takes its turn there.
+    """
     context, processes, made = multiprocessing.get_context("spawn"), {}, {}
     try:
         for name, make in makers.items():
@@ -155,7 +182,9 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
 
 
 def serve(make: Callable, pipe: Connection) -> None:
-    """The process of a side: make it, say what is known about it, and take a turn whenever asked."""
+    """The process of a side: make it, say what is known about it, and take a turn whenever
+    asked.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this
 
     def outcome(call: Callable) -> Any:
@@ -174,7 +203,9 @@ def serve(make: Callable, pipe: Connection) -> None:
 
 
 def ask(name: str, pipe: Connection, what: str = "") -> Any:
-    """Return the next answer of a side's process. Raise the ImportError that it sends, UserError for all else."""
+    """Return the next answer of a side's process. Raise the ImportError that it sends, UserError
+    for all else.
+    """
     try:
         if what:
             pipe.send(what)
@@ -195,8 +226,9 @@ def seconds_of(call: Callable, clock: Callable[[], float] = time.perf_counter) -
 
 
 def device_seconds(call: Callable, device: torch.device) -> float:
-    """Return the seconds until the device is done; on a CPU with a single thread CPU seconds, which other programs
-    hardly change."""
+    """Return the seconds until the device is done; on a CPU with a single thread CPU seconds, which
+    other programs hardly change.
+    """
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     devices.synchronize(device)
     clock = time.process_time if one_thread else time.perf_counter
@@ -204,8 +236,9 @@ def device_seconds(call: Callable, device: torch.device) -> float:
 
 
 def repeated(step: Callable, device: torch.device, least_s: float = 0.2) -> Callable[[], float]:
-    """Return a side: seconds per step, over as many steps in a row as take `least_s`. Two steps run here first: they
-    compile, allocate and create the optimizer's state."""
+    """Return a side: seconds per step, over as many steps in a row as take `least_s`. Two steps run
+    here first: they compile, allocate and create the optimizer's state.
+    """
     step(), step()
     n = math.ceil(least_s / max(device_seconds(step, device), 1e-6))
     return lambda: device_seconds(lambda: [step() for _ in range(n)], device) / n
@@ -227,8 +260,9 @@ def matmul(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
 
 
 def reading(n_bytes: int, device: torch.device) -> Callable[[], float]:
-    """Return a side: bytes/s of a sum over `n_bytes` of memory, the median of five. On a GPU 20 sums are timed
-    together, because launching one takes as long as running it."""
+    """Return a side: bytes/s of a sum over `n_bytes` of memory, the median of five. On a GPU 20
+    sums are timed together, because launching one takes as long as running it.
+    """
     numbers, n_sums = torch.ones(n_bytes // 4, device=device), 20 if device.type == "cuda" else 1
 
     def sums() -> None:

@@ -1,7 +1,9 @@
-"""A checkpoint of ours, or a Hugging Face directory of its families, into a GGUF file for llama.cpp.
+"""A checkpoint of ours, or a Hugging Face directory of its families, into a GGUF file for
+llama.cpp.
 
 python tools/to_gguf.py --init_from=out/demo_sft --out=demo.gguf               # matrices in float16
-python tools/to_gguf.py --init_from=out/demo_sft --out=demo.gguf --dtype=q8_0  # 8 bits, and a scale per 32
+python tools/to_gguf.py --init_from=out/demo_sft --out=demo.gguf --dtype=q8_0  # 8 bits, and a scale
+per 32
 
 Beside it comes demo.Modelfile: `ollama create demo -f demo.Modelfile`.
 

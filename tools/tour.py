@@ -3,7 +3,8 @@
     python tools/tour.py config/demo.py --vocab_size=4096          # the keys of pretrain.py
     python tools/tour.py --init_from=out/demo                      # a run, checkpoint or Hugging Face directory
 
-The tensors are torch's fake ones, which have a shape but no memory, so any size works. docs/tour.md explains all.
+The tensors are torch's fake ones, which have a shape but no memory, so any size works. docs/tour.md
+explains all.
 """
 
 import sys
@@ -42,8 +43,9 @@ SAYS = {
 
 
 def rows_of(cfg: ModelConfig, B: int, T: int) -> list[tuple[str, tuple[int, ...], int, float, str]]:
-    """Return (name, shape of the result, parameters, forward FLOPs per token, what it is) of each part in the order of
-    the forward pass; of the blocks, which are all alike, the first one."""
+    """Return (name, shape of the result, parameters, forward FLOPs per token, what it is) of each
+    part in the order of the forward pass; of the blocks, which are all alike, the first one.
+    """
     rows, counted = [], set()
 
     def seen(name: str, module: nn.Module, inputs: tuple, result: Tensor) -> None:
@@ -51,7 +53,9 @@ def rows_of(cfg: ModelConfig, B: int, T: int) -> list[tuple[str, tuple[int, ...]
         counted.add(module.weight)
         flops = 2 * module.weight.numel() if isinstance(module, nn.Linear) else 0
         last = name.rpartition(".")[2]
-        if last == "o_proj":  # scores and their sums of values, over T positions: the causal half is not subtracted
+        if (
+            last == "o_proj"
+        ):  # scores and their sums of values, over T positions: the causal half is not subtracted
             D, H = cfg.head_dim, cfg.n_head
             rows.append(("layers.0.scores", (B, H, T, T), 0, 4 * H * D * T, SAYS["scores"]))
         rows.append((name, tuple(result.shape), own, flops, SAYS.get(last, "RMSNorm of each head")))
@@ -71,18 +75,26 @@ def table(rows: list[tuple[str, tuple[int, ...], int, float, str]], n_layer: int
     for name, shape, parameters, flops, says in rows:
         size = f"{parameters:,}" if parameters else ""
         work = f"{flops / 1e6:,.3f}" if flops else ""
-        short = name.replace("layers.0.", f"{n_layer} x ").replace("self_attn.", "").replace("mlp.", "")
+        short = (
+            name.replace("layers.0.", f"{n_layer} x ").replace("self_attn.", "").replace("mlp.", "")
+        )
         lines.append(f"{short:<34}{str(shape):<22}{size:>14}{work:>14}  {says}")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    namespace = {key: value for key, value in defaults_of(ROOT / "pretrain.py").items() if key == key.lower()}
+    namespace = {
+        key: value for key, value in defaults_of(ROOT / "pretrain.py").items() if key == key.lower()
+    }
     config = configure(namespace | {"__doc__": __doc__, "__file__": str(ROOT / "pretrain.py")})
     source = checkpoint.resolve(config["init_from"]) if config["init_from"] else None
     if source is None and not config["vocab_size"]:
-        raise UserError("config: vocab_size is that of a tokenizer; give it, for example --vocab_size=4096")
+        raise UserError(
+            "config: vocab_size is that of a tokenizer; give it, for example --vocab_size=4096"
+        )
     if source is not None and is_reward_model(source):
-        raise UserError(f"config: {source} is a reward model, without lm_head; give the checkpoint it began with")
+        raise UserError(
+            f"config: {source} is a reward model, without lm_head; give the checkpoint it began with"
+        )
     cfg = choose_architecture(config, source, 0)
     print(table(rows_of(cfg, config["batch_size"], config["block_size"]), cfg.n_layer))

@@ -129,26 +129,13 @@ def measure(
 # ---- scores of conversations ---------------------------------------------------------------------
 
 
-def score(
-    model: RewardModel,
-    tokenizer: Tokenizer,
-    conversations: Sequence[list[dict]],
-    batch_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-) -> list[float]:
-    """Return the score of the answer that each conversation ends with."""
-    rows = [answered_ids(messages, tokenizer) for messages in conversations]
-    return score_ids(model, rows, tokenizer.pad_id, batch_size, dtype)
-
-
 def answered_ids(messages: list[dict], tokenizer: Tokenizer) -> list[int]:
     """Return the ids up to what ends the last answer.
 
     Raise UserError if the last message is not an answer."""
     if not messages or messages[-1].get("role") != "assistant":
-        raise UserError(
-            "reward: a conversation must end with the assistant's answer, which is what gets a score"
-        )
+        what = "a conversation must end with the assistant's answer, which is what gets a score"
+        raise UserError(f"reward: {what}")
     prompt, answer = split_answer(*tokenizer.render(messages, only_last=True))
     return prompt + answer
 
@@ -233,9 +220,8 @@ def padded(tokenizer: Tokenizer) -> Tokenizer:
         return tokenizer
     free = {name: i for name, i in tokenizer.special_tokens.items() if i not in ends}
     if not free:
-        raise UserError(
-            "reward: the tokenizer has no special token to pad with, beside the one that ends a turn"
-        )
+        what = "no special token to pad with, beside the one that ends a turn"
+        raise UserError(f"reward: the tokenizer has {what}")
     # a name with "pad", else with "text" as in <|endoftext|>, else the first id
     pad = min(free, key=lambda name: ("pad" not in name, "text" not in name, free[name]))
     config = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
@@ -294,10 +280,8 @@ def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
     if not is_reward_model(directory):
         raise UserError(f"reward: {key}={name!r} holds no reward model; reward.py trains one")
     if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
-        raise UserError(
-            f"reward: {key}={name!r} has another tokenizer than the model that answers; "
-            f"train the reward model from one with the same"
-        )
+        what = f"{key}={name!r} has another tokenizer than the model that answers"
+        raise UserError(f"reward: {what}; train the reward model from one with the same")
     return directory
 
 
@@ -323,9 +307,9 @@ def load_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokeni
     huggingface.load_on_ranks(read_start, model, source, n_known, tokenizer)
 
 
-def load_resumed(model: RewardModel, path: Path) -> None:
-    """Load the weights of a checkpoint to continue it."""
-    huggingface.load_on_ranks(load_weights, model, path)
+def load_resumed(model: RewardModel, path: Path, trained: dict) -> None:
+    """Load the weights of a checkpoint to continue it. trained: of its training state."""
+    huggingface.load_on_ranks(load_weights, model, path, trained)
 
 
 def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
@@ -336,15 +320,16 @@ def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokeni
         huggingface.load_with_new_rows(model, source, n_known, tokenizer)
 
 
-def frozen_base(model: RewardModel, source: Path, resumed: Path | None) -> str:
+def frozen_base(model: RewardModel, init_dir: Path, state: Mapping) -> str:
     """Return the directory of the frozen weights below a model's adapters, "" without adapters.
 
-    A resumed run keeps its own, even if init_from has meanwhile moved on to another step."""
+    A resumed run keeps its own, even if init_from has meanwhile moved on to another step. state: of
+    `checkpoint.find`."""
     if lora.lora_config_of(model) is None:
         return ""
-    if resumed is not None:
-        return checkpoint.read_state(resumed / "train_state.pt")["trained"]["base"]
-    return str(source.resolve())
+    if "trained" in state:
+        return state["trained"]["base"]
+    return str(init_dir.resolve())
 
 
 def trained_weights(model: RewardModel, base: str) -> dict:
@@ -357,20 +342,19 @@ def trained_weights(model: RewardModel, base: str) -> dict:
 
 
 @torch.no_grad()
-def load_weights(model: RewardModel, resumed: Path) -> None:
+def load_weights(model: RewardModel, path: Path, trained: dict) -> None:
     """Load the weights of a checkpoint to continue it, adapters to the bit.
 
     Raise UserError if the weights below the adapters have changed."""
-    trained = checkpoint.read_state(resumed / "train_state.pt")["trained"]
     if not trained:
-        huggingface.copy_weights(model, resumed)
+        huggingface.copy_weights(model, path)
         return
     base = Path(trained["base"])
     if huggingface.weights_fingerprint(base) != trained["base_key"]:
-        text = f"the weights in {base} are not those that {resumed} was trained on"
+        text = f"the weights in {base} are not those that {path} was trained on"
         raise UserError(f"reward: {text}")
-    tokenizer = Tokenizer.load(resumed)
-    n_known = huggingface.count_known_ids(base, tokenizer, str(resumed))
+    tokenizer = Tokenizer.load(path)
+    n_known = huggingface.count_known_ids(base, tokenizer, str(path))
     read_start(model, base, n_known, tokenizer)
     params = dict(model.named_parameters())
     for name, weight in trained["weights"].items():

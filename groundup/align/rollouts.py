@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.align.rewards import Rewards, Rollout
-from groundup.generate.completion import generate
 from groundup.generate.engine import Engine, check
 from groundup.generate.kv_cache import cache_bytes, row_length
 from groundup.generate.sampling import SamplingParams
@@ -56,7 +55,7 @@ class AnswerSampler:
 
     n_rows: answers at a time. dtype: of the matrix products, as in training. compile: also compile
     the steps of decoding, where that is faster. stop: asked before each token; if it is true,
-    `draw` returns nothing. tools: that answers may call, in at most max_turns turns.
+    `draw` returns nothing. tools: that answers may call.
     seconds, n_tokens: of `draw` since `reset`.
     """
 
@@ -71,9 +70,8 @@ class AnswerSampler:
         compile: bool,
         stop: Callable[[], bool] | None = None,
         tools: Tools | None = None,
-        max_turns: int = MAX_TURNS,
     ) -> None:
-        self.tools, self.max_turns = tools, max_turns
+        self.tools = tools
         self.model, self.tokenizer, self.stop = model, tokenizer, stop
         self.n_rows, self.dtype = n_rows, dtype
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
@@ -114,12 +112,12 @@ class AnswerSampler:
     def _use_tools(self, drawn: list[Rollout], seeds: Sequence[int], n: int) -> bool:
         """Run the tools that answers call, and let these answers go on, until none calls. An answer
         that calls in its last turn is unfinished. Return False if a signal to stop comes."""
-        for turn in range(1, self.max_turns + 1):
+        for turn in range(1, MAX_TURNS + 1):
             called = []
             for one in drawn:
                 if self.stop and self.stop():  # tools may take long
                     return False
-                called.append(self._call(one, turn == self.max_turns))
+                called.append(self._call(one, turn == MAX_TURNS))
             waiting = [k for k, one in enumerate(called) if one.last_turn == len(one.ids)]
             drawn[:] = called
             if not waiting:
@@ -152,8 +150,8 @@ class AnswerSampler:
         ids = answer.ids[answer.last_turn : -1]
         if last:
             return answer._replace(finished=not read_calls(self.tokenizer, ids)[1])
-        before = [*answer.prompt.messages, *answer.turns]
-        turn = self.tools.answer(self.tokenizer, before, ids)
+        room = self.max_new_tokens - len(answer.ids)
+        turn = self.tools.answer(self.tokenizer, answer.messages, ids, room)
         if not turn:
             return answer
         answer = answer._replace(
@@ -161,37 +159,30 @@ class AnswerSampler:
             n_calls=answer.n_calls + turn.n_calls,
             n_failed=answer.n_failed + turn.n_failed,
         )
-        end = len(answer.ids) + len(turn.ids)
-        if not turn.ids or end >= self.max_new_tokens:
+        if not turn.ids:
             return answer
+        ids = answer.ids + turn.ids
         return answer._replace(
-            ids=answer.ids + turn.ids,
+            ids=ids,
             turns=(*answer.turns, *turn.messages),
-            given=(*answer.given, (len(answer.ids), end)),
+            given=(*answer.given, (len(answer.ids), len(ids))),
         )
 
     def _params(self, max_new_tokens: int, seed: int, n: int) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens,
-            temperature=self.temperature,
-            eos_ids=self.tokenizer.stop_ids,
-            n=n,
-            seed=seed,
-        )
+        ends = self.tokenizer.stop_ids
+        return SamplingParams(max_new_tokens, 0, self.temperature, eos_ids=ends, n=n, seed=seed)
 
     def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list:
         """Return the engine's result for each prompt (token ids)."""
+        requests = []
+        for i, ids in enumerate(prompts):
+            requests.append(check(i, ids, params[i], self.model.cfg, self.tokenizer))
         with autocast(self.model.embed_tokens.weight.device, self.dtype):
-            if self.engine is None:
-                return generate(
-                    self.model, self.tokenizer, prompts, params, self.n_rows, stop=self.stop
-                )
-            self.engine.update(self.model)
-            requests = []
-            for i, ids in enumerate(prompts):
-                requests.append(check(i, ids, params[i], self.model.cfg, self.tokenizer))
+            if self.engine:
+                self.engine.update(self.model)
+            engine = self.engine or Engine(self.model, self.tokenizer, self.n_rows)
             # Run to the end; requests hold the results.
-            deque(self.engine.run(requests, self.stop), maxlen=0)
+            deque(engine.run(requests, self.stop), maxlen=0)
         if self.stop and self.stop():
             return []
         return [request.result() for request in requests]
@@ -495,7 +486,7 @@ def describe_plan(
 ) -> str:
     """Return the plan of a run of rl.py as text. Its time is that of the updates, without drawing.
 
-    n_rows: answers that a rank draws at a time. peak: FLOP/s of one rank. teacher: its directory."""
+    n_rows: answers that a rank draws at once. peak: FLOP/s of a rank. teacher: its directory."""
     total = parameter_table(model)["total"]
     trained = parameter_table(model, trained=True)["total"]
     cache = cache_bytes(model.cfg, n_rows, row_length(model.cfg, config["block_size"]), dtype)

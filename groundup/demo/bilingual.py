@@ -1,9 +1,12 @@
-"""What the demo learns beside Python's documentation, in English and Chinese, made of this folder's own sentences.
+"""What the demo learns beside Python's documentation, in English and Chinese, made of this folder's
+own sentences.
 
-stories.txt     after `# en` or `# zh` lists of words, then stories between blank lines. A line is a sentence, one of
-                several; {name} is a word of the list `name`, the same in the whole story, and {name2} another one.
-knowledge.txt   subjects: forms of a question (en?, zh?), of its answer (en!, zh!) and of a statement where that differs
-                (zh.), then a fact on each line: what stands for {0}, {1}, ...; English first, if both are there.
+stories.txt     after `# en` or `# zh` lists of words, then stories between blank lines. A line is a
+                sentence, one of several; {name} is a word of the list `name`, the same in the whole
+                story, and {name2} another one.
+knowledge.txt   subjects: forms of a question (en?, zh?), of its answer (en!, zh!) and of a
+                statement where that differs (zh.), then a fact on each line: what stands for {0},
+                {1}, ...; English first, if both are there.
 questions.jsonl thirty questions that are asked in no training, for a trained model to answer.
 
 Everything is chosen with fixed seeds: the same data in the same order.
@@ -18,16 +21,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from groundup.demo.python_docs import chinese_sample, docstrings, library_sources
-from groundup.demo.python_talks import HEADING, NOT_PROSE, QUESTIONS, SENTENCE, described, flow, message
+from groundup.demo.python_talks import (
+    HEADING,
+    NOT_PROSE,
+    QUESTIONS,
+    SENTENCE,
+    described,
+    flow,
+    message,
+)
 from groundup.errors import UserError
 
 N_STORIES = 1200  # of a language
 TOGETHER, TIMES = 5, 3  # statements in a document, and documents that a statement is in
 MAX_SENTENCE = 120  # characters: longer descriptions are left to python_talks.py
-DESCRIBED = ("Can you explain {}?", "Please tell me about {}.", "Do you know what {} is for?")  # and QUESTIONS
+# Beside QUESTIONS
+DESCRIBED = ("Can you explain {}?", "Please tell me about {}.", "Do you know what {} is for?")
 KEPT = 4  # one comparison in four is never asked, so that questions.jsonl can
 FORM = re.compile("(en|zh)[?!.] ")
-SAYS = re.compile(r"[A-Z][A-Za-z0-9 ,.;:'()-]{38,}[.]")  # a paragraph of whole sentences, without quoted code
+# A paragraph of whole sentences, without quoted code
+SAYS = re.compile(r"[A-Z][A-Za-z0-9 ,.;:'()-]{38,}[.]")
 
 
 class Subject(NamedTuple):
@@ -41,7 +54,9 @@ class Subject(NamedTuple):
 
 
 def demo_rows(language: str, kind: str) -> Iterator[str | dict]:
-    """Yield the input `demo-en` or `demo-zh` of prepare.py as rows of this kind: text or chat. Raise UserError."""
+    """Yield the input `demo-en` or `demo-zh` of prepare.py as rows of this kind: text or chat.
+    Raise UserError.
+    """
     if kind == "preference":
         raise UserError(f"prepare: demo-{language} has no pairs of answers; python-docs has")
     if kind == "text":
@@ -58,29 +73,35 @@ def read(name: str) -> list[str]:
     return Path(__file__).with_name(name).read_text(encoding="utf-8").strip().split("\n\n")
 
 
-# ---- prose of the documentation, without code, tables and lists -----------------------------------------------
+# ---- prose of the documentation, without code, tables and lists ----------------------------------
 
 
 def docs_prose() -> Iterator[str]:
-    """Yield the paragraphs of the language reference by topic, then of the docstrings by module, each as one line."""
+    """Yield the paragraphs of the language reference by topic, then of the docstrings by module,
+    each as one line.
+    """
     from pydoc_data.topics import topics
 
-    written = ("\n\n".join(docstrings(ast.parse(source), name)) for name, source in library_sources())
+    written = (
+        "\n\n".join(docstrings(ast.parse(source), name)) for name, source in library_sources()
+    )
     for text in itertools.chain((topics[name] for name in sorted(topics)), written):
         lines = [flow(part) for part in re.split(r"\n\s*?\n", text) if not HEADING.search(part)]
         if found := [line for line in lines if SAYS.fullmatch(line) and not NOT_PROSE.search(line)]:
             yield "\n".join(found)
 
 
-# ---- stories ------------------------------------------------------------------------------------------------
+# ---- stories -------------------------------------------------------------------------------------
 
 
 def stories(language: str) -> Iterator[str]:
     blocks = iter(read("stories.txt"))
     words = next(block for block in blocks if block.startswith(f"# {language}\n")).split("\n")[1:]
     words = {name: values.split(" | ") for name, values in (line.split(": ") for line in words)}
-    plots = [[line.split(" | ") for line in block.split("\n")]
-             for block in itertools.takewhile(lambda block: not block.startswith("# "), blocks)]  # fmt: skip
+    plots = [
+        [line.split(" | ") for line in block.split("\n")]
+        for block in itertools.takewhile(lambda block: not block.startswith("# "), blocks)
+    ]
     rng, between = random.Random(language), " " if language == "en" else ""
     for _ in range(N_STORIES):
         story = between.join(rng.choice(line) for line in rng.choice(plots))
@@ -90,7 +111,7 @@ def stories(language: str) -> Iterator[str]:
         yield story
 
 
-# ---- knowledge ----------------------------------------------------------------------------------------------
+# ---- knowledge -----------------------------------------------------------------------------------
 
 
 def subjects(language: str) -> Iterator[Subject]:
@@ -99,12 +120,22 @@ def subjects(language: str) -> Iterator[Subject]:
         forms = {line[:3]: line[4:] for line in lines if FORM.match(line)}
         facts = [line.split("; ") for line in lines if not FORM.match(line)]
         if {"en?", "zh?"} <= forms.keys() and facts:
-            half = slice((len(facts[0]) + 1) // 2) if language == "en" else slice((len(facts[0]) + 1) // 2, None)
+            half = (
+                slice((len(facts[0]) + 1) // 2)
+                if language == "en"
+                else slice((len(facts[0]) + 1) // 2, None)
+            )
             facts = [fact[half] for fact in facts]
         if f"{language}?" in forms:
             answer = forms.get(f"{language}!", "")
             statement = forms.get(f"{language}.", answer)
-            yield Subject(title.removeprefix("# "), forms[f"{language}?"].split(" | "), answer, statement, facts)
+            yield Subject(
+                title.removeprefix("# "),
+                forms[f"{language}?"].split(" | "),
+                answer,
+                statement,
+                facts,
+            )
 
 
 def questions(language: str) -> Iterator[tuple[str, str]]:
@@ -115,7 +146,9 @@ def questions(language: str) -> Iterator[tuple[str, str]]:
 
 
 def bare_questions(language: str) -> Iterator[tuple[str, str]]:
-    """Yield all questions with their answers. Names of Python are described in English by its own documentation."""
+    """Yield all questions with their answers. Names of Python are described in English by its own
+    documentation.
+    """
     for subject in subjects(language):
         if subject.name.startswith("bigger"):
             yield from comparisons(subject, language)
@@ -124,15 +157,25 @@ def bare_questions(language: str) -> Iterator[tuple[str, str]]:
             answer = capital(subject.answer.format(*fact))
             yield from ((form.format(*fact), answer) for form in subject.questions)
     if language == "en":
-        names = {fact[0] for subject in subjects("zh") if subject.name == "python names" for fact in subject.facts}
+        names = {
+            fact[0]
+            for subject in subjects("zh")
+            if subject.name == "python names"
+            for fact in subject.facts
+        }
         for named, text in described():
             sentence = SENTENCE.match(text)[0]
             if named.name in names and len(sentence) <= MAX_SENTENCE:
-                yield from ((form.format(named.name), sentence) for form in (*QUESTIONS[named.kind], *DESCRIBED))
+                yield from (
+                    (form.format(named.name), sentence)
+                    for form in (*QUESTIONS[named.kind], *DESCRIBED)
+                )
 
 
 def comparisons(subject: Subject, language: str, asked: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield questions which of two things is bigger, in both orders. asked: those to learn from, else the others."""
+    """Yield questions which of two things is bigger, in both orders. asked: those to learn from,
+    else the others.
+    """
     rng, things = random.Random(f"bigger {language}"), [fact[0] for fact in subject.facts]
     for i, j in itertools.combinations(range(len(things)), 2):
         if ((i + j) % KEPT != 1) is asked:
@@ -142,7 +185,9 @@ def comparisons(subject: Subject, language: str, asked: bool = True) -> Iterator
 
 
 def statements(language: str) -> Iterator[str]:
-    """Yield documents of a few statements on one subject; each statement is in several, among others."""
+    """Yield documents of a few statements on one subject; each statement is in several, among
+    others.
+    """
     rng = random.Random(f"statements {language}")
     for subject in subjects(language):
         if not subject.name.startswith("bigger"):
@@ -150,7 +195,9 @@ def statements(language: str) -> Iterator[str]:
             told = list(map(capital, told)) if language == "en" else told  # zip is a name
             for _ in range(TIMES):
                 rng.shuffle(told)
-                yield from ("\n".join(told[at : at + TOGETHER]) for at in range(0, len(told), TOGETHER))
+                yield from (
+                    "\n".join(told[at : at + TOGETHER]) for at in range(0, len(told), TOGETHER)
+                )
 
 
 def capital(sentence: str) -> str:

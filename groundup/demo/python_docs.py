@@ -1,5 +1,6 @@
-"""Texts that are on every machine with Python and this repository: the documentation and source of the standard
-library, and a sample of Chinese prose."""
+"""Texts that are on every machine with Python and this repository: the documentation and source of
+the standard library, and a sample of Chinese prose.
+"""
 
 import ast
 import os
@@ -16,8 +17,9 @@ NOT_DOCS = "test tests encodings idlelib lib2to3 pydoc_data turtledemo ensurepip
 
 
 def python_docs() -> Iterator[str]:
-    """Yield the language reference, one document per topic, then one document per module of the standard library: its
-    docstrings, then its source. Always in the same order."""
+    """Yield the language reference, one document per topic, then one document per module of the
+    standard library: its docstrings, then its source. Always in the same order.
+    """
     from pydoc_data.topics import topics
 
     yield from (topics[name] for name in sorted(topics))
@@ -26,29 +28,43 @@ def python_docs() -> Iterator[str]:
 
 
 def library_sources() -> Iterator[tuple[str, str]]:
-    """Yield (name, source) of every documented module of the standard library, always in the same order."""
+    """Yield (name, source) of every documented module of the standard library, always in the same
+    order.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, inner, names in os.walk(library):
-        inner[:] = set(inner) - set(NOT_DOCS.split())  # site-packages may be a hundred times larger than the rest
+        # site-packages may be a hundred times larger than the rest
+        inner[:] = set(inner) - set(NOT_DOCS.split())
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [file for file in sorted(files) if is_documentation(file.relative_to(library))]
     if not files:
-        raise UserError(f"prepare: python-docs: no sources of the standard library in {library}; use other text")
+        raise UserError(
+            f"prepare: python-docs: no sources of the standard library in {library}; use other text"
+        )
     for file in files:
         with tokenize.open(file) as f:  # in the encoding that the file declares
             source = f.read()
-        yield ".".join(file.relative_to(library).with_suffix("").parts).removesuffix(".__init__"), source
+        yield (
+            ".".join(file.relative_to(library).with_suffix("").parts).removesuffix(".__init__"),
+            source,
+        )
 
 
 def is_documentation(file: Path) -> bool:
     """Return whether a file of the standard library is no test and the same on every machine."""
     local = file.parts[0].startswith("config-") or file.name.startswith("_sysconfigdata")
-    return not local and not set(NOT_DOCS.split()) & set(file.parts) and not re.match(r"test_|.*_test\.py$", file.name)
+    return (
+        not local
+        and not set(NOT_DOCS.split()) & set(file.parts)
+        and not re.match(r"test_|.*_test\.py$", file.name)
+    )
 
 
 def docstrings(node: ast.AST, name: str) -> Iterator[str]:
-    """Yield the docstrings of a module, class or function and of everything in it, each under its name."""
+    """Yield the docstrings of a module, class or function and of everything in it, each under its
+    name.
+    """
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         if text := ast.get_docstring(node):
             yield f"{name}\n\n{text}"

@@ -1,5 +1,5 @@
-"""Conversations and preference pairs made from the documentation that every Python carries, for the demo and the debug
-runs: what a function, method, class, module or topic is, and how it is called.
+"""Conversations and preference pairs made from the documentation that every Python carries, for the
+demo and the debug runs: what a function, method, class, module or topic is, and how it is called.
 
 Everything is chosen by hashes of names: the same Python gives the same data in the same order.
 """
@@ -18,43 +18,75 @@ from typing import NamedTuple
 
 from groundup.demo.python_docs import library_sources, python_docs
 
-MIN_WORDS, MAX_CHARS = 3, 600  # of a description: shorter says nothing, longer does not fit a small model's window
-CHINESE_EVERY, FOLLOW_UP_EVERY = 12, 3  # one subject in 12 is asked about in Chinese, one in 3 in two turns
+# Words of a description: shorter says nothing, longer does not fit a small model's window
+MIN_WORDS, MAX_CHARS = (3, 600)
+# One subject in 12 is asked about in Chinese, one in 3 in two turns
+CHINESE_EVERY, FOLLOW_UP_EVERY = (12, 3)
 C_MODULES = (builtins, itertools, math)  # written in C: their documentation is in no source file
 
 QUESTIONS = {
     "function": (
-        "What does {} do?", "What does the Python function {} do?", "Describe the function {}.", "Explain {}.",
-        "What is {} for?", "Tell me what the function {} does.",
+        "What does {} do?",
+        "What does the Python function {} do?",
+        "Describe the function {}.",
+        "Explain {}.",
+        "What is {} for?",
+        "Tell me what the function {} does.",
     ),
     "method": (
-        "What does the method {} do?", "What does {} do?", "Describe the method {}.", "Explain what {} does.",
+        "What does the method {} do?",
+        "What does {} do?",
+        "Describe the method {}.",
+        "Explain what {} does.",
         "What is the method {} for?",
     ),
     "attribute": ("What is {}?", "What does the attribute {} hold?", "Describe the attribute {}."),
-    "class": ("What is {}?", "What is the class {} for?", "Describe the class {}.", "Explain the Python class {}."),
+    "class": (
+        "What is {}?",
+        "What is the class {} for?",
+        "Describe the class {}.",
+        "Explain the Python class {}.",
+    ),
     "module": (
-        "What is the module {} for?", "What is in the Python module {}?", "Describe the module {}.",
+        "What is the module {} for?",
+        "What is in the Python module {}?",
+        "Describe the module {}.",
         "What does the module {} of the standard library do?",
     ),
     "topic": (
-        "What does the Python reference say about this: {}?", "Explain this topic of the Python language: {}.",
+        "What does the Python reference say about this: {}?",
+        "Explain this topic of the Python language: {}.",
         "In Python, what is there to know about this: {}?",
     ),
-    "call": ("What are its arguments?", "How is it called?", "Which arguments does it take?", "How do I call it?"),
-}  # fmt: skip
+    "call": (
+        "What are its arguments?",
+        "How is it called?",
+        "Which arguments does it take?",
+        "How do I call it?",
+    ),
+}
 
 CHINESE = {  # the same questions
     "function": (
-        "{} \u8fd9\u4e2a\u51fd\u6570\u6709\u4ec0\u4e48\u7528\uff1f", "\u51fd\u6570 {} \u505a\u4ec0\u4e48\uff1f",
+        "{} \u8fd9\u4e2a\u51fd\u6570\u6709\u4ec0\u4e48\u7528\uff1f",
+        "\u51fd\u6570 {} \u505a\u4ec0\u4e48\uff1f",
     ),
-    "method": ("\u65b9\u6cd5 {} \u6709\u4ec0\u4e48\u7528\uff1f", "\u8bf7\u8bf4\u660e {} \u65b9\u6cd5\u3002"),
+    "method": (
+        "\u65b9\u6cd5 {} \u6709\u4ec0\u4e48\u7528\uff1f",
+        "\u8bf7\u8bf4\u660e {} \u65b9\u6cd5\u3002",
+    ),
     "attribute": ("\u5c5e\u6027 {} \u662f\u4ec0\u4e48\uff1f",),
-    "class": ("\u7c7b {} \u662f\u4ec0\u4e48\uff1f", "\u8bf7\u4ecb\u7ecd\u4e00\u4e0b {} \u7c7b\u3002"),
-    "module": ("\u6a21\u5757 {} \u6709\u4ec0\u4e48\u7528\uff1f", "\u8bf7\u4ecb\u7ecd\u6a21\u5757 {}\u3002"),
+    "class": (
+        "\u7c7b {} \u662f\u4ec0\u4e48\uff1f",
+        "\u8bf7\u4ecb\u7ecd\u4e00\u4e0b {} \u7c7b\u3002",
+    ),
+    "module": (
+        "\u6a21\u5757 {} \u6709\u4ec0\u4e48\u7528\uff1f",
+        "\u8bf7\u4ecb\u7ecd\u6a21\u5757 {}\u3002",
+    ),
     "topic": ("\u8bf7\u89e3\u91ca Python \u7684\u8fd9\u4e2a\u6982\u5ff5\uff1a{}",),
     "call": ("\u5b83\u6709\u54ea\u4e9b\u53c2\u6570\uff1f", "\u600e\u4e48\u8c03\u7528\u5b83\uff1f"),
-}  # fmt: skip
+}
 
 
 class Subject(NamedTuple):
@@ -68,7 +100,9 @@ class Subject(NamedTuple):
 
 
 def docs_rows(kind: str) -> Iterator[str | dict]:
-    """Yield the input `python-docs` of prepare.py as rows of this kind: text, chat or preference."""
+    """Yield the input `python-docs` of prepare.py as rows of this kind: text, chat or
+    preference.
+    """
     if kind == "text":
         return python_docs()
     if kind == "chat":
@@ -77,7 +111,9 @@ def docs_rows(kind: str) -> Iterator[str | dict]:
 
 
 def docs_conversations() -> Iterator[list[dict]]:
-    """Yield a conversation [{"role", "content"}, ...] about each subject. In English, some questions in Chinese."""
+    """Yield a conversation [{"role", "content"}, ...] about each subject. In English, some
+    questions in Chinese.
+    """
     for subject, answer in described():
         messages = [question_about(subject), message("assistant", answer)]
         if subject.call is not None and zlib.crc32(subject.name.encode()) % FOLLOW_UP_EVERY == 0:
@@ -113,15 +149,24 @@ def phrase(kind: str, key: str, *names: str) -> str:
 
 
 def is_public(subject: Subject) -> bool:
-    """Return whether no part of a name is private. Special methods count as the language reference has them."""
-    return subject.kind == "topic" or subject.name.startswith("object.__") or "._" not in f".{subject.name}"
+    """Return whether no part of a name is private. Special methods count as the language reference
+    has them.
+    """
+    return (
+        subject.kind == "topic"
+        or subject.name.startswith("object.__")
+        or "._" not in f".{subject.name}"
+    )
 
 
-# ---- subjects: what is documented --------------------------------------------------------------------------
+# ---- subjects: what is documented ----------------------------------------------------------------
 
-DEFINITION = re.compile(r"(?<=\n\n)(?:class |coroutine )?([\w.]+\.\w+)(\([^\n]*\))?\n\n((?: {3}.*\n|\n)+)")
+DEFINITION = re.compile(
+    r"(?<=\n\n)(?:class |coroutine )?([\w.]+\.\w+)(\([^\n]*\))?\n\n((?: {3}.*\n|\n)+)"
+)
 HEADING = re.compile(r"^[=*~^\"-]{3,}$", re.MULTILINE)
-NO_TOPIC = re.compile(rf"{HEADING.pattern}|^New in version|\((self|cls)", re.MULTILINE)  # paragraphs to skip
+# Paragraphs to skip
+NO_TOPIC = re.compile(rf"{HEADING.pattern}|^New in version|\((self|cls)", re.MULTILINE)
 
 
 def topic_subjects() -> Iterator[Subject]:
@@ -147,7 +192,9 @@ def c_subjects() -> Iterator[Subject]:
             if not inspect.isbuiltin(value) and not inspect.isclass(value):
                 continue
             kind = "class" if inspect.isclass(value) else "function"
-            yield Subject(prefix + name, kind, inspect.getdoc(value) or "", signature(value), module.__name__)
+            yield Subject(
+                prefix + name, kind, inspect.getdoc(value) or "", signature(value), module.__name__
+            )
             for own, method in sorted(vars(value).items()) if kind == "class" else ():
                 if inspect.ismethoddescriptor(method):
                     call = signature(method, bound=not isinstance(method, staticmethod))
@@ -167,18 +214,25 @@ def signature(value: object, bound: bool = False) -> str | None:
 
 def library_subjects() -> Iterator[Subject]:
     for module, source in library_sources():
-        name = {"_pydecimal": "decimal"}.get(module, module)  # the documented Python twin of a C module
+        # The documented Python twin of a C module
+        name = {"_pydecimal": "decimal"}.get(module, module)
         for subject in subjects_in(ast.parse(source), name):
             yield subject._replace(module=name)
 
 
 def subjects_in(node: ast.AST, name: str, in_class: bool = False) -> Iterator[Subject]:
-    """Yield a module, class or function, and every class and function in it that can be used from outside."""
+    """Yield a module, class or function, and every class and function in it that can be used from
+    outside.
+    """
     text = ast.get_docstring(node) or ""
     if isinstance(node, ast.Module):
         yield Subject(name, "module", text)
     elif isinstance(node, ast.ClassDef):
-        makers = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
+        makers = [
+            item
+            for item in node.body
+            if isinstance(item, ast.FunctionDef) and item.name == "__init__"
+        ]
         yield Subject(name, "class", text, arguments(makers[0], True) if makers else None)
     else:
         marks = [ast.unparse(mark) for mark in node.decorator_list]
@@ -194,7 +248,9 @@ def subjects_in(node: ast.AST, name: str, in_class: bool = False) -> Iterator[Su
 
 
 def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> str:
-    """Return the arguments as written in the source. bound: without the first one, which is self or cls."""
+    """Return the arguments as written in the source. bound: without the first one, which is self or
+    cls.
+    """
     text = ast.unparse(function.args)
     if bound and (function.args.posonlyargs or function.args.args):
         text = text.partition(", ")[2].removeprefix("/").removeprefix(", ")
@@ -204,12 +260,15 @@ def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> 
 LISTED = re.compile(r"\s|[*-] |\d+\. ")
 WORD_BREAK = re.compile(r"(?<=\w-)\n\s*(?=\w)")  # pseudo-
 SIGNATURE = re.compile(r"[\w.]+\s?\(.*\)(\s*[-=]+>?(?:\s*\S+){0,4})?:?", re.DOTALL)
-NOT_PROSE = re.compile(r">>>|::=|\$|\||^\s*(Copyright|Author|Written|Created|Usage|Arguments)|^\W*$", re.IGNORECASE)
+NOT_PROSE = re.compile(
+    r">>>|::=|\$|\||^\s*(Copyright|Author|Written|Created|Usage|Arguments)|^\W*$", re.IGNORECASE
+)
 
 
 def first_paragraph(text: str) -> str:
-    """Return the first paragraph that says something, its lines joined, or "" if it is missing, too short or too long.
-    If it ends with a colon, what it announces follows as it is written."""
+    """Return the first paragraph that says something, its lines joined, or "" if it is missing, too
+    short or too long. If it ends with a colon, what it announces follows as it is written.
+    """
     parts = [part.rstrip() for part in re.split(r"\n\s*?\n", text) if part.strip()]
     while parts and all(map(SIGNATURE.fullmatch, parts[0].strip().split("\n"))):
         parts.pop(0)
@@ -220,7 +279,9 @@ def first_paragraph(text: str) -> str:
     if answer.endswith(":"):
         listed = list(itertools.takewhile(LISTED.match, parts[1:])) or parts[1:2]
         answer = "\n\n".join([answer, *listed]) if listed else ""
-    return answer if len(answer.split()) >= MIN_WORDS and len(answer) <= MAX_CHARS and not bad else ""
+    return (
+        answer if len(answer.split()) >= MIN_WORDS and len(answer) <= MAX_CHARS and not bad else ""
+    )
 
 
 def flow(paragraph: str) -> str:
@@ -230,35 +291,51 @@ def flow(paragraph: str) -> str:
     return "\n".join(lines).strip() if laid_out else " ".join(WORD_BREAK.sub("", paragraph).split())
 
 
-# ---- preference pairs --------------------------------------------------------------------------------------
+# ---- preference pairs ----------------------------------------------------------------------------
 
-SIMILAR = 0.2  # two answers have similar lengths if they differ by at most this fraction of the longer
+SIMILAR = (
+    0.2  # two answers have similar lengths if they differ by at most this fraction of the longer
+)
 SENTENCE = re.compile(r"\S.*?(?:[.!?](?=\s)|$)", re.DOTALL)
 MAX_SENTENCE = 200  # characters of a sentence that is repeated
 
 
 def docs_pairs() -> Iterator[dict]:
-    """Yield {"prompt", "chosen", "rejected"}: a first question of docs_conversations, the right description, and a
-    wrong one: it describes something else in the same module, or stops in the middle of a sentence, or repeats itself.
-    A hash of the name decides which, so the wrong answer is the longer one half of the time."""
+    """Yield {"prompt", "chosen", "rejected"}: a first question of docs_conversations, the right
+    description, and a wrong one: it describes something else in the same module, or stops in the
+    middle of a sentence, or repeats itself. A hash of the name decides which, so the wrong answer
+    is the longer one half of the time.
+    """
     found = list(described())
     answers = {}
     for subject, answer in found:
         answers.setdefault(subject.module, []).append(answer)
     for subject, answer in found:
         name = subject.name
-        wrong = (another(name, answer, answers[subject.module]), stopped(name, answer), repeated(name, answer))
+        wrong = (
+            another(name, answer, answers[subject.module]),
+            stopped(name, answer),
+            repeated(name, answer),
+        )
         if possible := list(filter(None, wrong)):
-            yield {"prompt": [question_about(subject)], "chosen": answer, "rejected": pick(f"way {name}", possible)}
+            yield {
+                "prompt": [question_about(subject)],
+                "chosen": answer,
+                "rejected": pick(f"way {name}", possible),
+            }
 
 
 def pick(key: str, items: Sequence[str | int]) -> str | int:
-    """Return one of the items, by a hash of the key (not crc32: its values for keys with the same end are related)."""
+    """Return one of the items, by a hash of the key (not crc32: its values for keys with the same
+    end are related).
+    """
     return items[int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % len(items)]
 
 
 def another(name: str, answer: str, answers: list[str]) -> str:
-    """Return another of the answers, of similar length if there is one, else the nearest in length; "" if none."""
+    """Return another of the answers, of similar length if there is one, else the nearest in length;
+    "" if none.
+    """
     gaps = {text: abs(len(text) - len(answer)) for text in answers if text != answer}
     near = [text for text, gap in gaps.items() if gap <= SIMILAR * max(len(text), len(answer))]
     return pick(f"another {name}", near) if near else min(gaps, key=gaps.get, default="")
@@ -272,7 +349,9 @@ def stopped(name: str, answer: str) -> str:
 
 
 def repeated(name: str, answer: str) -> str:
-    """Return the answer with one sentence said two or three times, or its last words said three or four times."""
+    """Return the answer with one sentence said two or three times, or its last words said three or
+    four times.
+    """
     sentence = pick(f"sentence {name}", SENTENCE.findall(answer))
     times = pick(f"times {name}", (2, 2, 3))
     if pick(f"repeated {name}", (True, False)) and len(sentence) <= MAX_SENTENCE:

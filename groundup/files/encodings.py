@@ -23,15 +23,15 @@ MARKS = {  # UTF-32's first: its little-endian mark begins with UTF-16's
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
-# What charset-normalizer may answer, and the codec that reads it and its extensions.
+# A codec, and what charset-normalizer may answer that it reads.
 TRUSTED = {
-    "gb2312": "gb18030", "gbk": "gb18030", "gb18030": "gb18030",
-    "big5": "big5hkscs", "big5hkscs": "big5hkscs", "cp950": "big5hkscs",
-    "euc_jp": "euc_jis_2004", "euc_jis_2004": "euc_jis_2004", "euc_jisx0213": "euc_jis_2004",
-    "shift_jis": "cp932", "cp932": "cp932",
-    "shift_jis_2004": "cp932", "shift_jisx0213": "cp932",
-    "euc_kr": "cp949", "cp949": "cp949",
-}  # fmt: skip
+    "gb18030": "gb18030 gb2312 gbk",
+    "big5hkscs": "big5hkscs big5 cp950",
+    "euc_jis_2004": "euc_jis_2004 euc_jp euc_jisx0213",
+    "cp932": "cp932 shift_jis shift_jis_2004 shift_jisx0213",
+    "cp949": "cp949 euc_kr",
+}
+CODECS = {name: codec for codec, names in TRUSTED.items() for name in names.split()}
 # The part of a codec in which no character has a byte below 0x80. After a lost byte such a text has
 # an odd byte before the next ASCII character or line end, so the loss is always a decoding error.
 STRICT = {"gb18030": "gb2312", "cp949": "euc_kr", "euc_jis_2004": "euc_jis_2004"}
@@ -56,25 +56,21 @@ LEAST = 30  # wide characters: fewer tell no encoding
 # Of a shorter text only Chinese in GBK can be told, by the most frequent characters. Measured on
 # lines of manual pages in 15 other encodings: none of 11,000 has so many of them by chance.
 LEAST_COMMON, COMMON_SHARE = 8, 0.4
-COMMON = set(
-    "\u7684\u4e00\u662f\u5728\u4e0d\u4e86\u6709\u548c\u4eba\u8fd9\u4e2d\u5927\u4e3a\u4e0a\u4e2a"
-    "\u56fd\u6211\u4ee5\u8981\u4ed6\u65f6\u6765\u7528\u4eec\u751f\u5230\u4f5c\u5730\u4e8e\u51fa"
-    "\u5c31\u5206\u5bf9\u6210\u4f1a\u53ef\u4e3b\u53d1\u5e74\u52a8\u540c\u5de5\u4e5f\u80fd\u4e0b"
-    "\u8fc7\u5b50\u8bf4\u4ea7\u79cd\u9762\u800c\u65b9\u540e\u591a\u5b9a\u884c\u5b66\u6cd5\u6240"
-    "\u6c11\u5f97\u7ecf\u5341\u4e09\u4e4b\u8fdb\u7740\u7b49\u90e8\u5ea6\u5bb6\u7535\u529b\u91cc"
-    "\u5982\u6c34\u5316\u9ad8\u81ea\u4e8c\u7406\u8d77\u5c0f\u7269\u73b0\u5b9e\u52a0\u91cf\u90fd"
-    "\u4e24\u4f53\u5236\u673a\u5f53\u4f7f\u70b9\u4ece\u4e1a\u672c\u53bb\u628a\u6027\u597d\u5e94"
-    "\u5f00\u5b83\u5408\u8fd8\u56e0\u7531\u5176\u4e9b\u7136\u524d\u5916\u5929\u653f\u56db\u65e5"
-    "\u90a3\u793e\u4e49\u4e8b\u5e73\u5f62\u76f8\u5168\u8868\u95f4\u6837\u4e0e\u5173\u5404\u91cd"
-    "\u65b0\u7ebf\u5185\u6570\u6b63\u5fc3\u53cd\u4f60\u660e\u770b\u539f\u53c8\u4e48\u5229\u6bd4"
-    "\u6216\u4f46\u8d28\u6c14\u7b2c\u5411\u9053\u547d\u6b64\u53d8\u6761\u53ea\u6ca1\u7ed3\u89e3"
-    "\u95ee\u610f\u5efa\u6708\u516c\u65e0\u7cfb\u519b\u5f88\u60c5\u8005\u6700\u7acb\u4ee3\u60f3"
-    "\u5df2\u901a\u5e76\u63d0\u76f4\u9898\u515a\u7a0b\u5c55\u4e94\u679c\u6599\u8c61\u5458\u9769"
-    "\u4f4d\u5165\u5e38\u6587\u603b\u6b21\u54c1\u5f0f\u6d3b\u8bbe\u53ca\u7ba1\u7279\u4ef6\u957f"
-    "\u6c42\u8001\u5934\u57fa\u8d44\u8fb9\u6d41\u8def\u7ea7\u5c11\u56fe\u5c71\u7edf\u63a5\u77e5"
-    "\u8f83\u5c06\u7ec4\u89c1\u8ba1\u522b\u5979\u624b\u89d2\u671f\u6839\u8bba\u8fd0\u519c\u6307"
-    "\u51e0\u4e5d\u533a\u5f3a\u653e\u51b3\u897f\u88ab\u5e72\u505a\u5fc5\u6218\u5148\u56de\u5219"
-    "\u4efb\u53d6\u636e\u5904"
+COMMON = set(  # in UTF-16
+    bytes.fromhex(
+        "76844e00662f57284e0d4e866709548c4eba8fd94e2d59274e3a4e0a4e2a56fd62114ee589814ed665f66765"
+        "75284eec751f52304f5c57304e8e51fa5c3152065bf962104f1a53ef4e3b53d15e7452a8540c5de54e5f80fd"
+        "4e0b8fc75b508bf44ea779cd9762800c65b9540e591a5b9a884c5b666cd562406c115f977ecf53414e094e4b"
+        "8fdb77407b4990e85ea65bb67535529b91cc59826c3453169ad881ea4e8c74068d775c0f726973b05b9e52a0"
+        "91cf90fd4e244f535236673a5f534f7f70b94ece4e1a672c53bb628a6027597d5e945f005b8354088fd856e0"
+        "753151764e9b7136524d59165929653f56db65e590a3793e4e494e8b5e735f6276f85168886895f468374e0e"
+        "5173540491cd65b07ebf518565706b635fc353cd4f60660e770b539f53c84e4852296bd462164f468d286c14"
+        "7b2c54119053547d6b6453d8676153ea6ca17ed389e395ee610f5efa6708516c65e07cfb519b5f8860c58005"
+        "67007acb4ee360f35df2901a5e7663d076f49898515a7a0b5c554e94679c65998c61545897694f4d51655e38"
+        "6587603b6b2154c15f0f6d3b8bbe53ca7ba172794ef6957f6c428001593457fa8d448fb96d418def7ea75c11"
+        "56fe5c717edf63a577e58f835c067ec489c18ba1522b5979624b89d2671f68398bba8fd0519c630751e04e5d"
+        "533a5f3a653e51b3897f88ab5e72505a5fc56218514856de52194efb53d6636e5904"
+    ).decode("utf-16-be")
 )
 CHINESE_MARKS = set(
     "\uff0c\u3002\u3001\uff1b\uff1a\uff1f\uff01\uff08\uff09\u300a\u300b\u201c\u201d\u3000"
@@ -261,7 +257,7 @@ def name_of(raw: bytes) -> tuple[str, str]:
     """Return (the codec of lines that are not UTF-8, ""), or ("", their likely encoding)."""
     matches = list(from_bytes(raw))  # the best first
     for match in matches:
-        codec = TRUSTED.get(match.encoding, "")
+        codec = CODECS.get(match.encoding, "")
         if not codec:
             break
         # Chinese text has hardly any kana. In EUC-JP they have the same bytes as in GB18030.
@@ -379,7 +375,7 @@ class Decoder:
             except UnicodeDecodeError:
                 pass
         text = raw.decode(self.other)
-        if self.other not in TRUSTED.values():
+        if self.other not in TRUSTED:
             return text
         odd = (found for found in ALONE.finditer(text) if found[0] not in self.own)
         if self.strict == "gb2312":
@@ -393,7 +389,7 @@ class Decoder:
     def reads(self, raw: bytes) -> bool:
         """Return whether a line is valid in the other encoding, if that has several bytes."""
         try:
-            return self.other in TRUSTED.values() and bool(raw.decode(self.other))
+            return self.other in TRUSTED and bool(raw.decode(self.other))
         except UnicodeDecodeError:
             return False
 
@@ -406,7 +402,7 @@ class Decoder:
                 raw.decode(codec, "surrogateescape") for codec in ("utf-8", self.other) if codec
             ]
         text = min(texts, key=lambda text: len(UNDECODED.findall(text)))
-        if self.other in TRUSTED.values():
+        if self.other in TRUSTED:
             text = ALONE.sub(lambda found: found[0] if found[0] in self.own else "\udc80", text)
             text = self.stray.sub("\udc80", text)
         return text

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from groundup.errors import UserError
 from groundup.files.streams import (
@@ -61,7 +61,8 @@ def parquet_records(
         file = open_parquet(path)
         groups = range(file.metadata.num_row_groups)
         row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
-        own = [name for name in file.schema_arrow.names if name in (columns or ())]
+        names = file.schema_arrow.names
+        own = [name for name in names if {name, name.lower()} & set(columns or ())]
         batches = file.iter_batches(BATCH_ROWS, row_groups=groups[begin:end], columns=own or None)
         for batch in batches:
             n_bytes += batch.nbytes
@@ -82,20 +83,25 @@ def parquet_records(
         yield Record(None, row + 1, row).fail("truncated_file", str(error), size), size
 
 
-def decode_texts(row: dict, binary: list[str]) -> dict:
-    """Return a row with the bytes of its binary columns as text, where they are UTF-8."""
-    for name in binary:
-        with contextlib.suppress(AttributeError, UnicodeDecodeError):  # null, or no text
-            row[name] = row[name].decode()
-    return row
+def decode_texts(value: Any) -> Any:
+    """Return a value with the bytes in it as text, where they are UTF-8."""
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+    if isinstance(value, dict):
+        return {key: decode_texts(one) for key, one in value.items()}
+    return [decode_texts(one) for one in value] if isinstance(value, list) else value
 
 
 def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
     """Yield the rows of a batch that begins at a row of the file; one that is not UTF-8, or that
     Python cannot express, is a problem of its own."""
-    binary = [field.name for field in batch.schema if "binary" in str(field.type)]
     try:
-        values = [decode_texts(value, binary) for value in batch.to_pylist()]
+        schema = str(batch.schema)
+        # pairs become objects; it takes time, so it is asked for where there are any
+        values = batch.to_pylist(maps_as_pydicts="lossy" if "map<" in schema else None)
+        if "binary" in schema:
+            values = decode_texts(values)
     except (ValueError, OverflowError, LookupError, OSError, UnicodeDecodeError) as error:
         if (plain := without_times(batch)) is not batch:
             yield from batch_records(plain, row)

@@ -155,7 +155,7 @@ def read_records(
         else:
             head = stream.peek()
             kind = container(path, head, txt_split)
-        decoder = Decoder(raw.verdict)
+        decoder = Decoder(raw.verdict)  # of a file in UTF-8, decode is bytes.decode
         if report.sha256 and raw.file:  # of parquet the whole file, with its first part
             streams.hash_part(raw.file, begin, None if kind == "parquet" else end, report.sha256)
         if kind == "parquet":
@@ -332,12 +332,8 @@ def piece_end(text: str, begin: int, most: int) -> int:
 
 def text_lines(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
     """Yield the decoded lines of a text file with their ends; a long line in several records."""
-    line, offset, rest = 1, skip_mark(stream), b""
-    while raw := rest + stream.readline(LINE_BYTES):
-        rest = b""
-        if not raw.endswith(b"\n") and len(raw) >= LINE_BYTES:
-            end = character_end(raw)
-            raw, rest = raw[:end], raw[end:]
+    line, offset = 1, skip_mark(stream)
+    for raw in lines_or_parts(stream, LINE_BYTES):
         try:
             text = decoder.decode(raw)
             yield Record(text.removeprefix(MARK), line, offset, decoder.name)
@@ -350,6 +346,17 @@ def text_lines(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
         line += raw.endswith(b"\n")
         offset += len(raw)
     yield from damage(stream, line, offset, 0)
+
+
+def lines_or_parts(stream: io.BufferedReader, most: int) -> Iterator[bytes]:
+    """Yield the lines of a stream; one of more than `most` bytes in parts of whole characters."""
+    rest = b""
+    while raw := rest + stream.readline(most):
+        end = len(raw)
+        if end >= most and not raw.endswith(b"\n"):
+            end = character_end(raw)
+        yield raw[:end]
+        rest = raw[end:]
 
 
 def character_end(raw: bytes) -> int:
@@ -412,9 +419,10 @@ def quotes_of_tsv(head: bytes) -> bool:
 def column_names(row: Sequence[str]) -> list[str]:
     """Return the names of columns; of two equal ones the second becomes name_2."""
     names: list[str] = []
-    for name in row:
-        number = sum(other == name for other in row[: len(names)]) + 1
-        names.append(name if number == 1 else f"{name}_{number}")
+    seen: Counter[str] = Counter()
+    for name in map(str.strip, row):
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return names
 
 
@@ -563,12 +571,8 @@ def json_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record
 def json_texts(stream: io.BufferedReader, decoder: Decoder) -> Iterator[str]:
     """Yield the text of a stream in pieces of whole lines, if these are short; a byte that cannot
     be decoded becomes a surrogate, so that it spoils its element only."""
-    held, size, rest = [], 0, b""
-    while raw := rest + stream.readline(streams.READ_BYTES):
-        rest = b""
-        if not raw.endswith(b"\n") and len(raw) >= streams.READ_BYTES:
-            end = character_end(raw)
-            raw, rest = raw[:end], raw[end:]
+    held, size = [], 0
+    for raw in lines_or_parts(stream, streams.READ_BYTES):
         held.append(decoder.decode_somehow(raw))
         size += len(raw)
         if size >= streams.READ_BYTES:

@@ -75,15 +75,23 @@ def messages_of(row: object, kind: str = "chat") -> tuple[list[dict], str]:
 def pair_of(row: object) -> tuple[Pair | None, str]:
     """Return (Pair, "") or (None, what is wrong), such as an empty answer or equal answers."""
     try:
-        pair = read(row, "preference")
-        check_media(pair.prompt, row)
-        if is_blank(pair.chosen) or is_blank(pair.rejected):
-            raise BadRow("empty answer")
-        if are_equal(pair.chosen, pair.rejected):
-            raise BadRow("chosen and rejected are the same")
-        return pair, ""
+        return read_pair(row), ""
     except BadRow as problem:
-        return None, str(problem)
+        return None, problem.detail or problem.reason
+
+
+def read_pair(row: object) -> Pair:
+    """Return the pair of a row. Raise BadRow, with a detail where the reason is one to count."""
+    pair = read(row, "preference")
+    check_media(pair.prompt, row)
+    if is_blank(pair.chosen) or is_blank(pair.rejected):
+        raise BadRow(*EMPTY)
+    if are_equal(pair.chosen, pair.rejected):
+        raise BadRow("equal answers", "chosen and rejected are the same")
+    return pair
+
+
+EMPTY = ("empty answer", "empty answer")
 
 
 # ---- which format ----------------------------------------------------------------------------
@@ -112,7 +120,7 @@ def refuse_one_side(row: dict, given: dict) -> None:
     if len(sides) == 1:
         missing = "rejected" if sides == ["chosen"] else "chosen"
         if row.get(missing) == "":
-            raise BadRow("empty answer")
+            raise BadRow(*EMPTY)
         raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(given)})")
 
 
@@ -223,13 +231,21 @@ def has_all(row: dict, known: RowFormat) -> bool:
 
 def rename(row: dict, names: dict[str, str]) -> dict:
     """Return a row under the usual names of its keys, unless it has these, too."""
-    if names.keys().isdisjoint(row):
-        return row
-    found: dict = {}
-    for key, value in row.items():
-        name = names.get(key, key)
-        found[key if name in row or name in found else name] = value
-    return found
+    keys = usual_keys(tuple(row), names is ANSWER_NAMES)
+    return dict(zip(keys, row.values(), strict=True)) if keys else row
+
+
+@lru_cache(maxsize=64)
+def usual_keys(keys: tuple[str, ...], answers: bool) -> list[str]:
+    """Return the usual names of the keys of a row, [] if they have these.
+
+    Known keys may be in capitals: Question, PROMPT."""
+    names = ANSWER_NAMES if answers else OTHER_NAMES
+    found: list[str] = []
+    for key in keys:
+        name = names.get(key) or (key.lower() if key.lower() in COLUMNS else key)
+        found.append(key if name in keys or name in found else name)
+    return found if found != list(keys) else []
 
 
 def usual_names(**names: str) -> dict[str, str]:
@@ -238,16 +254,15 @@ def usual_names(**names: str) -> dict[str, str]:
 
 
 OTHER_NAMES = usual_names(
-    chosen="response_chosen pos_resp response_j",  # MedicalGPT, CValues, StackExchange
-    rejected="reject rejected_response response_rejected neg_resp response_k",
-    instruction="INSTRUCTION",  # Zhihu-KOL
-    question="Question",  # medical-o1
+    # MedicalGPT, CValues, StackExchange, When2Call, OpenAI
+    chosen="response_chosen pos_resp response_j chosen_response preferred_output",
+    rejected="reject rejected_response response_rejected neg_resp response_k non_preferred_output",
     input="inputs",  # Aya, FLAN, xP3
     reasoning_content="Complex_CoT",  # medical-o1
 )
 ANSWER_NAMES = usual_names(
     output="targets",  # Aya, FLAN, xP3
-    response="RESPONSE Response generation",  # Zhihu-KOL, medical-o1, distilabel
+    response="generation",  # distilabel
     solution="generated_solution",  # OpenMathInstruct
 )
 
@@ -289,10 +304,9 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [key for key in left if row[key] not in seen]
     for key, listing in threads.items():
         left += unread_of_turns(key, listing)
-    if row is not given:  # by the names that they have in the file
-        usual = OTHER_NAMES | ANSWER_NAMES
-        own = {usual[key]: key for key in reversed(list(given)) if key in usual}
-        left = [key if key in given else own.get(key, key) for key in left]
+    if left and row is not given:
+        own = dict(zip(row, given, strict=True))  # the names that they have in the file
+        left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
     return left
@@ -311,7 +325,10 @@ def keys_read(
 
 
 def is_about(key: str) -> bool:
-    return key in ABOUT or key == "id" or key.endswith("_id")
+    name = key.lower()
+    # pandas writes the numbers of rows under "" and reads them as "Unnamed: 0"
+    unnamed = not name or name.startswith("unnamed: ")
+    return unnamed or name in ABOUT or name == "id" or name.endswith("_id")
 
 
 def unread_settings(settings: object) -> list[str]:
@@ -334,11 +351,9 @@ def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
 
 
 def has_content(value: object) -> bool:
-    if value is None or isinstance(value, bool | int | float):
-        return False
-    if isinstance(value, str) and (not value.strip() or value in turns.NOTHING):
-        return False
-    return value not in ([], {})
+    if isinstance(value, str):
+        return bool(value.strip()) and value not in turns.NOTHING
+    return not isinstance(value, bool | int | float) and value not in (None, [], {})
 
 
 KNOWN_OF_TURNS = {*turns.TURN_KEYS, *turns.THOUGHT_KEYS}
@@ -408,6 +423,10 @@ def one_turn(question: str, answer: str, row: dict) -> list[dict]:
 def asked_turns(question: str, row: dict) -> list[dict]:
     """Return the turns under the first key of a text_key, or its text after the history."""
     value = row[first_key(question)]
+    if isinstance(value, str) and value.startswith('{"messages"'):
+        value = unpacked(value)
+    if isinstance(value, dict) and "messages" in value:  # OpenAI's preference tuning
+        return turns_at("messages", value)
     if is_turns(value):
         return read_turns(value)
     return [*history(row), *turns.question_turns(whole_question(question, row))]
@@ -495,7 +514,8 @@ def lettered(found: object) -> list[tuple[object, object]] | None:
     """Return [(letter, option)] of options in any form, None if they have none."""
     if isinstance(found, dict) and {"text", "label"} <= found.keys():  # ARC
         columns = found["label"], found["text"]
-        return list(zip(*columns, strict=False)) if all(map(is_list, columns)) else None
+        lists = all(isinstance(column, list) for column in columns)
+        return list(zip(*columns, strict=False)) if lists else None
     if isinstance(found, dict):
         return [(letter, option) for letter, option in found.items() if option is not None]
     if listing := listed(found):
@@ -503,13 +523,9 @@ def lettered(found: object) -> list[tuple[object, object]] | None:
         return list(
             zip(letters, [one.get("value", one.get("text")) for one in listing], strict=True)
         )
-    if is_list(found) and len(found) <= len(LETTERS):
+    if isinstance(found, list) and len(found) <= len(LETTERS):
         return list(zip(LETTERS, found, strict=False))
     return None
-
-
-def is_list(value: object) -> bool:
-    return isinstance(value, list)
 
 
 def without_letter(letter: str, option: str) -> str:
@@ -614,18 +630,14 @@ def two_conversations(chosen: list[dict], rejected: list[dict]) -> Pair:
     if not is_learned(good):
         raise BadRow("the chosen answer is one not to learn from")
     if turns.said(prompt) != turns.said(other):
-        raise BadRow("chosen and rejected answer different prompts")
+        raise BadRow("different prompts", "chosen and rejected answer different prompts")
     prompt = [{key: turn[key] for key in turn if key != "learn"} for turn in prompt]
     return Pair(prompt, good["content"], bad["content"])
 
 
-def two_dialogues(row: dict) -> Pair:
+def two_dialogues(chosen: str, rejected: str, row: dict) -> Pair:
     """Return the pair of two conversations: turns, or Anthropic's dialogues."""
-    return two_conversations(dialogue_at("chosen", row), dialogue_at("rejected", row))
-
-
-def two_threads(row: dict) -> Pair:
-    return two_conversations(turns_at("messages", row), turns_at("rejected_messages", row))
+    return two_conversations(dialogue_at(chosen, row), dialogue_at(rejected, row))
 
 
 def turns_then_worse(row: dict) -> Pair:
@@ -678,8 +690,9 @@ def preferred(
     if won not in (0, 1):
         raise BadRow("neither answer is preferred")
     better, worse = (first, second) if won else (second, first)
-    sides = {"chosen": row[better], "rejected": row[worse]}
-    return two_answers(prompt, row | sides) if prompt else two_dialogues(row | sides)
+    if not prompt:
+        return two_dialogues(better, worse, row)
+    return two_answers(prompt, row | {"chosen": row[better], "rejected": row[worse]})
 
 
 def better_comment(row: dict) -> Pair:
@@ -766,22 +779,24 @@ CHATS = (
     asking("prompts and answers", "prompt", "answer"),
     asking("prompts and completions (trl)", "prompt", "completion"),
     asking("questions (medical CSV)", "title?,ask?", "answer", "title,ask,answer"),
+    asking("questions and solutions (LIMO)", "question", "solution"),
     asking("questions and answers", "question", "answer"),
     asking("multiple choice (ARC)", "question", "answerKey", "question,choices,answerKey"),
     asking("questions and responses (OpenOrca)", "question", "response"),
     asking("questions (baike_qa)", "title,desc?", "answer"),
     asking("questions (webtext2019zh)", "title,desc?", "content", "title,desc,content"),
     asking("queries and responses (MetaMathQA)", "query", "response"),
+    RowFormat("calls (xLAM)", "query,answers,tools", calls_for),
+    asking("queries and answers (CodeFeedback)", "query", "answer"),
     asking("problems and solutions (NuminaMath, MATH)", "problem", "solution"),
     asking("problems and answers", "problem", "answer"),
-    asking("questions and solutions", "question", "solution"),
+    RowFormat("contents (Gemini)", "contents", partial(turns_at, "contents")),
     RowFormat("a thread (OpenAssistant)", "thread", partial(turns_at, "thread")),
     RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
     RowFormat("one message (OpenAssistant)", "message_id,parent_id,text,role", one_of_a_tree),
     RowFormat("glaive v2", "system,chat", turns.glaive),
     RowFormat("MOSS 002", "meta_instruction,plain_text", turns.moss_text),
     RowFormat("MOSS 003", "meta_instruction,chat", turns.moss_chat),
-    RowFormat("calls (xLAM)", "query,answers,tools", calls_for),
     RowFormat("texts by turns (UltraChat)", "data", partial(turns_at, "data")),
 )
 
@@ -811,6 +826,11 @@ def answering(name: str, question: str) -> RowFormat:
     return RowFormat(f"{name} with two answers", keys, read_row, asked_keys(question))
 
 
+def conversing(name: str, keys: str) -> RowFormat:
+    """Return a format of rows that hold two whole conversations."""
+    return RowFormat(f"two {name}", keys, partial(two_dialogues, *keys.split(",")))
+
+
 def better(name: str, keys: str, wins: Callable[[str, dict], float]) -> RowFormat:
     """Return a format of rows with a question, if any, two answers and which of them is better."""
     *prompt, first, second, verdict = keys.split(",")
@@ -826,9 +846,9 @@ PAIRS = (
     answering("inputs", "input"),
     answering("turns (UltraInteract)", "trajectory"),
     answering("messages", "messages"),
-    RowFormat("two threads (ms-swift)", "messages,rejected_messages", two_threads),
+    conversing("threads (ms-swift)", "messages,rejected_messages"),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
-    RowFormat("two dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected", two_dialogues),
+    conversing("dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected"),
     RowFormat("ranked answers (Nectar)", "prompt,answers", ranked, ASKED),
     RowFormat("rated answers (UltraFeedback, raw)", "instruction,completions", rated, ASKED),
     better(

@@ -62,13 +62,11 @@ def texts_of(parts: list[Part], text_key: str, max_mb: float) -> Iterator[str]:
                 for part in parts
             ]
             yield from mix_texts(sources, most)
-        elif size > most:
-            for part in parts:
-                yield from sampled(part, text_key, most / size, report)
-        else:
-            texts = itertools.chain(*(read(part, text_key, report) for part in parts))
-            note = f"the first {max_mb:g} MB are read, no more; max_mb sets this"
-            yield from first_of(texts, most, f"tokenizer: {note}")
+            return
+        share = most / size if size > most else 0.0
+        texts = itertools.chain(*(read(part, text_key, report, share) for part in parts))
+        note = f"tokenizer: the first {max_mb:g} MB are read, no more; max_mb sets this"
+        yield from texts if share else first_of(texts, most, note)
     finally:  # also where a limit ends it
         for path, line, _, why in report.places[:10]:
             print(f"tokenizer: {path}:{line}: {why}")
@@ -85,7 +83,9 @@ def size_of(parts: list[Part]) -> int:
 def read(part: Part, text_key: str, report: Report, share: float = 0.0) -> Iterator[str]:
     """Yield the documents of a part of `input`, with a progress bar.
 
-    share: of each unit of a file (see `readers.work_units`) only this much, from its beginning"""
+    share: of each unit of a file (see `readers.work_units`) only this much, from its beginning;
+    then print how much that was."""
+    n_bytes = 0
     with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
         for path in part.files:
             units = readers.work_units(path) if share else [(0, None)]
@@ -98,16 +98,11 @@ def read(part: Part, text_key: str, report: Report, share: float = 0.0) -> Itera
                     texts = first_of(texts, share * os.path.getsize(path) / len(units))
                 for text in texts:
                     yield text
-                    progress.update(len(text.encode()))
-
-
-def sampled(part: Part, text_key: str, share: float, report: Report) -> Iterator[str]:
-    """Yield a share of each file of a part. Print how much that was."""
-    n_bytes = 0
-    for text in read(part, text_key, report, share):
-        n_bytes += len(text.encode())
-        yield text
-    print(f"tokenizer: {part.name}: {n_bytes / 1e6:.2f} MB, a sample of all its files")
+                    size = len(text.encode())
+                    progress.update(size)
+                    n_bytes += size
+    if share:
+        print(f"tokenizer: {part.name}: {n_bytes / 1e6:.2f} MB, a sample of all its files")
 
 
 def first_of(texts: Iterable[str], most: float, note: str = "") -> Iterator[str]:

@@ -12,12 +12,15 @@ message. Beside role and content a message may have
 A turn that cannot be used raises BadRow.
 """
 
+import ast
 import itertools
 import json
 import math
 import re
 import unicodedata
 from collections import Counter
+from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple
 
 from groundup.files import TOOLS_HEAD, TOOLS_TAIL
@@ -44,7 +47,7 @@ class Pair(NamedTuple):
 WEIGHTS = ("learn", "weight", "train", "training", "loss", "loss_scale", "loss_weight")
 ROW_WEIGHTS = ("weight", "train", "loss_scale", "loss_weight")  # evaluate.py writes a loss, too
 KTO_LABELS = ("label", "kto_tag")  # of trl, of LLaMA-Factory: whether the last answer is good
-FLAGS_OF_ROWS = {*ROW_WEIGHTS, *KTO_LABELS}
+FLAGS_OF_ROWS = ROW_WEIGHTS + KTO_LABELS
 
 
 def as_number(value: object) -> float:
@@ -60,21 +63,27 @@ def as_number(value: object) -> float:
 
 def is_learned(holder: dict, flags: tuple[str, ...] = WEIGHTS) -> bool:
     """Return False if a flag of a turn, part or row says not to learn from it."""
-    found = [holder[flag] for flag in flags if flag in holder]
-    return not any(as_number(value) <= 0 for value in found)
+    return not any(as_number(holder[key]) <= 0 for key in keys_among(flags, tuple(holder)))
+
+
+@lru_cache(maxsize=256)  # the rows of a file have the same keys
+def keys_among(flags: tuple[str, ...], keys: tuple[str, ...]) -> list[str]:
+    """Return the keys that are flags, in the order of these; a table may write them in capitals."""
+    return [key for flag in flags for key in keys if str(key).lower() == flag]
 
 
 def label_of(row: object) -> bool | None:
     """Return whether a row says that its last answer is a good one, None if it does not say."""
     if not isinstance(row, dict):
         return None
-    found = [as_number(row[key]) for key in KTO_LABELS if row.get(key) is not None]
+    keys = keys_among(KTO_LABELS, tuple(row))
+    found = [as_number(row[key]) for key in keys if row[key] is not None]
     return {1.0: True, 0.0: False}.get(found[0]) if found else None
 
 
 def is_bad(row: object) -> bool:
     """Return whether a row says that its answer is bad, or not to be learned."""
-    if not isinstance(row, dict) or FLAGS_OF_ROWS.isdisjoint(row):
+    if not isinstance(row, dict) or not keys_among(FLAGS_OF_ROWS, tuple(row)):
         return False
     return label_of(row) is False or not is_learned(row, ROW_WEIGHTS)
 
@@ -85,14 +94,14 @@ def is_bad(row: object) -> bool:
 ROLES = {
     "system": "system developer",
     "user": "user human prompter",
-    "assistant": "assistant gpt chatgpt bing bot model function_call tool_call",
-    "tool": "tool observation function ipython tool_response",
+    "assistant": "assistant gpt chatgpt chatbot bing bard bot ai model function_call tool_call",
+    "tool": "tool observation function ipython tool_response function_response tool_result",
 }
 ROLES = {name: role for role, names in ROLES.items() for name in names.split()}
 CALLERS = ("function_call", "tool_call")  # roles of turns that are calls and nothing else
 
 ROLE_KEYS = ("role", "from")
-CONTENT_KEYS = ("content", "value", "text")
+CONTENT_KEYS = ("content", "value", "text", "parts")
 CALL_KEYS = ("tool_calls", "function_call")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # OpenAI, Llama 3.1, LangChain, Anthropic
@@ -108,8 +117,10 @@ TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *WEIGHTS, "train_detail"}
 TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools", *sum(EXCHANGES, ())}
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
+SYSTEM_KEYS += ("systemInstruction", "system_instruction")  # Gemini
 TOOL_KEYS = ("tools", "functions")
 BESIDE_TURNS = {*SYSTEM_KEYS, *TOOL_KEYS, "chat_template_kwargs"}
+MOST_PYTHON = 2**20  # characters of a list in Python's notation, as pandas writes it to CSV
 NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where there is none
 
 
@@ -133,6 +144,9 @@ def listed(value: object) -> list[dict] | None:
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return None
     found = unpacked(value)
+    if isinstance(found, str) and found.startswith("[{'") and len(found) < MOST_PYTHON:
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            found = json.loads(json.dumps(ast.literal_eval(found)))
     if isinstance(found, dict) and found and all(isinstance(one, list) for one in found.values()):
         lengths = {len(one) for one in found.values()}
         if len(lengths) == 1:
@@ -198,7 +212,11 @@ def texts_by_turns(value: object) -> list[dict]:
     if not is_thread(value):
         inner = f" with {type(value[0]).__name__}" if isinstance(value, list) else ""
         raise BadRow(f"{type(value).__name__}{inner}, not a list of turns")
-    return [message(("user", "assistant")[i % 2], said) for i, said in enumerate(value)]
+    turns = [message(("user", "assistant")[i % 2], said) for i, said in enumerate(value)]
+    marks = {"user": "\u95ee\uff1a", "assistant": "\u7b54\uff1a"}  # HuatuoGPT's
+    if all(turn["content"].startswith(marks[turn["role"]]) for turn in turns):
+        turns = [message(turn["role"], turn["content"][2:]) for turn in turns]
+    return turns
 
 
 def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
@@ -245,7 +263,7 @@ class Content(NamedTuple):
 def name_of(turn: dict) -> object:
     """Return the name of a turn's role, in lower case if it is text."""
     name = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
-    return name.strip().lower().replace(" ", "_") if isinstance(name, str) else name
+    return re.sub("[ -]", "_", name.strip().lower()) if isinstance(name, str) else name
 
 
 def role_of(turn: dict) -> str:
@@ -256,10 +274,10 @@ def role_of(turn: dict) -> str:
     shown = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
     how = f"user={shown}" if isinstance(shown, str) else naming([turn])
     known = ", ".join(ROLES)
-    raise BadRow(
-        f"a turn has the role {shown!r:.40} ({keys_of(turn)}), not one of {known}; "
-        f"prepare.py --text_key='{how}' reads others"
-    )
+    how = f"prepare.py --text_key='{how}' reads others"
+    if shown is None and not any(isinstance(one, str) for one in turn.values()):
+        how = "if these are rows, not turns, give a file of the list alone"
+    raise BadRow(f"a turn has the role {shown!r:.40} ({keys_of(turn)}), not one of {known}; {how}")
 
 
 def naming(found: list[dict]) -> str:
@@ -344,7 +362,9 @@ def with_thoughts(thoughts: str, text: str | None) -> str | None:
 
 def tool_message(content: object, call_id: object) -> dict:
     """Return a tool's message; a result that is no text becomes JSON."""
-    if isinstance(content, list) and all(map(is_text_part, content)):
+    if isinstance(content, list) and all(
+        isinstance(one, dict) and is_text_part(one) for one in content
+    ):
         content = "".join(map(text_of_part, content))
     elif isinstance(content, dict | list):
         content = as_json(without_nulls(content))
@@ -378,15 +398,26 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHT_PARTS = ("thinking", "reasoning")
 
 
+def kind_of(part: object) -> str:
+    """Return the type of a part; one that has none (Bedrock, Gemini) is a text or its keys."""
+    if not isinstance(part, dict):
+        return "text" if isinstance(part, str) else type(part).__name__
+    kind = part.get("type")
+    keys = [key for key, value in part.items() if value is not None]
+    return str(kind or ("text" if keys == ["text"] else keys_of(dict.fromkeys(keys))))
+
+
 def is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") in TEXT_PARTS
+    return kind_of(part) in TEXT_PARTS
 
 
-def text_of_part(part: dict) -> str:
-    names = ("text", "value", part["type"], "content")
+def text_of_part(part: dict | str) -> str:
+    if isinstance(part, str):
+        return part
+    names = ("text", "value", kind_of(part), "content")
     found = next((part[name] for name in names if part.get(name) is not None), None)
     if not isinstance(found, str):
-        raise BadRow(f"a part of a turn is of type {part['type']} but has none")
+        raise BadRow(f"a part of a turn is of type {kind_of(part)} but has none")
     return found
 
 
@@ -396,7 +427,7 @@ def read_content(raw: object) -> Content:
         return Content(raw, [], [], [])
     texts, thoughts, calls, results = [], [], [], []
     for part in raw:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        kind = kind_of(part)
         if kind in TEXT_PARTS:
             texts.append(text_of_part(part))
         elif kind in THOUGHT_PARTS:
@@ -455,7 +486,7 @@ def with_system(turns: list[dict], row: dict) -> list[dict]:
     settings = unpacked(row.get("chat_template_kwargs"))  # smoltalk2's
     settings = settings if isinstance(settings, dict) else {}
     prompts = [*(row.get(key) for key in SYSTEM_KEYS), settings.get("custom_instructions")]
-    prompts = [message("system", prompt)["content"] for prompt in prompts if prompt]
+    prompts = [system_text(prompt) for prompt in prompts if prompt]
     system = "\n".join(dict.fromkeys(prompts))
     tools = tools_of(row) or list_of(settings.get("xml_tools") or [])
     if not system and not tools:
@@ -464,10 +495,19 @@ def with_system(turns: list[dict], row: dict) -> list[dict]:
     first = turns[0]["content"] if has_own else ""
     if system:
         first = system + ("\n" + first if first not in ("", system) else "")
-    if tools:
+    if tools and "<tools>" not in first:  # Hermes' function calls have them there, too
         lines = "\n".join(tool if isinstance(tool, str) else as_json(tool) for tool in tools)
         first = (first + "\n\n" if first else "") + TOOLS_HEAD + lines + TOOLS_TAIL
     return [message("system", first), *turns[has_own:]]
+
+
+def system_text(prompt: object) -> str:
+    """Return a system prompt, which may also be a list of parts (Bedrock) or a turn (Gemini)."""
+    if isinstance(prompt, str) and prompt.startswith(('[{"text":', '{"role":', '{"parts":')):
+        prompt = unpacked(prompt)
+    if isinstance(prompt, dict):
+        prompt = next((prompt[key] for key in CONTENT_KEYS if key in prompt), None)
+    return message("system", read_content(prompt).text)["content"]
 
 
 def tools_of(row: dict) -> list:

@@ -1,9 +1,13 @@
 """How does a model write?
 
-In: a model, prompts as token ids, sampling parameters. Out: ids, texts, log-probabilities. Read
-engine (requests that generate together), kv_cache (their rows), sampling (logits to tokens), decode
-(the model's copy for inference and its step), json_mode, and completion (what scripts call). Then
-answers (files of prompts), chat (the terminal), tools (functions that answers call) with
-tool_process, beam, and of serve.py openai_format (bodies), openai_answer (answers), rendering
-(foreign templates, in a process), http (connections, counts), page, markdown.
+In: a model, prompts as token ids, sampling parameters. Out: ids, texts, log-probabilities.
+
+A chat request passes through serve.py (routes, streams), http (who may ask), openai_format (its
+body), files/turns.py (messages), tokenizer.py (their ids), engine (requests that generate
+together), kv_cache (their rows), model.py (the prompt), kernels/decoding.py (a step), sampling
+(logits to tokens) and openai_answer (tokens to what is sent). Scripts call engine, or completion.
+
+Then decode (the model's copy for inference), json_mode, answers (files of prompts), chat (the
+terminal), beam, tools (functions that answers call) with tool_process; of serve.py rendering
+(foreign templates, in a process), page and markdown.
 """

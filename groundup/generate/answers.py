@@ -25,10 +25,8 @@ from groundup.files.answer_files import check_settings, continued_text, conversa
 from groundup.files.disk import lock
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable, loads
-from groundup.generate.completion import generate_each
-from groundup.generate.engine import Result
+from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
-from model import Transformer
 from tokenizer import Tokenizer
 
 CELL = 40  # places of a cell of the table; a longer text is not cut
@@ -40,8 +38,8 @@ OWN_KEYS = ("index", "completions", "prompt_logprobs")
 Encode = Callable[[str | list[dict], bool], list[int]]
 # (result, what was asked) -> the best completions, each with its reward
 Rank = Callable[[Result, str | list[dict]], Result]
-# engine.generate_each, or another way to search
-Draw = Callable[..., Iterator[tuple[int, Result]]]
+# Engine.answer, or another way
+Draw = Callable[[Iterator[list[int]], SamplingParams], Iterator[tuple[int, Result]]]
 
 
 class Answers:
@@ -54,14 +52,11 @@ class Answers:
     def __init__(self, prompts: str, prompt: str, out: str, settings: dict) -> None:
         self.name, self.out, self.settings = prompts or "prompt", out, settings
         try:
-            lines = (
-                Path(prompts).read_bytes().split(b"\n")
-                if prompts
-                else [json_line({"prompt": prompt}).encode()]
-            )
+            raw = Path(prompts).read_bytes() if prompts else json_line({"prompt": prompt}).encode()
         except OSError as error:
             raise UserError(f"sample: cannot read {prompts!r}: {error.strerror}") from None
-        self.lines = {index: line for index, line in enumerate(lines) if line.strip()}
+        lines = enumerate(raw.split(b"\n"))
+        self.lines = {index: line for index, line in lines if line.strip()}
         if not self.lines:
             raise UserError(f"sample: {self.name} has no prompts")
         self.problems = 0  # prompts that cannot be answered
@@ -73,22 +68,19 @@ class Answers:
 
     def write(
         self,
-        model: Transformer,
-        tokenizer: Tokenizer,
+        engine: Engine,
         params: SamplingParams,
         encode: Encode,
-        batch_size: int,
-        compile: bool,
         rank: Rank | None = None,
-        draw: Draw = generate_each,
+        draw: Draw | None = None,
     ) -> None:
         """Append the answer to each prompt as it finishes: a kill loses only the unfinished
-        ones. Without `out`, and without log-probabilities, print them for people, see Table. draw: what finds them."""
+        ones. Without `out`, and without log-probabilities, print them for people, see Table."""
         # line number, fields and question of each prompt given to the engine
         begun: list[tuple[int, dict, str | list[dict]]] = []
 
         def prompts() -> Iterator[list[int]]:
-            for index, fields, asked, ids in self._rows(encode, model.cfg.block_size):
+            for index, fields, asked, ids in self._rows(encode, engine.model.cfg.block_size):
                 begun.append((index, fields, asked))
                 yield ids
 
@@ -96,24 +88,22 @@ class Answers:
         table = Table(self.settings) if for_people else None
         bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
         with self._output() as file, bar:
-            for number, result in draw(model, tokenizer, prompts(), params, batch_size, compile):
+            for number, result in (draw or engine.answer)(prompts(), params):
                 index, fields, asked = begun[number]
                 result = rank(result, asked) if rank else result
                 if table:
                     texts = [completion.text for completion in result.completions]
                     file.write(table.add(number, fields, asked, texts))
                 else:
-                    answer = answer_fields(result, tokenizer, params, bool(rank))
+                    answer = answer_fields(result, engine.tokenizer, params, bool(rank))
                     file.write(json_line({"index": index} | fields | answer))
                 file.flush()
                 bar.update()
             if table:
                 file.write(table.summary())
         if self.problems and len(self.lines) > 1:
-            print(
-                f"sample: {self.problems} of {len(self.lines)} prompts are not answered, see above",
-                file=sys.stderr,
-            )
+            what = f"{self.problems} of {len(self.lines)} prompts are not answered, see above"
+            print(f"sample: {what}", file=sys.stderr)
 
     @contextlib.contextmanager
     def _output(self) -> Iterator:
@@ -126,9 +116,8 @@ class Answers:
             try:
                 lock(file)
             except BlockingIOError:
-                raise UserError(
-                    f"sample: another process is writing {self.out}; wait, or use another out"
-                ) from None
+                what = f"another process is writing {self.out}; wait, or use another out"
+                raise UserError(f"sample: {what}") from None
             yield file
 
     def _rows(
@@ -145,9 +134,8 @@ class Answers:
                 asked = asked_of(fields, self.settings)
                 ids = encode(asked, isinstance(asked, str))
                 if len(ids) > context:
-                    raise ValueError(
-                        f"the prompt has {len(ids)} tokens, the context {context}; shorten it"
-                    )
+                    what = f"the prompt has {len(ids)} tokens, the context {context}; shorten it"
+                    raise ValueError(what)
             except ValueError as error:
                 self.problems += 1
                 tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
@@ -166,22 +154,17 @@ class Answers:
         for number, line in enumerate(lines, 1):
             try:
                 fields = loads(line)
-                index, asked = (
-                    int(fields["index"]),
-                    {k: v for k, v in fields.items() if k not in OWN_KEYS},
-                )
+                index = int(fields["index"])
+                asked = {k: v for k, v in fields.items() if k not in OWN_KEYS}
             except (ValueError, TypeError, KeyError, AttributeError):
-                raise UserError(
-                    f"sample: {self.out}:{number} is damaged; remove that line"
-                ) from None
+                what = f"{self.out}:{number} is damaged; remove that line"
+                raise UserError(f"sample: {what}") from None
             with contextlib.suppress(ValueError):
                 if json_line(asked) == json_line(parse(self.lines.get(index, b""))):
                     done.add(index)
                     continue
-            where = f"line {index + 1} of {self.name}"
-            raise UserError(
-                f"sample: {self.out} answers a prompt that is not in {where}; use another out"
-            )
+            what = f"answers a prompt that is not in line {index + 1} of {self.name}"
+            raise UserError(f"sample: {self.out} {what}; use another out")
         return done
 
 
@@ -208,10 +191,8 @@ class Table:
         self.n_right += right
 
         if expected:
-            marks = ["right" if right else "wrong", *[""] * (len(texts) - 1)]
-            lines = [
-                row(question, expected, text, mark) for text, mark in zip(texts, marks, strict=True)
-            ]
+            lines = [row(question, expected, texts[0], "right" if right else "wrong")]
+            lines += [row(question, expected, text, "") for text in texts[1:]]
         else:
             lines = [f"{one_line(question)}  ->  {one_line(text)}" for text in texts]
         self.waiting[number] = lines, bool(expected)
@@ -266,10 +247,8 @@ def asked_of(fields: dict, settings: dict) -> str | list[dict]:
         text = continued_text(fields, settings.get("chat", True))
         return conversation_of(fields, settings)[0] if text is None else text
     except BadRow as problem:
-        words = (problem.detail or problem.reason).replace(
-            "; chat is known by", "; give prompt, messages or text; a chat is known by"
-        )
-        raise ValueError(words) from None
+        words, known = problem.detail or problem.reason, "; give prompt, messages or text; a chat"
+        raise ValueError(words.replace("; chat is known", f"{known} is known")) from None
 
 
 def json_line(value: dict) -> str:
@@ -285,11 +264,8 @@ def answer_fields(
 ) -> dict:
     fields: dict = {"completions": []}
     for found in result.completions:
-        completion = {
-            "text": found.text,
-            "finish_reason": found.finish_reason,
-            "stop_reason": found.stop_reason,
-        }
+        keys = "text", "finish_reason", "stop_reason"
+        completion = {key: getattr(found, key) for key in keys}
         if rewarded:
             completion["reward"] = found.reward
         if params.logprobs >= 0:
@@ -306,12 +282,9 @@ def named(
 ) -> list[list[dict] | None]:
     """Return log-probabilities with the texts of their tokens, "" for ids beyond the
     tokenizer's."""
-    text = {
-        i: tokenizer.pieces.get(i, b"").decode("utf-8", "replace")
-        for found in positions
-        for i in found or ()
-    }
-    return [
-        found and [{"id": i, "token": text[i], "logprob": found[i]} for i in found]
-        for found in positions
-    ]
+
+    def entry(i: int, logprob: float) -> dict:
+        text = tokenizer.pieces.get(i, b"").decode("utf-8", "replace")
+        return {"id": i, "token": text, "logprob": logprob}
+
+    return [found and [entry(*pair) for pair in found.items()] for found in positions]

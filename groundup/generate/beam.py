@@ -14,8 +14,6 @@ from groundup.generate.decode import CHUNK_TOKENS
 from groundup.generate.engine import Engine, Request, Result, Sample, check
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import RowParams, SamplingParams, Seen, check_logits, process
-from model import Transformer
-from tokenizer import Tokenizer
 
 INF = math.inf
 
@@ -35,7 +33,7 @@ class BeamParams(SamplingParams):
         least = "1 unless temperature is 0 and best_of, stop and logprobs are off"
         own = [
             ("num_beams", K >= 2, "at least 2"),
-            self._between("length_penalty", -10, 10, "from -10 to 10"),
+            ("length_penalty", -10 <= self.length_penalty <= 10, "from -10 to 10"),
             ("early_stopping", self.early_stopping in allowed, "false, true or never"),
             ("num_beams", alone, least),
             ("n", 1 <= self.n <= K, f"at least 1 and at most num_beams={K}"),
@@ -48,36 +46,27 @@ class BeamParams(SamplingParams):
         return 1
 
 
-def search_each(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    prompts: Iterable[list[int]],
-    params: BeamParams,
-    batch_size: int = 0,
-    compile: bool = False,
-) -> Iterator[tuple[int, Result]]:
-    """Yield (index of the prompt, Result), as engine.generate_each does. A prompt at a time: what
-    batch_size says is for samples."""
-    engine = BeamSearch(model, tokenizer, params.num_beams, compile)
-    for i, ids in enumerate(prompts):
-        yield i, engine.search(check(i, ids, params, model.cfg, tokenizer))
-
-
 class BeamSearch(Engine):
+    """An engine of num_beams rows that searches, a prompt at a time."""
+
+    def answer(
+        self, prompts: Iterable[list[int]], params: BeamParams
+    ) -> Iterator[tuple[int, Result]]:
+        for i, ids in enumerate(prompts):
+            yield i, self.search(check(i, ids, params, self.model.cfg, self.tokenizer))
+
     @torch.no_grad()
     def search(self, request: Request) -> Result:
         """Return the n best texts of num_beams rows, the best first."""
         K, n = request.params.num_beams, len(request.ids)
         self.check_memory(K, request.length)
         cache = KVCache(self.model.cfg, K, request.length, self.device, self.dtype)
-        if self.compile:
-            cache.mark()
+        cache.few_widths = self.compile
         for begin in range(0, n, CHUNK_TOKENS):
             self.read_piece(cache, [0], [request], begin, min(begin + CHUNK_TOKENS, n))
         select(cache, torch.zeros(K, dtype=torch.int64, device=self.device), n)
-        beams = Beams(
-            request.ids, request.params, request.limit, self.model.cfg.vocab_size, self.device
-        )
+        V = self.model.cfg.vocab_size
+        beams = Beams(request.ids, request.params, request.limit, V, self.device)
         logits = request.logits.expand(K, -1)
         while True:
             check_logits(logits)  # without finite logits no beam is left
@@ -91,9 +80,8 @@ class BeamSearch(Engine):
             sample = Sample(request, s, self.tokenizer)
             for token in beam.ids:
                 sample.push([token], [0.0])
-            request.completions[s] = request.completions[s]._replace(
-                cumulative_logprob=beam.logprob
-            )
+            found = request.completions[s]
+            request.completions[s] = found._replace(cumulative_logprob=beam.logprob)
         return request.result()
 
 
@@ -112,10 +100,11 @@ class Beam(NamedTuple):
 class Beams:
     """Beam search for one prompt with K = num_beams rows.
 
-        beams = Beams(prompt, params, limit, vocab_size, device)  # limit: tokens that a text may get
+        beams = Beams(prompt, params, limit, vocab_size, device)  # limit: of a text, in tokens
         while not beams.ended:
-            tokens, parents = beams.advance(logits)  # then copy row parents[i] of the cache to row i, feed tokens[i]
-        beams.finished                               # at most K, the best first
+            tokens, parents = beams.advance(logits)
+            # copy row parents[i] of the cache to row i, feed tokens[i] to it
+        beams.finished  # at most K, the best first
 
     Processors act on log-probabilities, as in transformers, so repetition_penalty always
     multiplies. The search ends with K finished beams if none that runs could get a better score
@@ -147,16 +136,14 @@ class Beams:
         params, (K, V) = self.params, logits.shape
         logps = process(logits.float().log_softmax(dim=-1), self.rows, self.seen, self.n_out)
         sums = torch.tensor([beam.logprob for beam in self.running], device=logits.device)
-        # Of this many candidates at least K go on, whatever number of the others end with a stop
-        # id.
+        # Of this many candidates at least K go on, however many of the others end with a stop id
         width = min(max(2, 1 + len(params.stop_ids)), V) * K
         found = (logps + sums.unsqueeze(1)).flatten().topk(width)  # likeliest first
         self.n_out += 1
         divisor = self.n_out**params.length_penalty
         go_on: list[tuple[int, Beam]] = []  # with their parents
-        for rank, (total, at) in enumerate(
-            zip(found.values.tolist(), found.indices.tolist(), strict=True)
-        ):
+        candidates = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        for rank, (total, at) in enumerate(candidates):
             parent, token = divmod(at, V)
             ends = token in params.stop_ids or self.n_out == self.limit
             if (ends and rank < K and total > -INF) or (not ends and len(go_on) < K):

@@ -15,8 +15,6 @@ from groundup.errors import UserError
 from groundup.generate.engine import Engine
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
-from model import Transformer
-from tokenizer import Tokenizer
 
 COMMANDS = (
     "/reset forgets the conversation; /system TEXT; /temp NUMBER; /exit; Ctrl-C stops an answer."
@@ -29,21 +27,18 @@ class Chat:
 
     def __init__(
         self,
-        model: Transformer,
-        tokenizer: Tokenizer,
+        engine: Engine,
         params: SamplingParams,
         system: str = "",
-        compile: bool = False,
         tools: Tools | None = None,
     ) -> None:
-        """tools: that answers may call. Raise UserError for parameters that make no sense in a chat."""
+        """tools: that answers may call. Raise UserError for parameters that are not for a chat."""
         if max(params.n, params.best_of) > 1:
             raise UserError("sample: a chat has one answer at a time; leave out n and best_of")
-        self.tokenizer, self.params, self.system = tokenizer, params, system
-        self.tools = tools
-        self.context = model.cfg.block_size
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.params, self.system, self.tools = params, system, tools
+        self.context = engine.model.cfg.block_size
         self.kept = min(params.max_new_tokens, self.context // 2)  # tokens for the answer
-        self.engine = Engine(model, tokenizer, rows=1, compile=compile)
         self.turns: list[dict] = []  # messages: a question, its answer, the next question ...
         self.dropped = 0  # questions that did not fit before the last answer
 
@@ -64,11 +59,13 @@ class Chat:
                 has_ended = ids[-1] in params.stop_ids
                 if not self.tools or not has_ended or number == MAX_TURNS:
                     break
-                turn = self.tools.answer(self.tokenizer, self._shown(asked), ids[:-1])
-                room -= len(ids) + len(turn.ids) if turn else 0
-                prompt = prompt + ids + turn.ids if turn else []
-                if not turn or not turn.ids or room < 1 or len(prompt) > self.context:
+                prompt += ids
+                room = min(room - len(ids), self.context + 1 - len(prompt))
+                turn = self.tools.answer(self.tokenizer, self._shown(asked), ids[:-1], room)
+                if not turn or not turn.ids:
                     break
+                prompt += turn.ids
+                room -= len(turn.ids)
                 asked += turn.messages
                 texts = []
                 yield "\n" + "".join(f"-> {one['content']}\n" for one in turn.messages[1:])
@@ -96,9 +93,8 @@ class Chat:
             del self.turns[: [*questions, len(self.turns)][1]]
             self.dropped += 1
         if len(ids) > self.context:
-            raise UserError(
-                f"chat: message and system message have {len(ids)} tokens, over {self.context}; shorten it"
-            )
+            what = f"message and system message have {len(ids)} tokens, over {self.context}"
+            raise UserError(f"chat: {what}; shorten it")
         return ids
 
 
@@ -111,9 +107,8 @@ def converse(chat: Chat) -> None:
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing in input)
-        note(
-            f"A context of {chat.context:,} tokens, {chat.kept:,} of them for the answer. {COMMANDS}"
-        )
+        room = f"A context of {chat.context:,} tokens, {chat.kept:,} of them for the answer"
+        note(f"{room}. {COMMANDS}")
     while True:
         try:
             message = input("> ") if terminal else next(sys.stdin, "/exit").rstrip("\n")
@@ -159,13 +154,10 @@ def show(chat: Chat, pieces: Iterator[str]) -> None:
         with contextlib.closing(pieces):
             for number, piece in enumerate(pieces):
                 if number == 0 and chat.dropped:
-                    forgotten = (
-                        "the oldest turn is"
-                        if chat.dropped == 1
-                        else f"the {chat.dropped} oldest turns are"
-                    )
-                    kept = f"{chat.kept} of {chat.context} tokens are kept for the answer (max_new_tokens)"
-                    note(f"The context is full, as {kept}: {forgotten} forgotten.")
+                    n, kept = chat.dropped, f"{chat.kept} of {chat.context} tokens"
+                    turns = "the oldest turn is" if n == 1 else f"the {n} oldest turns are"
+                    why = f"{kept} are kept for the answer (max_new_tokens)"
+                    note(f"The context is full, as {why}: {turns} forgotten.")
                 print(piece, end="", flush=True)
                 if pressed:
                     break

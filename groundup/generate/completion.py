@@ -1,15 +1,12 @@
-"""What scripts call: (model, tokenizer, prompts, parameters) -> texts, ids and log-probabilities.
+"""How a prompt becomes ids, which ids are never drawn, and one call from prompts to answers.
 
-    generate(...)       -> a Result for each prompt
-    generate_each(...)  -> results in the order of finishing, for files of prompts of any length
-
-And how a prompt becomes ids, and which ids are never drawn. engine.py draws the tokens.
+For files of prompts see Engine.answer, which takes them as they come.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from groundup.errors import UserError
-from groundup.generate.engine import Engine, Request, Result, check
+from groundup.generate.engine import Engine, Result, check
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
@@ -31,54 +28,20 @@ def generate(
     time, 0 = all. copies=False: use the matrices as they are, without faster copies of them, in
     half the memory. stop: asked before each token; if it is true, no result is returned.
 
-    tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows, if
-    step.c does not do it; this takes 5 to 30 s and pays off from some thousand tokens."""
+    tokenizer=None: ids only. compile=True: on a GPU, record the decoding step; this takes 20 s and
+    pays off from some thousand tokens."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
         what = f"{len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
         raise UserError(f"sample: cannot take {what}")
-    requests = [
-        check(i, ids, p, model.cfg, tokenizer)
-        for i, (ids, p) in enumerate(zip(prompts, each, strict=True))
-    ]
+    pairs = enumerate(zip(prompts, each, strict=True))
+    requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in pairs]
     n_samples = sum(request.params.n_samples for request in requests)
     rows = min(batch_size or n_samples, n_samples)
-    results = dict(run_all(model, tokenizer, requests, rows, compile, copies, stop))
+    results = dict(Engine(model, tokenizer, rows, compile, copies).finish(requests, stop))
     if stop and stop():
         return []
     return [results[i] for i in range(len(requests))]
-
-
-def generate_each(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    prompts: Iterable[list[int]],
-    params: SamplingParams,
-    batch_size: int,
-    compile: bool = False,
-) -> Iterator[tuple[int, Result]]:
-    """Yield (index of the prompt, Result) in the order of finishing; take prompts as rows become
-    free.
-
-    A bad prompt raises UserError when its turn comes."""
-    requests = (check(i, ids, params, model.cfg, tokenizer) for i, ids in enumerate(prompts))
-    return run_all(model, tokenizer, requests, batch_size, compile)
-
-
-def run_all(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    requests: Iterable[Request],
-    rows: int,
-    compile: bool,
-    copies: bool = True,
-    stop: Callable[[], bool] | None = None,
-) -> Iterator[tuple[int, Result]]:
-    """Yield (index, Result) in the order of finishing. rows: of the engine that draws samples."""
-    engine = Engine(model, tokenizer, rows, compile, copies)
-    for sample, _ in engine.run(requests, stop):
-        if sample.last:
-            yield sample.request.index, sample.request.result()
 
 
 def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -87,9 +50,8 @@ def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     to begin with."""
     ids = [tokenizer.bos_id] * tokenizer.begins + tokenizer.encode(text)
     if not ids and tokenizer.bos_id < 0:
-        raise UserError(
-            "sample: this tokenizer has no token that begins a text; give --prompt=TEXT"
-        )
+        what = "this tokenizer has no token that begins a text"
+        raise UserError(f"sample: {what}; give --prompt=TEXT")
     return ids or [tokenizer.bos_id]
 
 
@@ -108,9 +70,8 @@ def prompt_ids(
     have none."""
     if isinstance(prompt, str) and (plain or not talk):
         if rewarded:
-            raise UserError(
-                "sample: a text to continue has no reward; give it as prompt or messages"
-            )
+            what = "a text to continue has no reward; give it as prompt or messages"
+            raise UserError(f"sample: {what}")
         return begin_prompt(tokenizer, prompt)
     return tokenizer.render(asked_messages(system, prompt), add_generation_prompt=True)[0]
 

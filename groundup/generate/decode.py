@@ -1,24 +1,20 @@
 """A model's copy for inference and its decoding step: one call, whatever computes it.
 
-    view = for_inference(model, dtype)             # its matrices in `dtype`, on a CPU laid out for step.c
-    step = decoding_step(view, compile=False)
-    step(view, tokens, parts)                      # tokens (B,) -> logits (B, V) float32
+    view = for_inference(model, dtype)   # its matrices in `dtype`, on a CPU laid out for step.c
+    step = decoding_step(view, compile)
+    step(view, tokens, parts)            # tokens (B,) -> logits (B, V) float32
 
-On a CPU a step is a call of C code (kernels/decoding.py); with compile=True it is a recorded CUDA
-graph on a GPU, elsewhere compiled. Otherwise it runs as model.py has it: decode_step is the plain
-reference of all of them.
+On a CPU a step is a call of C code (kernels/decoding.py), on a GPU with compile=True a recorded
+CUDA graph. Otherwise it runs as model.py has it: decode_step is the plain reference of both.
 """
 
 import copy
-import functools
-import shutil
 from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from groundup.errors import UserError
 from groundup.generate.kv_cache import CacheStep, Part, free_bytes
 from groundup.kernels.decoding import Int8Linear, NativeLinear, NativeStep, lay_out, step_c
 from groundup.kernels.linear import join
@@ -82,8 +78,8 @@ def to_int8(model: Transformer) -> Transformer:
 
 
 def shared_copy(model: Transformer) -> Transformer:
-    """Return a copy that shares all tensors, with eager blocks: those compiled for training would be
-    compiled anew here."""
+    """Return a copy that shares all tensors, with eager blocks: those compiled for training would
+    be compiled anew here."""
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
     compiled = [vars(part)["forward"] for part in model.modules() if "forward" in vars(part)]
     view = copy.deepcopy(model, same | {id(forward): None for forward in compiled})
@@ -116,31 +112,21 @@ def is_native(
 # ---- the step ------------------------------------------------------------------------------------
 
 
+def can_record(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def decoding_step(view: Transformer, compile: bool) -> Callable:
-    """Return the step of a copy for inference. Raise UserError if it cannot be compiled."""
+    """Return the step of a copy for inference. compile: record it."""
     if isinstance(view.lm_head, NativeLinear):
         return NativeStep(view)
-    if not compile:
-        return decode_step
-    device_type = view.embed_tokens.weight.device.type
-    if device_type == "cuda":
-        return RecordedStep(view)
-    if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        what = "sample: compile=True needs a C++ compiler"
-        raise UserError(f"{what}; install g++, or set compile=False")
-    return compiled_step()
+    return RecordedStep(view) if compile else decode_step
 
 
 def decode_step(model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
     """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see CacheStep."""
     hidden = model.hidden(tokens.unsqueeze(1), CacheStep(parts))
     return model.lm_head(hidden)[:, 0].float()
-
-
-@functools.cache
-def compiled_step() -> Callable:
-    """Return decode_step compiled for each number of rows."""
-    return torch.compile(decode_step, dynamic=False)
 
 
 def groups_of_one_input(model: Transformer) -> list[list[nn.Linear]]:
@@ -157,10 +143,10 @@ def groups_of_one_input(model: Transformer) -> list[list[nn.Linear]]:
 class RecordedStep:
     """decode_step of one cache with a fixed number of rows, with compiled blocks, on a GPU.
 
-    At one row a step is a few hundred short kernels, and Python takes longer to launch them than the
-    GPU to run them. A CUDA graph launches all of them at once. It reads and writes the addresses of
-    its recording: tokens and lengths are copied into its own tensors; weights and cache stay where
-    they were.
+    At one row a step is a few hundred short kernels, and Python takes longer to launch them than
+    the GPU to run them. A CUDA graph launches all of them at once. It reads and writes the places
+    of its recording: tokens and lengths are copied into its own tensors; weights and cache stay
+    where they were.
 
     A graph is recorded for each width of the cache. All blocks share one compiled function, so
     that it takes seconds, not a minute."""

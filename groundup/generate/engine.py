@@ -3,7 +3,8 @@
     engine = Engine(model, tokenizer, rows)
     engine.add(check(...)), .step(), .cancel(...)  # requests come and go while others generate
     engine.run(requests)                           # the tokens of all, as rows become free
-    engine.stream(ids, params)                     # those of one text; only what is new of the prompt is read
+    engine.answer(prompts, params)                 # the results of all
+    engine.stream(ids, params)                     # those of one text
 
 A Request has samples, and a Sample that generates has a Row of the cache. A sample that ends makes
 room for the next (continuous batching). Each draws from its own generator, seeded by a hash of the
@@ -12,14 +13,14 @@ torch's global generators are not touched.
 
 On a CPU a step is a single call of step.c, in which a row is computed to the bit as if it were
 alone. Elsewhere, and in the pieces in which a prompt is read (prefill), the number of rows changes
-the rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16, so another id is
-next to never drawn in float32, now and then in bfloat16 and float16. Products and cache have the
+the rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16. So another id
+is next to never drawn in float32, now and then in bfloat16 and float16. Products and cache have the
 dtype of the autocast around the call, else that of the weights.
 """
 
 import functools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -33,12 +34,23 @@ from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.decode import (
     CHUNK_TOKENS,
+    can_record,
     decoding_step,
     for_inference,
     is_native,
 )
 from groundup.generate.json_mode import JsonText, drawn_orders
-from groundup.generate.kv_cache import KVCache, Part, Row, Rows, cache_bytes, free_bytes, row_length
+from groundup.generate.kv_cache import (
+    KVCache,
+    Part,
+    PrefixIndex,
+    Row,
+    Rows,
+    cache_bytes,
+    free_bytes,
+    n_shared,
+    row_length,
+)
 from groundup.generate.sampling import RowParams, SamplingParams, Seen
 from groundup.kernels import compute_dtype
 from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
@@ -75,7 +87,8 @@ class Token(NamedTuple):
     id: int
     text: str  # what may be shown now: whole characters, no beginning of a stop string
     finish: str  # "" = it goes on | stop | length
-    logprobs: dict[int, float]  # of it and of the likeliest, before any processor
+    # Of it and of the likeliest, before any processor; None: of the first token of a prompt
+    logprobs: dict[int, float] | None
     is_end: bool = False  # it ends the text and is no part of it
     begin: int = 0  # characters of the text before it
 
@@ -106,10 +119,8 @@ class Request:
         """Return the n best samples, best first; without best_of all samples in their order."""
         samples = [self.completions[s] for s in sorted(self.completions)]
         if self.params.best_of > self.params.n:
-            mean = self.params.best_of_by == "mean"
-            samples.sort(
-                key=lambda c: c.cumulative_logprob / (len(c.ids) if mean else 1), reverse=True
-            )
+            power = int(self.params.best_of_by == "mean")
+            samples.sort(key=lambda c: c.cumulative_logprob / len(c.ids) ** power, reverse=True)
         scored = self.params.prompt_logprobs >= 0
         return Result(self.ids, samples[: self.params.n], self.prompt_logprobs if scored else None)
 
@@ -124,26 +135,23 @@ def check(
     """Return the request. Raise UserError if this model cannot serve it."""
     name, V = f"sample: prompt {index}", cfg.vocab_size
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise UserError(
-            f"{name} is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids"
-        )
+        what = f"is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids"
+        raise UserError(f"{name} {what}")
     if not ids:
         raise UserError(f"{name} has no tokens; begin an empty one with <|endoftext|>")
     if len(ids) > cfg.block_size:
         raise UserError(f"{name} has {len(ids)} tokens, block_size is {cfg.block_size}; shorten it")
     if foreign := [i for i in ids if not 0 <= i < V]:
-        raise UserError(
-            f"{name} has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer"
-        )
+        what = f"has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer"
+        raise UserError(f"{name} {what}")
     if params.json_object and tokenizer is None:
         raise UserError(f"{name} asks for json_object, but there is no tokenizer")
     if params.stop and tokenizer is None:
         raise UserError(f"{name} has stop strings {params.stop}, but there is no tokenizer")
     RowParams([params], V)  # raises UserError for ids that the model does not have
     # Prompt and result together may be one longer than the context: the last token is not fed back.
-    return Request(
-        index, list(ids), params, min(params.max_new_tokens, cfg.block_size - len(ids) + 1)
-    )
+    limit = min(params.max_new_tokens, cfg.block_size - len(ids) + 1)
+    return Request(index, list(ids), params, limit)
 
 
 class StopStrings:
@@ -237,7 +245,7 @@ class Sample:
         return Token(token, piece, finish, found, is_end, begin)
 
     def grow(self, token: int) -> tuple[str, str | None]:
-        """Return what may be shown now, and the stop string that ends the text before it, if any."""
+        """Return what may be shown now, and the stop string before which the text ends, if any."""
         may_stop = len(self.ids) >= self.request.params.min_new_tokens
         chars = self.decode(token)
         self.n_chars += len(chars)
@@ -285,14 +293,14 @@ class Engine:
         compile: bool = False,
         copies: bool = True,
     ) -> None:
-        """rows: the most texts at a time. copies=False: use the matrices as they are, without faster
-        copies of them, in half the memory. compile: compile the decoding step for each number of
-        rows, if step.c does not do it."""
+        """rows: the most texts at a time. compile: on a GPU, record the decoding step.
+
+        copies=False: use the matrices as they are, without faster copies, in half the memory."""
         self.device = model.embed_tokens.weight.device
         matrices = (p for p in model.layers.parameters() if p.ndim == 2)  # none with 8 bits
         self.dtype = compute_dtype(next(matrices, model.embed_tokens.weight))
         native = copies and is_native(model.cfg, self.device, self.dtype)
-        self.compile = compile and not native
+        self.compile = compile and can_record(self.device)
         self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = decoding_step(self.model, self.compile)
@@ -302,13 +310,14 @@ class Engine:
 
     def clear(self) -> None:
         """Forget all requests and all that the cache holds."""
-        self.cache = Rows(
-            self.model.cfg, self.device, self.dtype, self.n_rows if self.compile else 0
-        )
-        self.prefixes: list[Row] = []  # texts that have ended, the last of them last
+        fixed = self.n_rows if self.compile else 0
+        self.cache = Rows(self.model.cfg, self.device, self.dtype, fixed)
+        self.prompts = PrefixIndex()  # of the samples that have a row
+        self.ended = PrefixIndex()  # texts that have ended: the prefix cache
         self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
         self.reading: list[Sample] = []  # samples whose prompt is read
         self.running: list[Sample] = []  # samples that generate
+        self.promised_bytes = 0  # memory that those two may need
         self.drawn_for: list[Sample] = []  # samples that params and seen are for
         self.params: RowParams | None = None
         self.seen: Seen | None = None
@@ -317,10 +326,9 @@ class Engine:
         """Take the weights that `model` has now, between requests, with compiled steps. They
         stay in their place: a CUDA graph reads them, and the cache, where they were when it was
         recorded."""
-        assert self.compile and not self.busy, (
-            "an answer would begin with one model and end with another"
-        )
-        self.prefixes = []
+        # An answer would begin with one model and end with another
+        assert self.compile and not self.busy
+        self.ended = PrefixIndex()
         for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
             old.data.copy_(new.data)
 
@@ -337,10 +345,9 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Forget a request; its rows and their memory are free."""
         self.waiting = deque(pair for pair in self.waiting if pair[0] is not request)
-        for sample in [
-            sample for sample in self.reading + self.running if sample.request is request
-        ]:
-            self.leave(sample)
+        for sample in self.reading + self.running:
+            if sample.request is request:
+                self.leave(sample)
 
     @torch.no_grad()
     def step(self, whole: bool = False) -> list[tuple[Sample, Token]]:
@@ -384,6 +391,23 @@ class Engine:
             for request in mine:
                 self.cancel(request)
 
+    def finish(
+        self, requests: Iterable[Request], stop: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index, Result) of each request in the order of finishing, see `run`."""
+        for sample, _ in self.run(requests, stop):
+            if sample.last:
+                yield sample.request.index, sample.request.result()
+
+    def answer(
+        self, prompts: Iterable[list[int]], params: SamplingParams
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index, Result) of each prompt in the order of finishing.
+
+        A bad prompt raises UserError when its turn comes."""
+        how = params, self.model.cfg, self.tokenizer
+        return self.finish(check(i, ids, *how) for i, ids in enumerate(prompts))
+
     # ---- from waiting to running -----------------------------------------------------------------
 
     def admit(self) -> None:
@@ -391,55 +415,81 @@ class Engine:
         generate."""
         while self.waiting and len(self.reading) + len(self.running) < self.n_rows:
             request, s = self.waiting[0]
-            while (short := self.bytes_of(request) > self.spare_bytes()) and self.prefixes:
-                del self.prefixes[0]
+            n_bytes = self.bytes_of(request)
+            while (short := n_bytes > self.spare_bytes()) and self.ended.ids:
+                self.ended.remove(next(iter(self.ended.ids)))
             if short and (self.reading or self.running):
                 break
             self.waiting.popleft()
+            self.promised_bytes += n_bytes
             generator = torch.Generator(self.device)
             generator.manual_seed(request.seed_of(s))
             self.reading.append(Sample(request, s, self.tokenizer, generator))
-        before: list[Sample] = []
-        for sample in list(self.reading):
-            if sample.row is None:
-                self.assign_row(sample, before)
-            if sample in self.reading:  # not one whose whole prompt was there
-                before.append(sample)
+        if any(sample.row is None for sample in self.reading):
+            self.assign_rows()
 
-    def assign_row(self, sample: Sample, before: list[Sample]) -> None:
-        """Give a sample a row, with what the cache has of its prompt, unless a sample before it
-        is to read more."""
-        request = sample.request
-        if any(other.request is request for other in before):
-            return
-        known = request.logits is not None  # the prompt was read for another sample
-        # The last token is read for its logits, all tokens if the prompt is to be scored.
-        ids = (
-            request.ids if known else request.ids[: -1 if request.params.prompt_logprobs < 0 else 0]
-        )
+    def assign_rows(self) -> None:
+        """Give samples a row, with what the cache has of their prompts.
+
+        A sample waits while one before it reads the same prompt, or more of its beginning than the
+        cache has."""
+        new = [sample for sample in self.reading if sample.row is None]
+        n_of_size = Counter(self.prompt_row(sample.request) for sample in new)
+        reading, before = set(), PrefixIndex()  # requests, and their prompts
+        for sample in list(self.reading):
+            request = sample.request
+            if request in reading:
+                continue
+            if sample.row is None and not self.is_coming(request, before):
+                size = self.prompt_row(request)
+                self.assign_row(sample, n_of_size[size])
+                n_of_size[size] -= 1
+            if sample.row and len(sample.row.cached_ids) == len(request.ids):
+                self.reading.remove(sample)
+                self.running.append(sample)
+                continue
+            reading.add(request)
+            before.add(sample, request.ids)
+
+    def is_coming(self, request: Request, before: PrefixIndex) -> bool:
+        """Return whether one of the prompts `before` is about to bring more of this one."""
+        ids = self.cacheable_ids(request)
+        n, _ = self.longest_prefix(ids)
+        n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
+        return request.logits is None and n_coming >= n + MIN_SHARED
+
+    def assign_row(self, sample: Sample, together: int) -> None:
+        """Give a sample a row, with what the cache has of its prompt. together: see Rows.fit."""
+        request, row = sample.request, Row()
+        ids = self.cacheable_ids(request)
         n, source = self.longest_prefix(ids)
-        if not known and any(n_shared(one.request.ids, ids) >= n + MIN_SHARED for one in before):
-            return
-        n = n if known or n >= MIN_SHARED else 0
-        length = request.length if self.compile else len(request.ids)
-        size = row_length(self.model.cfg, length)
-        together = sum(
-            s.row is None and row_length(self.model.cfg, len(s.request.ids)) == size
-            for s in self.reading
-        )
-        sample.row = Row()
-        self.cache.fit(sample.row, length, together)
-        sample.row.cached_ids = ids[:n]
+        n = n if n >= MIN_SHARED or request.logits is not None else 0
+        sample.row = row
+        self.cache.fit(row, self.prompt_row(request), together)
+        row.cached_ids = ids[:n]
         if n:
-            sample.row.copy(source, n)
-        if n == len(request.ids):
-            self.reading.remove(sample)
-            self.running.append(sample)
+            row.copy(source, n)
+        self.prompts.add(row, request.ids)
+
+    def cacheable_ids(self, request: Request) -> list[int]:
+        """Return the ids of a prompt that need not be read where the cache has them."""
+        if request.logits is not None:  # it was read for another sample
+            return request.ids
+        # The last token is read for its logits, all tokens if the prompt is to be scored.
+        return request.ids[:-1] if request.params.prompt_logprobs < 0 else []
+
+    def prompt_row(self, request: Request) -> int:
+        """Return the positions of the row that a sample begins with."""
+        length = request.length if self.compile else len(request.ids)
+        return row_length(self.model.cfg, length)
 
     def longest_prefix(self, ids: list[int]) -> tuple[int, Row | None]:
         """Return (how many of `ids` a text in the cache begins with, that text)."""
-        begun = [sample.row for sample in self.running + self.reading if sample.row]
-        found = ((n_shared(row.cached_ids, ids), row) for row in [*begun, *self.prefixes])
+        found = (
+            (min(n_shared(text, ids), len(row.cached_ids)), row)
+            for texts in (self.prompts, self.ended)
+            for text, row in texts.beside(ids)
+        )
         return max(found, key=itemgetter(0), default=(0, None))
 
     def read(self, whole: bool) -> None:
@@ -450,15 +500,11 @@ class Engine:
             begun.sort(key=lambda sample: len(sample.request.ids))
         begin, cache = len(begun[0].row.cached_ids), begun[0].row.cache
         # A few tokens that a row has are read again with others that lack them.
-        group = [
-            s
-            for s in begun
-            if s.row.cache is cache and begin <= len(s.row.cached_ids) < begin + MIN_SHARED
-        ]
+        places = range(begin, begin + MIN_SHARED)
+        group = [s for s in begun if s.row.cache is cache and len(s.row.cached_ids) in places]
         T = [min(CHUNK_TOKENS, len(s.request.ids) - begin) for s in group]
-        n_rows = [n for n in range(1, CHUNK_ROWS + 1) if whole or n * max(T[:n]) <= CHUNK_TOKENS][
-            -1
-        ]
+        sizes = range(1, CHUNK_ROWS + 1)
+        n_rows = max(n for n in sizes if whole or n * max(T[:n]) <= CHUNK_TOKENS)
         group, end = group[:n_rows], begin + max(T[:n_rows])
         self.read_piece(cache, [s.row.slot for s in group], [s.request for s in group], begin, end)
         for sample in group:
@@ -474,9 +520,8 @@ class Engine:
         """Read tokens begin to end of the prompts, all longer than `begin`, into these rows of
         the cache."""
         pieces = [request.ids[begin:end] for request in requests]
-        idx = torch.tensor(
-            [ids + [0] * (end - begin - len(ids)) for ids in pieces], device=self.device
-        )
+        padded = [ids + [0] * (end - begin - len(ids)) for ids in pieces]
+        idx = torch.tensor(padded, device=self.device)
         rows = torch.tensor(slots, device=self.device)
         with self.autocast():
             hidden = self.model.hidden(idx, cache.chunk(begin, end - begin, rows))  # (n, T, C)
@@ -489,18 +534,22 @@ class Engine:
 
     def score(self, request: Request, hidden: Tensor, following: list[int]) -> None:
         """Append the log-probabilities of the tokens that follow in the prompt. hidden (T, C)."""
-        size = max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size)
+        size, k = (
+            max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size),
+            request.params.prompt_logprobs,
+        )
         targets = torch.tensor(following, device=self.device).split(size)
         for h, t in zip(hidden[: len(following)].split(size), targets, strict=True):
-            ids, logps = sampling.top_logprobs(
-                self.model.lm_head(h).float(), t, request.params.prompt_logprobs
-            )
+            ids, logps = sampling.top_logprobs(self.model.lm_head(h).float(), t, k)
             request.prompt_logprobs += map(dict, map(zip, ids.tolist(), logps.tolist()))
 
     def leave(self, sample: Sample) -> None:
-        """Free the row of a sample; its text stays in the prefix cache as long as there is memory."""
+        """Free the row of a sample; its text stays in the prefix cache while there is memory."""
         (self.running if sample in self.running else self.reading).remove(sample)
+        self.promised_bytes -= self.bytes_of(sample.request)
         row = sample.row
+        if row in self.prompts.ids:
+            self.prompts.remove(row)
         # The last two: Ctrl-C while it was placed
         if row is None or row.cache is None or row not in row.cache.texts:
             return
@@ -508,16 +557,18 @@ class Engine:
         self.cache.leave(row.cache, row.slot)
 
     def save_prefix(self, row: Row) -> None:
-        """Keep a copy of a text, unless one that is kept begins so; those that it begins with go."""
+        """Keep a copy of a text, unless one that is kept begins so; drop one that it begins with."""
         ids = row.cached_ids
-        if any(n_shared(kept.cached_ids, ids) == len(ids) for kept in self.prefixes):
-            return
-        others = [
-            kept for kept in self.prefixes if n_shared(ids, kept.cached_ids) < len(kept.cached_ids)
-        ]
-        self.prefixes = others
+        for text, kept in self.ended.beside(ids):
+            n = n_shared(text, ids)
+            if n == len(ids):
+                return
+            if n == len(text):
+                self.ended.remove(kept)
         if ids and cache_bytes(self.model.cfg, 1, len(ids), self.dtype) < self.spare_bytes():
-            self.prefixes = [*others, row.saved(self.model.cfg)][-self.n_rows :]
+            self.ended.add(row.saved(self.model.cfg), ids)
+        if len(self.ended.ids) > self.n_rows:
+            self.ended.remove(next(iter(self.ended.ids)))
 
     # ---- one token of each -----------------------------------------------------------------------
 
@@ -533,14 +584,12 @@ class Engine:
         if samples != self.drawn_for:
             V, params = self.model.cfg.vocab_size, [sample.request.params for sample in samples]
             self.drawn_for, self.params = samples, RowParams(params, V, self.device)
-            prompts, outputs = zip(
-                *((sample.request.ids, sample.ids) for sample in samples), strict=True
-            )
+            prompts = [sample.request.ids for sample in samples]
+            outputs = [sample.ids for sample in samples]
             penalty = any(p.has_penalty for p in params)
             self.seen = Seen(prompts, V, self.device, outputs) if penalty else None
-        processed = sampling.process(
-            logits, self.params, self.seen, [len(sample.ids) for sample in samples]
-        )
+        n_out = [len(sample.ids) for sample in samples]
+        processed = sampling.process(logits, self.params, self.seen, n_out)
         generators = [sample.generator for sample in samples]
         tokens = sampling.choose(processed, self.params, generators)  # (R,)
         for row, sample in enumerate(samples):
@@ -552,10 +601,8 @@ class Engine:
         ids, logps = (x.tolist() for x in sampling.top_logprobs(logits, tokens, max(k, 0)))
         if not all(math.isfinite(of_row[0]) for of_row in logps):
             sampling.check_logits(logits)
-        drawn = [
-            (sample, sample.push(*found))
-            for sample, *found in zip(samples, ids, logps, strict=True)
-        ]
+        each = zip(samples, ids, logps, strict=True)
+        drawn = [(sample, sample.push(*found)) for sample, *found in each]
         for sample, token in drawn:
             if token.finish:
                 self.leave(sample)
@@ -580,9 +627,8 @@ class Engine:
             return None
         for sample in self.running:
             self.cache.fit(sample.row, len(sample.row.cached_ids) + 1)
-        parts, rows = self.cache.step({
-            sample.row: len(sample.row.cached_ids) for sample in self.running
-        })
+        lengths = {sample.row: len(sample.row.cached_ids) for sample in self.running}
+        parts, rows = self.cache.step(lengths)
         last = {sample.row: sample.ids[-1] for sample in self.running}
         logits = self.forward([last.get(row, 0) for row in rows], parts)
         at = {row: i for i, row in enumerate(rows)}
@@ -593,9 +639,6 @@ class Engine:
 
     def forward(self, tokens: list[int] | Tensor, parts: list[Part]) -> Tensor:
         """tokens (B,) of the rows of these parts of the cache -> logits (B, V) float32."""
-        if self.compile and self.device.type != "cuda":
-            for part in parts:
-                torch._dynamo.maybe_mark_dynamic(part.span, 0)  # one compiled step for all widths
         # A tenth less time per call than no_grad
         lean = nullcontext() if self.compile else torch.inference_mode()
         with lean, self.autocast():
@@ -605,31 +648,19 @@ class Engine:
 
     def bytes_of(self, request: Request) -> int:
         """Return the memory that a sample may need."""
-        return cache_bytes(
-            self.model.cfg, 1, row_length(self.model.cfg, request.length), self.dtype
-        )
+        length = row_length(self.model.cfg, request.length)
+        return cache_bytes(self.model.cfg, 1, length, self.dtype)
 
     def spare_bytes(self) -> float:
         """Return the free memory that no sample may need."""
-        promised = sum(self.bytes_of(sample.request) for sample in self.running + self.reading)
-        return free_bytes(self.device) + self.cache.n_bytes() - promised
+        return free_bytes(self.device) + self.cache.n_bytes() - self.promised_bytes
 
     def check_memory(self, rows: int, length: int) -> None:
         """Raise UserError if the cache of these rows is more than the memory."""
         needed = cache_bytes(self.model.cfg, rows, length, self.dtype)
-        free = (
-            free_bytes(self.device)
-            + self.cache.n_bytes()
-            + sum(text.cache.n_bytes for text in self.prefixes)
-        )
+        free = free_bytes(self.device) + self.cache.n_bytes()
+        free += sum(row.cache.n_bytes for row in self.ended.ids)
         if needed > free:
-            raise UserError(
-                f"sample: a cache of {rows} x {length} tokens takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB "
-                "are free; fewer tokens (a shorter prompt, max_new_tokens) need less"
-            )
-
-
-def n_shared(a: list[int], b: list[int]) -> int:
-    """Return how many ids two texts begin with together."""
-    n = min(len(a), len(b))
-    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+            what = f"a cache of {rows} x {length} tokens takes {needed / 2**30:.1f} GiB"
+            what += f", {free / 2**30:.1f} GiB are free; fewer tokens"
+            raise UserError(f"sample: {what} (a shorter prompt, max_new_tokens) need less")

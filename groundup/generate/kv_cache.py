@@ -4,7 +4,7 @@ position once.
 A call of the model computes new positions and keeps them:
 
     cache = KVCache(cfg, rows, max_length, device, dtype)
-    model(idx, cache=cache.chunk(begin, T, rows))        # the same T positions of some rows: prompts
+    model(idx, cache=cache.chunk(begin, T, rows))        # the same T positions of some rows
     model(idx, cache=CacheStep([cache.part(lengths)]))   # the next token (rows, 1) of every row
 
 `Rows` holds texts that come, grow and go, in several of these: texts of up to 256 tokens in one,
@@ -13,8 +13,10 @@ others.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +64,7 @@ class KVCache:
         self.keys = [empty(shape, torch.device(device), dtype).zero_() for _ in range(cfg.n_layer)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
         self.span = torch.arange(max_length, device=device)
-        self.compiled = False
+        self.few_widths = False  # for CUDA graphs, of which there is one for each width
         self.texts: list[Row | None] = []  # the text in each row, if Rows keeps this cache
 
     @property
@@ -75,34 +77,24 @@ class KVCache:
 
     def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
         """Positions begin to begin + T of the rows (n,) int64; None = all rows."""
-        assert begin + T <= self.max_length, (
-            f"cache holds {self.max_length} positions, {begin + T} asked"
-        )
+        assert begin + T <= self.max_length, f"{begin + T} of {self.max_length} positions"
         return CacheChunk(self, begin, begin + T, slice(None) if rows is None else rows)
 
     def part(self, lengths: list[int]) -> Part:
         """Return the part of a CacheStep: the next position of the first rows, -1 = leave the
         row unchanged."""
         n_widths = max(lengths) // MIN_WIDTH + 1
-        if self.compiled:
-            n_widths = 1 << (n_widths - 1).bit_length()  # a power of two: few graphs
+        if self.few_widths:
+            n_widths = 1 << (n_widths - 1).bit_length()  # a power of two
         width = min(MIN_WIDTH * n_widths, self.max_length)
         at = [n if n >= 0 else self.max_length for n in lengths]
         lengths = torch.tensor(at, device=self.span.device)
         return Part(self.keys, self.values, lengths, self.span[:width])
 
-    def mark(self) -> None:
-        """Tell torch.compile how a step uses the cache."""
-        self.compiled = True
-        for layer in self.layers if self.keys[0].is_cpu else ():
-            # One compiled step for caches of all lengths
-            torch._dynamo.maybe_mark_dynamic(layer, 2)
-
     def resize(self, rows: int) -> None:
         """Keep the first rows, as many as there are then."""
-        self.keys, self.values = (
-            [resized(x, rows) for x in side] for side in (self.keys, self.values)
-        )
+        self.keys = [resized(x, rows) for x in self.keys]
+        self.values = [resized(x, rows) for x in self.values]
 
 
 def empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -140,9 +132,8 @@ class CacheChunk:
         their beginning."""
         keys[self.rows, :, self.begin : self.end] = k
         values[self.rows, :, self.begin : self.end] = v
-        return cached_attention(
-            q, keys[self.rows, :, : self.end], values[self.rows, :, : self.end], self.mask
-        )
+        known = keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
+        return cached_attention(q, *known, self.mask)
 
 
 class CacheStep:
@@ -183,7 +174,8 @@ class CacheStep:
 
 
 def attention_of(part: Part, at: Tensor) -> Callable:
-    """Return a function of q, keys and values: the attention of each row up to its position at (n, 1)."""
+    """Return a function of q, keys and values: the attention of each row up to its place at (n,
+    1)."""
     keys = part.keys[0]
     # See `empty`; to ask the device would break a compiled graph
     if keys.stride(1) > keys.stride(2):
@@ -281,7 +273,7 @@ class Rows:
             new[:, :, : old.max_length] = had[:, :, : old.max_length]
         for row in filter(None, cache.texts):
             row.cache = cache
-        cache.mark()
+        cache.few_widths = True
         self.caches = {size: cache}
 
     def leave(self, cache: KVCache, slot: int) -> None:
@@ -311,6 +303,44 @@ class Rows:
                 parts.append(cache.part(at))
                 rows += cache.texts
         return parts, rows
+
+
+# ---- texts that begin alike ----------------------------------------------------------------------
+
+
+def n_shared(a: list[int], b: list[int]) -> int:
+    """Return how many ids two texts begin with together."""
+    n = min(len(a), len(b))
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+
+
+class PrefixIndex:
+    """Texts in alphabetical order of their ids.
+
+    Of all of them, one of the two between which a text belongs shares the longest beginning with
+    it."""
+
+    def __init__(self) -> None:
+        self.sorted: list[tuple[list[int], Row]] = []
+        self.ids: dict[Row, list[int]] = {}  # the oldest first
+
+    def add(self, row: Row, ids: list[int]) -> None:
+        self.ids[row] = ids
+        insort(self.sorted, (ids, row), key=itemgetter(0))
+
+    def remove(self, row: Row) -> None:
+        place = self.place(self.ids[row])
+        while self.sorted[place][1] is not row:
+            place += 1
+        del self.sorted[place], self.ids[row]
+
+    def place(self, ids: list[int]) -> int:
+        return bisect_left(self.sorted, ids, key=itemgetter(0))
+
+    def beside(self, ids: list[int]) -> list[tuple[list[int], Row]]:
+        """Return the texts that stand before and behind the place of `ids`, with their rows."""
+        place = self.place(ids)
+        return self.sorted[max(0, place - 1) : place + 1]
 
 
 # ---- memory --------------------------------------------------------------------------------------

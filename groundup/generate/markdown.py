@@ -1,7 +1,7 @@
 """Markdown of an answer -> HTML that the page may show. The text is a model's: it is not trusted.
 
-markdown-it-py reads it, latex2mathml writes its formulas, and nh3 lets through no element, attribute
-or address but those named below. Pictures become links, so that the page loads nothing.
+markdown-it-py reads it, latex2mathml writes its formulas, and nh3 lets through no element,
+attribute or address but those named below. Pictures become links: the page loads nothing.
 
 serve.py lets a process of its own do it: some texts take a second, in which others would wait.
 """

@@ -6,7 +6,6 @@ into thoughts, what is said and calls of tools, and says which log-probabilities
 
 import asyncio
 import contextlib
-from typing import NamedTuple
 
 from groundup.generate.engine import Request, Sample, Token, n_pending
 from groundup.generate.http import Metrics
@@ -51,14 +50,6 @@ class ThoughtReader:
         return thoughts, said
 
 
-class Position(NamedTuple):
-    """A token with log-probabilities."""
-
-    id: int
-    logprobs: dict[int, float] | None  # of the token and the likeliest; None = nothing precedes it
-    begin: int  # characters of the text before it
-
-
 class Choice:
     """A choice of an answer, as its tokens come."""
 
@@ -76,8 +67,8 @@ class Choice:
         self.n_shown = 0  # characters that were shown, those included
         self.texts: list[str] = []
         self.thoughts: list[str] = []
-        self.shown: list[Position] = []
-        self.pending: list[Position] = []  # of tokens whose text is not shown yet
+        self.shown: list[Token] = []  # those with log-probabilities
+        self.pending: list[Token] = []  # of these, those whose text is not shown yet
         self.finish: str | None = None
         asked = self.asked
         prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
@@ -95,7 +86,7 @@ class Choice:
         if self.asked.scores_only:
             text = ""
         else:
-            found += self.positions(token)
+            found += self.newly_shown(token)
         if self.caller and self.call_mark(token.id):
             text = self.call_mark(token.id) + text
         if self.thinker:
@@ -122,37 +113,37 @@ class Choice:
         """Take a turn that called tools instead of its last token; return what a stream says of it.
 
         What it said before is part of the turn."""
+        indexed = [{"index": i, **one} for i, one in enumerate(turn.messages, len(self.turns))]
         self.turns += turn.messages
         self.begin(request)
-        return self.described({"delta": {"turns": turn.messages}}, [])
+        return self.described({"delta": {"turns": indexed}}, [])
 
     def call_mark(self, token: int) -> str:
-        """Return the name of a special token that begins a call: as one, it has no text."""
+        """Return the name of a special token that marks a call: as one, it has no text."""
         special = token in self.tokenizer.special_ids and self.asked.params.skip_special_tokens
         name = self.tokenizer.decode([token]) if special else ""
-        return name if name in CallReader.MARKS else ""
+        return name if name in CallReader.MARKS + CallReader.INNER_MARKS else ""
 
-    def echo(self) -> list[Position]:
-        """Return the positions of the prompt, which is repeated before the answer."""
+    def echo(self) -> list[Token]:
+        """Return the tokens of the prompt, which is repeated before the answer."""
         ids, found, begin = self.request.ids, [], 0
         decoder = StreamDecoder(self.tokenizer)
         scored = self.request.prompt_logprobs if self.asked.params.logprobs >= 0 else []
         for token, logprobs in zip(ids, scored, strict=False):
-            found.append(Position(token, logprobs, begin))
+            found.append(Token(token, "", "", logprobs, begin=begin))
             is_special = token in self.tokenizer.special_ids
             begin += len(self.tokenizer.decode([token]) if is_special else decoder.push(token))
         self.n_echoed = self.n_shown = len(self.tokenizer.decode(ids))
         return found
 
-    def positions(self, token: Token) -> list[Position]:
-        """Return the positions of tokens whose text is shown now, not those of a stop string."""
+    def newly_shown(self, token: Token) -> list[Token]:
+        """Return the tokens whose text is shown now, not those of a stop string."""
         self.n_shown += len(token.text)
         if self.asked.params.logprobs < 0:
             return []
         if not token.is_end:
-            begin = self.n_echoed + token.begin
-            self.pending.append(Position(token.id, token.logprobs, begin))
-        n = sum(position.begin < self.n_shown for position in self.pending)
+            self.pending.append(token._replace(begin=self.n_echoed + token.begin))
+        n = sum(one.begin < self.n_shown for one in self.pending)
         is_cut = token.finish == "stop" and not token.is_end
         if token.finish and not is_cut:
             n = len(self.pending)
@@ -173,25 +164,25 @@ class Choice:
             message |= {"content": text or None, "tool_calls": self.calls}
         return self.described({"message": message}, self.shown)
 
-    def described(self, body: dict, found: list[Position]) -> dict:
+    def described(self, body: dict, found: list[Token]) -> dict:
         logprobs = self.logprobs(found) if self.asked.params.logprobs >= 0 else None
         return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": self.finish}
 
-    def logprobs(self, found: list[Position]) -> dict:
+    def logprobs(self, found: list[Token]) -> dict:
         if self.asked.chat:
-            return {"content": [self.chat_entry(position.logprobs) for position in found]}
+            return {"content": [self.chat_entry(token.logprobs) for token in found]}
         tokens, own, likeliest = [], [], []
-        for token, logprobs, _ in found:
-            tokens.append(piece(self.tokenizer, token))
-            own.append(finite(logprobs[token]) if logprobs else None)
+        for token in found:
+            tokens.append(piece(self.tokenizer, token.id))
+            own.append(finite(token.logprobs[token.id]) if token.logprobs else None)
             # The chosen token comes first; as the last key it wins over others of the same text.
-            pairs = reversed((logprobs or {}).items())
+            pairs = reversed((token.logprobs or {}).items())
             likeliest.append({piece(self.tokenizer, i): finite(p) for i, p in pairs} or None)
         return {
             "tokens": tokens,
             "token_logprobs": own,
             "top_logprobs": likeliest,
-            "text_offset": [position.begin for position in found],
+            "text_offset": [token.begin for token in found],
         }
 
     def chat_entry(self, logprobs: dict[int, float]) -> dict:
@@ -230,8 +221,8 @@ Event = tuple[Sample, Token | tuple[ToolTurn, Request]] | Exception
 
 
 class Job:
-    """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and the
-    choices that they become (n for each prompt).
+    """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and
+    the choices that they become (n for each prompt).
 
     Its samples count in `metrics.samples` from here on, each until it has ended. All methods but
     `send` are called in the server's thread."""
@@ -278,7 +269,7 @@ class Job:
         return self.choices[first : first + self.asked.n // self.asked.params.n]
 
     def push(self, sample: Sample, token: Token | tuple[ToolTurn, Request]) -> list[dict]:
-        """Take a token, or a turn with the request that follows; return what a stream says of it."""
+        """Take a token, or a turn with the next request; return what a stream says of it."""
         chosen = self.choices_of(sample)
         self.n_new += 0 if self.asked.scores_only else len(chosen)
         if isinstance(token, Token):

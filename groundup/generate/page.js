@@ -302,7 +302,8 @@ function dropOldest(answer, messages) {
 
 function grow(answer, choice, bytes) {
   if (choice.delta.turns) {  // what was said so far is part of a turn that called tools
-    Object.assign(answer, { turns: [...(answer.turns ?? []), ...choice.delta.turns], text: "", thoughts: "", tokens: [] });
+    const turns = choice.delta.turns.map(({ index, ...turn }) => turn);
+    Object.assign(answer, { turns: [...(answer.turns ?? []), ...turns], text: "", thoughts: "", tokens: [] });
     rendered.delete(answer);
     draw();
   }

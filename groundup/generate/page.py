@@ -1,5 +1,5 @@
 """What the page of serve.py needs beside the API: its files with headers that let it load nothing
-else, rendered Markdown, questions to begin with, and the rows of preferences that comparisons leave.
+else, rendered Markdown, questions to begin with, and rows of preferences from comparisons.
 """
 
 import base64
@@ -92,27 +92,20 @@ def preference(raw: bytes, system: str) -> tuple[dict, str]:
     reason is "tie". system: of the server, which the models were given if the chat has none.
     Raise Refused if dpo.py could not read the row."""
     body = read_object(raw)
-    messages, answers, better = (
-        conversation(body.get("messages")),
-        take(body, "answers", list, []),
-        body.get("better"),
-    )
+    messages, answers = conversation(body.get("messages")), take(body, "answers", list, [])
+    better = body.get("better")
     if better not in (0, 1, "tie") or isinstance(better, bool):
         raise Refused(400, f"better must be 0, 1 or 'tie', got {better!r:.80}", "better")
     if len(answers) != 2 or not all(isinstance(answer, dict) for answer in answers):
-        raise Refused(
-            400, "answers must be two objects with model, content and finish_reason", "answers"
-        )
+        what = "answers must be two objects with model, content and finish_reason"
+        raise Refused(400, what, "answers")
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     row = {"messages": messages}
-    for side, answer in zip(
-        ("chosen", "rejected"), answers[::-1] if better == 1 else answers, strict=True
-    ):
-        row |= {
-            side: take(answer, "content", str, ""),
-            f"{side}_model": take(answer, "model", str, "")[:200],
-        }
+    best_first = answers[::-1] if better == 1 else answers
+    for side, answer in zip(("chosen", "rejected"), best_first, strict=True):
+        row[side] = take(answer, "content", str, "")
+        row[f"{side}_model"] = take(answer, "model", str, "")[:200]
         row[f"{side}_finish_reason"] = take(answer, "finish_reason", str, "")[:20]
     row |= {"chosen_was_shown": ("first", "second")[better == 1], "time": int(time.time())}
     if better == "tie":

@@ -25,8 +25,8 @@ MAX_KEPT = 16  # tokenizers with other settings of the template
 
 
 class LineProcess:
-    """A module of ours in a process of its own, which answers each line with one. It is started when
-    it is needed, and ended when an answer takes too long. May be called by several threads."""
+    """A module of ours in a process of its own, which answers each line with one. It is started
+    when it is needed, and ended when an answer takes too long. Several threads may call it."""
 
     def __init__(self, module: str, *arguments: str, seconds: float) -> None:
         # -P: what lies in the current directory does not stand in for our modules

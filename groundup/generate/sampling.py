@@ -20,6 +20,16 @@ from groundup.errors import UserError
 
 INF = math.inf
 ID_LISTS = ("stop_token_ids", "eos_ids", "banned_ids")
+RANGES = {  # the least and the most; logits divided or multiplied by more could overflow float32
+    "temperature": (1e-6, 1e6),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (1e-6, 1e6),
+    "seed": (0, 2**63 - 1),
+}
+AT_LEAST = {"max_new_tokens": 1, "n": 1, "top_k": -1, "logprobs": -1, "prompt_logprobs": -1}
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -37,9 +47,8 @@ class SamplingParams:
     min_p: float = 0.0  # only ids at least this times as likely as the likeliest
     presence_penalty: float = 0.0  # subtracted from the logit of every id in the output
     frequency_penalty: float = 0.0  # subtracted once for every time it is there
-    repetition_penalty: float = (
-        1.0  # ids of prompt or output: positive logits are divided, negative ones multiplied
-    )
+    # Of ids in prompt or output: positive logits are divided, negative ones multiplied
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: frozenset[int] = frozenset()  # end a row even with ignore_eos
     eos_ids: frozenset[int] = frozenset()  # end a row; those of the tokenizer
@@ -87,47 +96,27 @@ class SamplingParams:
 
     def _ranges(self) -> list[tuple[str, bool, str]]:
         """Return (name, whether the value is in range, the range in words)."""
-        off_or_more = "-1 (off) or more"
-        several = f"best_of={self.best_of}" if self.best_of else f"n={self.n}"
+        found = []
+        for name, (least, most) in RANGES.items():
+            value, off = getattr(self, name), "0 (greedy) or " * (name == "temperature")
+            fine = least <= value <= most or bool(off) and value == 0
+            found.append((name, fine, f"{off}from {least} to {most}"))
+        for name, least in AT_LEAST.items():
+            off = " (off)" * (least < 0)
+            found.append((name, getattr(self, name) >= least, f"at least {least}{off}"))
+        for name in ID_LISTS:
+            found.append((name, min(getattr(self, name), default=0) >= 0, "ids from 0 up"))
+        n, of, m = self.n, self.best_of, self.min_new_tokens
+        are_texts = all(isinstance(s, str) and s for s in self.stop)
+        draws = self.temperature > 0 or self.n_samples == 1
         return [
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            self._between("min_new_tokens", 0, self.max_new_tokens, "from 0 to max_new_tokens"),
-            # Logits divided or multiplied by more could overflow float32.
-            (
-                "temperature",
-                self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
-                "0 (greedy) or from 1e-6 to 1e6",
-            ),
-            ("top_k", self.top_k >= -1, "positive, or -1 or 0 for off"),
-            self._between("top_p", 0, 1, "from 0 to 1"),
-            self._between("min_p", 0, 1, "from 0 to 1"),
-            self._between("presence_penalty", -2, 2, "from -2 to 2"),
-            self._between("frequency_penalty", -2, 2, "from -2 to 2"),
-            self._between("repetition_penalty", 1e-6, 1e6, "from 1e-6 to 1e6 (1 is off)"),
-            (
-                "stop",
-                all(isinstance(s, str) and s for s in self.stop),
-                "strings that are not empty",
-            ),
-            *(
-                (name, min(getattr(self, name), default=0) >= 0, "ids from 0 up")
-                for name in ID_LISTS
-            ),
-            ("n", self.n >= 1, "at least 1"),
-            (
-                "best_of",
-                self.best_of == 0 or self.best_of >= self.n,
-                f"0 (as n) or at least n={self.n}",
-            ),
+            *found,
+            ("min_new_tokens", 0 <= m <= self.max_new_tokens, "from 0 to max_new_tokens"),
+            ("stop", are_texts, "strings that are not empty"),
+            ("best_of", of == 0 or of >= n, f"0 (as n) or at least n={n}"),
             ("best_of_by", self.best_of_by in ("sum", "mean"), "sum or mean"),
-            ("logprobs", self.logprobs >= -1, off_or_more),
-            ("prompt_logprobs", self.prompt_logprobs >= -1, off_or_more),
-            self._between("seed", 0, 2**63 - 1, "from 0 to 2**63 - 1"),
-            ("temperature", self.temperature > 0 or self.n_samples == 1, f"above 0 for {several}"),
+            ("temperature", draws, f"above 0 for {f'best_of={of}' if of else f'n={n}'}"),
         ]
-
-    def _between(self, name: str, least: float, most: float, words: str) -> tuple[str, bool, str]:
-        return name, least <= getattr(self, name) <= most, words
 
 
 class RowParams:
@@ -140,14 +129,13 @@ class RowParams:
         masked = [p.stop_ids if p.min_new_tokens else frozenset() for p in params]
         for p, ids in zip(params, masked, strict=True):
             for name in ID_LISTS:
-                if max(getattr(p, name), default=-1) >= vocab_size:
-                    raise UserError(
-                        f"sample: {name} has id {max(getattr(p, name))}, the model has {vocab_size=}"
-                    )
+                largest = max(getattr(p, name), default=-1)
+                if largest >= vocab_size:
+                    what = f"{name} has id {largest}, the model has {vocab_size=}"
+                    raise UserError(f"sample: {what}")
             if len(ids.union(p.banned_ids)) == vocab_size:
-                raise UserError(
-                    f"sample: banned_ids and the stop ids leave none of the {vocab_size} ids of the model"
-                )
+                what = f"leave none of the {vocab_size} ids of the model"
+                raise UserError(f"sample: banned_ids and the stop ids {what}")
         # Never, in (B * V,)
         banned = [row * vocab_size + i for row, p in enumerate(params) for i in p.banned_ids]
         self.banned = torch.tensor(banned, device=device) if banned else None
@@ -162,8 +150,7 @@ class RowParams:
         self.temperature = self._column([float(p.temperature) for p in rows], 1)
         top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else 0 for p in rows]
         self.largest_k, self.top_k = max(top_k), self._column(top_k, 0)
-        # 1 - top_p in double precision, as transformers has it; no cumulative probability is -1 or
-        # less.
+        # In double precision, as transformers has it; no cumulative probability is -1 or less
         self.tail = self._column([1 - p.top_p if p.top_p < 1 else -1.0 for p in rows], -1)
         self.min_p = self._column([p.min_p for p in rows], 0)
 
@@ -298,9 +285,9 @@ def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator
         return logits.argmax(dim=-1)
     x = scale(logits, rows)
     if x.device.type == "cpu":
-        tail, min_p = (
-            [None] * len(x) if t is None else t.split(1) for t in (rows.tail, rows.min_p)
-        )
+        nothing = [None] * len(x)
+        tail = nothing if rows.tail is None else rows.tail.split(1)
+        min_p = nothing if rows.min_p is None else rows.min_p.split(1)
         each = zip(x.split(1), tail, min_p, generators, rows.draws, strict=True)
         tokens = torch.tensor([draw_on_cpu(*row) if draws else -1 for *row, draws in each])
     else:
@@ -329,9 +316,8 @@ def draw_on_cpu(
     ids are sorted only if it is not, or so close to the edge of those that rounding decides."""
     probs = x.softmax(dim=-1)
     # exponential_ on CPU takes the logarithms one by one: 15 ns each, this way 5.
-    noise = (
-        torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator).log_().neg_().float()
-    )
+    noise = torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator)
+    noise = noise.log_().neg_().float()
     token = (probs / noise).argmax().item()
     p, kept = probs[0, token].item(), True
     if tail is not None:  # the others as likely or likelier have less than top_p
@@ -348,9 +334,8 @@ def check_logits(logits: Tensor) -> None:
     choose() does not look: it would have to wait for the device at every token."""
     bad = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise UserError(
-            f"sample: the logits of row {bad[0]} are not finite; try dtype=float32, or other weights"
-        )
+        what = f"the logits of row {bad[0]} are not finite"
+        raise UserError(f"sample: {what}; try dtype=float32, or other weights")
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """The process in which a model's tools run: python -m groundup.generate.tool_process FILE SECONDS.
 
 It answers an empty line with [schemas of the file's functions, whether prompts show them], or with
-an error, and a line of JSON, {"name", "arguments"}, with {"text", "failed"}. tools.py ends it when a
-tool loops.
+an error, and a line of JSON, {"name", "arguments"}, with {"text", "failed"}. tools.py ends it when
+a tool loops.
 """
 
 import inspect
@@ -32,7 +32,7 @@ ARGUMENT = re.compile(rf"^{BEGIN}[ \t]*(.*(?:\n(?!{BEGIN}).*)*)", re.M)
 def functions_of(path: str) -> tuple[dict[str, Callable], bool]:
     """Return the functions that a Python file offers, and whether prompts are to show them.
 
-    They are all that it defines without a leading _. They are shown unless it says _shown = False."""
+    They are all that it defines without a leading _; shown, unless it says _shown = False."""
     module = types.ModuleType("tools_of_the_model")
     module.__file__ = path
     sys.modules[module.__name__] = module  # where dataclasses look for it

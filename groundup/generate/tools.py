@@ -2,12 +2,12 @@
 
     tools = Tools("calculator.py")
     messages = tools.shown(messages)               # the schemas, where the template shows them
-    turn = tools.answer(tokenizer, messages, ids)  # runs what a drawn turn calls; None = nothing
-    ids += turn.ids                                # and the model writes on
+    turn = tools.answer(tokenizer, messages, ids, room)  # runs what a drawn turn calls
+    ids += turn.ids                                      # and the model writes on
 
-A conversation with tools grows by ids, and the ids of a turn that was drawn are never made anew from
-its text: the tokenizer may cut the text in another way, and training would then learn tokens that
-were not drawn. Results and whatever the template writes around them are appended.
+A conversation with tools grows by ids, and the ids of a turn that was drawn are never made anew
+from its text: the tokenizer may cut the text in another way, and training would then learn tokens
+that were not drawn. Results and whatever the template writes around them are appended.
 """
 
 import dataclasses
@@ -23,12 +23,11 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
-from groundup.generate.completion import asked_messages, call_ids, run_all
-from groundup.generate.engine import Result, check, n_pending
+from groundup.generate.completion import asked_messages, call_ids
+from groundup.generate.engine import Engine, Result, check, n_pending
 from groundup.generate.rendering import LineProcess, tool_ids
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.templates import CALL_ID
-from model import Transformer
 from tokenizer import Tokenizer
 
 SECONDS = 5.0  # for a call
@@ -40,7 +39,9 @@ class ToolTurn(NamedTuple):
     """A turn that called tools, and what they said."""
 
     messages: list[dict]  # the turn itself and one message of each tool
-    ids: list[int]  # that the template writes behind the drawn ones; [] = it refuses such a turn
+    # That the template writes behind the drawn ones; [] = it refuses such a turn, or there is no
+    # room for them and another turn
+    ids: list[int]
     n_calls: int
     n_failed: int
 
@@ -48,8 +49,8 @@ class ToolTurn(NamedTuple):
 class Tools:
     """The functions, in a process that is started again after it had to be ended.
 
-    schemas: of the functions, in OpenAI's form, [] if prompts do not show them. Raise UserError for a
-    file that offers none."""
+    schemas: of the functions, in OpenAI's form, [] if prompts do not show them. Raise UserError for
+    a file that offers none."""
 
     def __init__(self, path: str, seconds: float = SECONDS) -> None:
         if not path.endswith(".py") or not Path(path).is_file():
@@ -82,12 +83,14 @@ class Tools:
         tokenizer: Tokenizer,
         messages: list[dict],
         ids: Sequence[int],
+        room: int,
         follow: Callable[[list[dict]], list[int]] | None = None,
     ) -> ToolTurn | None:
         """Run what a turn calls; None if it calls nothing.
 
-        messages: before the turn. ids: of the turn as drawn, without the one that ended it. follow:
-        `tool_ids` of the tokenizer, or what does the same in another process."""
+        messages: before the turn. ids: of the turn as drawn, without the one that ended it. room:
+        tokens that may follow the turn. follow: `tool_ids` of the tokenizer, or what does the same
+        in another process."""
         content, calls = read_calls(tokenizer, ids)
         if not calls:
             return None
@@ -102,7 +105,7 @@ class Tools:
             new = (follow or partial(tool_ids, tokenizer))([*messages, *turns])
         except UserError:  # Llama 3.1's template refuses two calls in a turn
             new = []
-        return ToolTurn(turns, new, len(calls), n_failed)
+        return ToolTurn(turns, new if len(new) < room else [], len(calls), n_failed)
 
     def shown(self, messages: list[dict]) -> list[dict]:
         """Return the messages with the schemas in the first."""
@@ -116,50 +119,43 @@ class Tools:
 class ToolAnswers:
     """`encode` and `draw` of answers.py for conversations whose answers may call tools."""
 
-    def __init__(self, tools: Tools, tokenizer: Tokenizer, system: str) -> None:
-        self.tools, self.tokenizer, self.system = tools, tokenizer, system
+    def __init__(self, tools: Tools, engine: Engine, system: str) -> None:
+        self.tools, self.engine, self.system = tools, engine, system
         self.talks: dict[tuple[int, ...], list[dict]] = {}  # messages of each prompt
 
     def encode(self, asked: str | list[dict], _plain: bool = False) -> list[int]:
         messages = self.tools.shown(asked_messages(self.system, asked))
-        ids, _ = self.tokenizer.render(messages, add_generation_prompt=True)
+        ids, _ = self.engine.tokenizer.render(messages, add_generation_prompt=True)
         self.talks[tuple(ids)] = messages
         return ids
 
     def draw(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        prompts: Iterable[list[int]],
-        params: SamplingParams,
-        batch_size: int,
-        compile: bool = False,
+        self, prompts: Iterable[list[int]], params: SamplingParams
     ) -> Iterator[tuple[int, Result]]:
         """Yield (index of the prompt, Result with the last turn of its answer).
 
         An answer that calls a tool waits until the others have ended."""
-        waiting = (check(i, ids, params, model.cfg, tokenizer) for i, ids in enumerate(prompts))
+        cfg, tokenizer = self.engine.model.cfg, self.engine.tokenizer
+        waiting = (check(i, ids, params, cfg, tokenizer) for i, ids in enumerate(prompts))
         talks, begins = {}, {}  # of each prompt: its messages so far, and its length
         for _ in range(MAX_TURNS - 1):
             called = []
-            for i, result in run_all(model, tokenizer, waiting, batch_size, compile):
+            for i, result in self.engine.finish(waiting):
                 talk = talks.get(i) or self.talks[tuple(result.prompt_ids)]
-                (found,) = result.completions
-                turn = None
+                (found,), turn = result.completions, None
+                ids = result.prompt_ids + found.ids
+                end = begins.setdefault(i, len(result.prompt_ids)) + params.max_new_tokens
+                room = min(end, cfg.block_size + 1) - len(ids)
                 if found.stop_reason in params.stop_ids:
-                    turn = self.tools.answer(tokenizer, talk, found.ids[:-1])
-                ids = result.prompt_ids + found.ids + turn.ids if turn else []
-                room = (
-                    params.max_new_tokens + begins.setdefault(i, len(result.prompt_ids)) - len(ids)
-                )
-                if not turn or not turn.ids or room < 1 or len(ids) > model.cfg.block_size:
+                    turn = self.tools.answer(tokenizer, talk, found.ids[:-1], room)
+                if not turn or not turn.ids:
                     yield i, result
                     continue
                 talks[i] = talk + turn.messages
-                own = dataclasses.replace(params, max_new_tokens=room)
-                called.append(check(i, ids, own, model.cfg, tokenizer))
+                own = dataclasses.replace(params, max_new_tokens=end - len(ids) - len(turn.ids))
+                called.append(check(i, ids + turn.ids, own, cfg, tokenizer))
             waiting = called
-        yield from run_all(model, tokenizer, waiting, batch_size, compile)
+        yield from self.engine.finish(waiting)
 
 
 def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict]]:
@@ -199,10 +195,12 @@ def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
 class CallReader:
     """Divides an answer into what is said and what is called.
 
-    Three forms are calls: <tool_call>{...}</tool_call> (Hermes, Qwen, ours), {...} as the whole
-    answer (Llama 3), [TOOL_CALLS] and a list (Mistral). A list may also be the whole answer."""
+    These are calls: <tool_call>{...}</tool_call> (Hermes, Qwen, ours), {...} as the whole answer
+    (Llama 3), [TOOL_CALLS] and a list, or a name and its arguments (Mistral). A list may also be
+    the whole answer, and some models write one object behind another."""
 
     MARKS = ("<tool_call>", "[TOOL_CALLS]")
+    INNER_MARKS = ("[CALL_ID]", "[ARGS]")  # Mistral's, between a name and its arguments
     MARK = re.compile("|".join(map(re.escape, MARKS)))
     CLOSE, SPACE = re.compile(r"\s*(?:</tool_call>)?\s*"), re.compile(r"\s*")
 
@@ -218,11 +216,9 @@ class CallReader:
         if not self.said and self.pending.lstrip()[:1] in ("", "{", "["):
             return "", []
         mark = self.MARK.search(self.pending)
-        if mark:
-            cut = mark.start()
-        else:
-            cut = len(self.pending) - n_pending(self.pending, self.MARKS)
-        text, self.pending = self.pending[:cut], self.pending[cut:]
+        cut = mark.start() if mark else len(self.pending) - n_pending(self.pending, self.MARKS)
+        text = self.pending[:cut].rstrip()  # before a call no space is said
+        self.pending = self.pending[len(text) :]
         self.said |= bool(text)
         return text, []
 
@@ -234,8 +230,7 @@ class CallReader:
         said, calls, end = "", [], 0
         while begin:
             try:
-                value, after = STRICT.raw_decode(text, self.SPACE.match(text, begin.end()).end())
-                found = calls_in(value)
+                found, after = calls_at(text, begin.end(), is_bare)
             except (ValueError, RecursionError):
                 found = []
             if not found:
@@ -254,26 +249,44 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-STRICT = json.JSONDecoder(parse_constant=refuse_constant)  # without NaN
+# Without NaN, but with the line breaks that some models write into their strings
+JSON = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
+NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+OPENING = re.compile(r"\s*;?\s*(?=[\[{])")  # of the first value, or of one that follows
 
 
-def calls_in(value: object) -> list[dict]:
-    """Return the calls in a JSON object or list of them in OpenAI's form, [] if it is none."""
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        name = call.get("name") if isinstance(call, dict) else None
-        arguments = call.get("arguments", call.get("parameters")) if isinstance(name, str) else None
-        if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own form
-            arguments = STRICT.decode(arguments or "{}")
-        if not isinstance(arguments, dict):
-            return []
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
-        function = {"name": name, "arguments": written}
-        own = call.get("id")  # Mistral's models write one, which the result is to have
-        is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
-        calls.append({
-            "id": own if is_own else f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": function,
-        })
-    return calls
+def calls_at(text: str, begin: int, is_bare: bool) -> tuple[list[dict], int]:
+    """Return (the calls that stand there in a text, where they end), ([], ...) = no calls do.
+
+    Raise ValueError or RecursionError for what is no JSON."""
+    if named := NAMED.match(text, begin):
+        arguments, end = JSON.raw_decode(text, named.end())
+        return [call_of({"name": named[1], "arguments": arguments, "id": named[2]})], end
+    calls, end = [], begin
+    while opening := OPENING.match(text, end):
+        value, end = JSON.raw_decode(text, opening.end())
+        for one in value if isinstance(value, list) else [value]:
+            has_name = isinstance(one, dict) and isinstance(one.get("name"), str)
+            # Other objects have names, too: only a mark makes one without arguments a call
+            if not has_name or is_bare and not {"arguments", "parameters"} & one.keys():
+                return [], end
+            calls.append(call_of(one))
+    return calls, end
+
+
+def call_of(found: dict) -> dict:
+    """Return a call in OpenAI's form. Raise ValueError for arguments that are no object."""
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own form
+        arguments = JSON.decode(arguments or "{}")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments must be an object")
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
+    own = found.get("id")  # Mistral's models write one, which the result is to have
+    is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
+    return {
+        "id": own if is_own else f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": found["name"], "arguments": written},
+    }

@@ -57,16 +57,17 @@ def choose_layout(
     """Return the layout of the fastest kernel for these token ids (B, T).
 
     starts: documents to keep apart; None = rows are whole. dtype: of q, k and v. most_documents:
-    upper bound on documents per row, 0 = one per token; it sizes a tensor (document_borders).
-
-    Here we ask what the hardware can do. torch.compile cannot trace such questions, so a compiled
-    block gets the answer with the layout."""
+    upper bound on documents per row, 0 = one per token; it sizes a tensor (document_borders)."""
+    # Here we ask what the hardware can do. torch.compile cannot trace such questions, so a compiled
+    # block gets the answer with the layout.
     B, T = idx.shape
+    # The C kernel: a query sees all from the start of its document or row.
     if cpu_attention.works(idx.device, dtype, head_dim, dropout):
         whole_rows = torch.zeros_like(idx)
         return Layout(firsts=whole_rows if starts is None else first_positions(starts))
     if starts is None:
         return Layout()
+    # Documents one by one, or else all pairs of tokens with a mask.
     if idx.is_cpu:
         apart = T > MASKED_LENGTH
     else:
@@ -93,6 +94,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, dropout: float = 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Return attention by its definition. visible (..., T, S) bool: query t may see key s."""
+    # Grouped queries: each head of keys serves several heads of queries.
     sharing = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(sharing, dim=1), v.repeat_interleave(sharing, dim=1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, S)
@@ -107,6 +109,7 @@ def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Return causal attention, or with `mask` what the mask shows."""
+    # torch picks the kernel: flash attention on a GPU, its own on a CPU.
     sharing = q.shape[1] // k.shape[1]
     if mask is None:
         return F.scaled_dot_product_attention(
@@ -139,9 +142,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor
 def attention_by_document(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout: float
 ) -> Tensor:
-    """Return what varlen_attention does, on a CPU: each document by itself.
-
-    Not compiled: the lengths of the documents would be part of the graph."""
+    """Return what varlen_attention does, on a CPU: each document by itself."""
+    # Not compiled: the lengths of the documents would be part of the graph.
     B, H, T, D = q.shape
     lengths = [n for n in borders.diff().tolist() if n]
     # (B, heads, T, D) -> (heads, B * T, D), cut into documents
@@ -157,10 +159,10 @@ def attention_by_document(
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return attention of a few new queries to S cached keys.
 
-    mask (T, S) or (B, 1, 1, S) is added to the scores. Heads that share keys become more rows of
-    one product."""
+    mask (T, S) or (B, 1, 1, S) is added to the scores."""
     B, H, T, D = q.shape
     K = k.shape[1]
+    # Heads that share keys become more rows of one product.
     q = q.reshape(B, K, -1, D)
     if T > 1:
         mask = mask.repeat(H // K, 1)
@@ -177,8 +179,8 @@ def attention_by_length(
 ) -> Tensor:
     """Return attention of q (B, H, 1, D) to the first lengths[b] <= width positions of each row.
 
-    keys, values (B, K, L, D); starts (B + 1,) int32: multiples of L. The kernel reads no other
-    positions, and splits a long row among processors."""
+    keys, values (B, K, L, D); starts (B + 1,) int32: multiples of L."""
+    # The kernel reads no other positions, and splits a long row among processors.
     B, H = q.shape[:2]
     k = keys.transpose(1, 2).flatten(0, 1)  # (B L, K, D), no copy
     v = values.transpose(1, 2).flatten(0, 1)
@@ -215,8 +217,8 @@ def has_varlen_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) 
 def documents_of(idx: Tensor, opener: int) -> Tensor:
     """Return the number of each token's document, (B, T) int64, for token ids (B, T).
 
-    A document starts at each `opener`, except behind another one: the openers that fill up a packed
-    row are one document."""
+    A document starts at each `opener`, except behind another one."""
+    # The openers that fill up a packed row are one document.
     is_opener = idx == opener
     opens = is_opener.clone()
     opens[:, 1:] &= ~is_opener[:, :-1]
@@ -225,13 +227,14 @@ def documents_of(idx: Tensor, opener: int) -> Tensor:
 
 def starts_of(documents: Tensor) -> Tensor:
     """Return where documents start, (B, T) bool: where their number changes."""
-    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts = torch.ones_like(documents, dtype=torch.bool)  # also the first token of a row
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return starts
 
 
 def first_positions(starts: Tensor) -> Tensor:
     """Return where in its row each token's document starts, (B, T) int64."""
+    # A start has its own column, all else 0: the largest so far is the last start.
     columns = torch.arange(starts.shape[1], device=starts.device)
     return (columns * starts).cummax(1).values
 
@@ -244,15 +247,15 @@ def positions_of(starts: Tensor) -> Tensor:
 
 def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask (B, 1, T, T) that shows earlier positions of the same document."""
+    # Of the same document, by its number, and not after the query.
     number = starts.cumsum(1)
     same = number[:, None, :, None] == number[:, None, None, :]
     return additive_mask(same.tril(), dtype)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores: 0 where `visible` (bool), else -inf.
-
-    Made once for all layers: given a bool mask, torch would make it in each."""
+    """Return what is added to the scores: 0 where `visible` (bool), else -inf."""
+    # Made once for all layers: given a bool mask, torch would make it in each.
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, -math.inf)
 
@@ -260,10 +263,11 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def document_borders(starts: Tensor, most: int) -> Tensor:
     """Return where each document starts among all N = B * T tokens, (most + 1,) int32, then N.
 
-    The size is fixed, and the rest is filled with N (documents without tokens): so compiled blocks
-    stay valid, and the GPU need not report how many documents there are. More than `most` documents
-    end the process with a message."""
+    More than `most` documents end the process with a message."""
+    # The size is fixed, and the rest is filled with N (documents without tokens): so compiled
+    # blocks stay valid, and the GPU need not report how many documents there are.
     N = starts.numel()
+    # The k-th document starts at the first token whose number is k.
     number = starts.flatten().cumsum(0)
     wanted = torch.arange(1, most + 2, device=starts.device)
     borders = torch.searchsorted(number, wanted, out_int32=True)

@@ -35,6 +35,7 @@ def suits(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: floa
     """Return whether attention.c is written for this processor and these heads."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return False
+    # It reads 8 numbers at a time, and draws no random ones.
     if head_dim % 8 or dropout:
         return False
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has none
@@ -49,12 +50,16 @@ def works(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: floa
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return attention.c, compiled; None without a compiler."""
+    # Both functions take the struct Attention below and the number of threads.
     found = compile_c(Path(__file__).with_name("attention.c"))
     if found is not None:
         for function in (found.attention, found.attention_backward):
             function.argtypes = [ctypes.c_void_p, ctypes.c_int]
             function.restype = None
     return found
+
+
+# The next two are the structs of attention.c, field by field.
 
 
 class Heads(ctypes.Structure):
@@ -109,6 +114,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Te
     return y, lse
 
 
+# torch.compile asks for shapes alone.
 @torch.library.register_fake("groundup::cpu_attention")
 def shapes(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
     return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -120,6 +126,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     dq, dk, dv = gradient_shapes(dy, lse, q, k, v, firsts)
+    # autograd may bring a gradient with any strides, such as that of a sum
     dy = dy if dy.stride(3) == 1 else dy.contiguous()
     call("attention_backward", lse, firsts, q=q, k=k, v=v, dy=dy, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv

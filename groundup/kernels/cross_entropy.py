@@ -29,7 +29,7 @@ GPU_CHUNK_ELEMENTS = 2**28
 
 
 def reference_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return what `cross_entropy` returns, by its definition. Tests compare the two.
 
@@ -43,21 +43,17 @@ def reference_cross_entropy(
     by `token_logps`."""
     logits = (hidden @ weight.T).float()  # (N, V)
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-    loss = nats.sum() if weights is None else (nats * weights).sum()
-    return loss, nats.detach()
+    return nats.sum(), nats.detach()
 
 
-def cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return (loss 0-d float32, nats (N,) float32 without gradient).
 
-    nats = -log softmax(hidden @ weight.T)[target], 0 where the target is IGNORE; loss = the sum of
-    weights * nats, with weights (N,) float32 or None for 1. Without a valid target the loss and its
-    gradients are 0."""
+    nats = -log softmax(hidden @ weight.T)[target], 0 where the target is IGNORE; loss = their sum.
+    Without a valid target the loss and its gradients are 0."""
     dtype = compute_dtype(hidden)
-    with_grad = torch.is_grad_enabled()
-    return ChunkedCrossEntropy.apply(hidden, weight, targets, weights, dtype, with_grad)
+    with_grad = torch.is_grad_enabled()  # inside the function it is always off
+    return ChunkedCrossEntropy.apply(hidden, weight, targets, dtype, with_grad)
 
 
 def token_logps(
@@ -76,14 +72,14 @@ def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tenso
 
     correct: the target is the likeliest token. IGNORE is never correct."""
     w = weight.to(compute_dtype(hidden))
-    rows = chunk_rows(weight.shape[0], hidden.device.type)
-    nats, correct = [], []
+    nats = hidden.new_empty(len(hidden), dtype=torch.float32)
+    correct = torch.empty_like(targets, dtype=torch.bool)
     with torch.autocast(hidden.device.type, enabled=False):
-        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-            logits = (h.to(w.dtype) @ w.T).float()
-            nats.append(softmax_cross_entropy(logits, t)[0])
-            correct.append(logits.argmax(dim=1) == t)
-    return torch.cat(nats), torch.cat(correct)
+        for part in chunks(len(hidden), weight):
+            logits = (hidden[part].to(w.dtype) @ w.T).float()
+            nats[part], _ = softmax_cross_entropy(logits, targets[part])
+            correct[part] = logits.argmax(dim=1) == targets[part]  # no id is IGNORE
+    return nats, correct
 
 
 @torch.no_grad()
@@ -94,17 +90,17 @@ def token_entropies(hidden: Tensor, weight: Tensor, temperature: float = 1.0) ->
     with torch.autocast(hidden.device.type, enabled=False):
         for part in chunks(len(hidden), weight):
             logits = (hidden[part].to(w.dtype) @ w.T).float()
+            # entropy = -sum over the vocabulary of p log p
             logps = logits.div_(temperature).log_softmax(dim=1)
             entropies[part] = -(logps.exp() * logps).sum(1)
     return entropies
 
 
 def chunk_rows(vocab_size: int, device_type: str) -> int:
-    """Return for how many tokens the logits are held at once.
-
-    On a GPU a power of two, as most batches are: so no small chunk is left over."""
+    """Return for how many tokens the logits are held at once."""
     if device_type == "cpu":
         return max(1, CHUNK_ELEMENTS // vocab_size)
+    # A power of two, as most batches are: so no small chunk is left over.
     return 2 ** (max(1, GPU_CHUNK_ELEMENTS // vocab_size).bit_length() - 1)
 
 
@@ -115,9 +111,8 @@ def chunks(n_tokens: int, weight: Tensor) -> list[slice]:
 
 
 def compile_loss(device: torch.device) -> None:
-    """Compile a chunk of the loss on a GPU: fewer kernels, and no logits in float32.
-
-    On a CPU it would not be faster, so nothing changes there."""
+    """Compile a chunk of the loss on a GPU: fewer kernels, and no logits in float32."""
+    # On a CPU it would not be faster.
     if device.type == "cuda":
         ChunkedCrossEntropy.compiled_chunk = staticmethod(torch.compile(fused_chunk))
 
@@ -132,6 +127,7 @@ class HeadGradients:
 
     def __init__(self, ctx, hidden: Tensor, weight: Tensor, with_grad: bool) -> None:
         self.hidden = self.weight = None
+        # Each row of `hidden` is in one chunk; every chunk adds to all of the head.
         if with_grad and ctx.needs_input_grad[0]:
             self.hidden = torch.empty_like(hidden)
         if with_grad and ctx.needs_input_grad[1]:
@@ -140,7 +136,7 @@ class HeadGradients:
         self.weight_dtype = weight.dtype
 
     def add(self, part: slice, grad_logits: Tensor, h: Tensor, w: Tensor) -> None:
-        """grad_logits (n, V) of the chunk `part`; h (n, C) and w (V, C), whose product they were."""
+        """Add those of the chunk `part`: grad_logits (n, V) of the logits h (n, C) @ w (V, C).T."""
         if self.hidden is not None:
             self.hidden[part] = grad_logits @ w
         if self.weight is not None:
@@ -169,7 +165,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        weights: Tensor | None,
         dtype: torch.dtype,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -186,15 +181,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(dtype), targets[part]
-                # What a token counts; 0 also keeps an ignored one out of the gradients
-                scale = (t != IGNORE).float()
-                if weights is not None:
-                    scale = weights[part].float() * scale
                 if fused:
-                    nats[part], grad_logits = fused(h, w, t, scale)
+                    nats[part], grad_logits = fused(h, w, t)
                 else:
-                    nats[part], grad_logits = eager_chunk(h, w, t, scale, gradients.any)
-                loss += (nats[part] * scale).sum()
+                    nats[part], grad_logits = eager_chunk(h, w, t, gradients.any)
+                loss += nats[part].sum()
                 gradients.add(part, grad_logits, h, w)
                 del grad_logits  # before the next chunk's logits are made
 
@@ -204,40 +195,45 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple:
-        return *scaled(ctx.saved_tensors, grad), None, None, None, None
+        # of hidden and weight; targets, dtype and with_grad have none
+        return *scaled(ctx.saved_tensors, grad), None, None, None
 
 
 def eager_chunk(
-    h: Tensor, w: Tensor, targets: Tensor, scale: Tensor, learns: bool
+    h: Tensor, w: Tensor, targets: Tensor, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (nats (n,), gradient of sum(scale * nats) with respect to the logits (n, V)).
+    """Return (nats (n,), gradient of their sum with respect to the logits (n, V)).
 
-    h (n, C), w (V, C), scale (n,) float32, 0 where the target is IGNORE."""
+    h (n, C), w (V, C). learns: the gradient is asked for."""
     logits = (h @ w.T).float()
     nats, lse = softmax_cross_entropy(logits, targets)
+    # An evaluation, or a loss of frozen weights, needs no gradient.
     if not learns:
         return nats, None
-    return nats, cross_entropy_gradient(logits, targets, lse, scale).to(h.dtype)
+    valid = (targets != IGNORE).float()
+    return nats, cross_entropy_gradient(logits, targets, lse, valid).to(h.dtype)
 
 
-def fused_chunk(h: Tensor, w: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what eager_chunk returns. Written to be compiled: a few kernels behind the product,
-    none of which writes the logits in float32."""
+def fused_chunk(h: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what eager_chunk returns, with a gradient always."""
+    # Written to be compiled: a few kernels behind the product, none of which writes the logits in
+    # float32.
     logits = (h @ w.T).float()
     index = targets.clamp(min=0).unsqueeze(1)  # IGNORE is negative, and masked below
     # -log softmax(logits)[target] = logsumexp(logits) - logits[target]
     lse = logits.logsumexp(dim=1, keepdim=True)
-    nats = (lse - logits.gather(1, index)).squeeze(1) * (targets != IGNORE)
+    valid = targets != IGNORE
+    nats = (lse - logits.gather(1, index)).squeeze(1) * valid
     # d nats / d logits = softmax(logits) - one_hot(target)
     is_target = torch.arange(w.shape[0], device=w.device) == index
-    grad = ((logits - lse).exp() - is_target.float()) * scale.unsqueeze(1)
+    grad = ((logits - lse).exp() - is_target.float()) * valid.unsqueeze(1)
     return nats, grad.to(h.dtype)
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return (nats (n,), log of the sum of exponentials (n, 1)) of logits (n, V) float32."""
     valid = targets != IGNORE
-    index = targets.masked_fill(~valid, 0).unsqueeze(1)
+    index = targets.masked_fill(~valid, 0).unsqueeze(1)  # any id: it is multiplied by 0 below
     # On a CPU log_softmax is one kernel, and takes half the time of logsumexp's five passes.
     nats = -logits.log_softmax(dim=1).gather(1, index)
     return nats.squeeze(1) * valid, logits.gather(1, index) + nats
@@ -250,13 +246,14 @@ def cross_entropy_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: 
     p = logits.sub_(lse).exp_()  # softmax, in the memory of the logits
     index = targets.clamp(min=0).unsqueeze(1)
     p.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=p.dtype))
+    # Where the target is IGNORE the caller's scale is 0, so the row becomes 0.
     return p.mul_(scale.unsqueeze(1))
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a (V, n) @ b (n, C) to out (V, C) float32.
-
-    A sum over many tokens can exceed float16's largest number, 65504, so it is in float32."""
+    """Add a (V, n) @ b (n, C) to out (V, C) float32."""
+    # A sum over many tokens can exceed float16's largest number, 65504, so it is in float32: within
+    # a GPU's product too, and on a CPU by widening float16 first.
     if a.dtype == torch.float32:
         out.addmm_(a, b)
     elif a.is_cuda:
@@ -271,10 +268,10 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """Head and log-softmax.
+    """Head and log-softmax. Backward computes a chunk's logits once more."""
 
-    A token's gradient depends on a loss that is known only after all tokens (a preference, a
-    policy's ratio), so backward computes a chunk's logits once more."""
+    # A token's gradient depends on a loss that is known only after all tokens: a preference, or a
+    # policy's ratio. So forward cannot compute it while it has the logits.
 
     @staticmethod
     def forward(
@@ -308,9 +305,11 @@ class ChunkedLogps(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(ctx.dtype), targets[part]
+                # the logits once more, then as in ChunkedCrossEntropy
                 logits = (h @ w.T).float().div_(ctx.temperature)
                 grad_logits = cross_entropy_gradient(logits, t, lse[part], scale[part])
                 grad_logits = grad_logits.to(ctx.dtype)
                 gradients.add(part, grad_logits, h, w)
                 del grad_logits  # before the next chunk's logits are made
+        # of hidden and weight; targets, dtype and temperature have none
         return *gradients.total(), None, None, None

@@ -1,4 +1,4 @@
-"""Products and decoding steps on a CPU in C: builds step.c with the machine's compiler and calls it.
+"""Products and decoding steps on a CPU in C: builds and calls step.c.
 
 Where there is no C compiler torch does the same, more slowly. The plain reference is decode_step of
 generate/decode.py.
@@ -28,6 +28,7 @@ def step_c(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL | None:
     here."""
     if dtype not in DTYPES:
         return None
+    # One source for four libraries: types that are known when it is compiled make it fast.
     flags = ["-DBFLOAT16"] * (dtype == torch.bfloat16) + ["-DINT8"] * int8
     found = compile_c(Path(__file__).with_name("step.c"), *flags)
     if found is None:
@@ -70,6 +71,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 (N, K) and scales (N, groups) float32; times the scale of their group of inputs
     they are nearly the weight (N, K)."""
     K = weight.shape[1]
+    # The last group is filled up with zeros. The largest weight of a group becomes 127 or -127.
     groups = F.pad(weight.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))
     scales = groups.abs().amax(dim=2, keepdim=True).clamp(min=1e-30) / 127
     rounded = (groups / scales).round().to(torch.int8).flatten(1)
@@ -90,17 +92,18 @@ class NativeLinear(nn.Module):
         else:
             weight, scales = linear.weight.to(dtype).contiguous(), None
         self.out_features, self.in_features = weight.shape
-        where = map(address, (weight, scales, blocks))
-        self.c.lay_out(*where, *weight.shape, torch.get_num_threads())
+        addresses = map(address, (weight, scales, blocks))
+        self.c.lay_out(*addresses, *weight.shape, torch.get_num_threads())
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N) in the dtype of the layer."""
         x = x.to(self.dtype).contiguous()
         y = torch.empty(*x.shape[:-1], self.out_features)
-        sizes = x.numel() // self.in_features, self.in_features, self.out_features
-        inputs = torch.empty(sizes[0], sizes[1] + 2, dtype=torch.int16) if self.int8 else None
-        where = map(address, (self.blocks, self.bias, x, inputs, y))
-        self.c.product(*where, *sizes, torch.get_num_threads())
+        n_rows, K = x.numel() // self.in_features, self.in_features
+        # With 8-bit weights C also rounds the inputs: K numbers of a row and its scale.
+        inputs = torch.empty(n_rows, K + 2, dtype=torch.int16) if self.int8 else None
+        addresses = map(address, (self.blocks, self.bias, x, inputs, y))
+        self.c.product(*addresses, n_rows, K, self.out_features, torch.get_num_threads())
         return y.to(x.dtype)
 
 
@@ -109,6 +112,7 @@ def address(x: Tensor | None) -> int | None:
 
 
 def n_bytes(linear: nn.Linear | Int8Linear, dtype: torch.dtype) -> int:
+    """Return the bytes of a layer in blocks, whose last one is filled up to WIDTH rows."""
     if isinstance(linear, Int8Linear):
         N, row_bytes = len(linear.rounded), linear.rounded[0].nbytes + linear.scales[0].nbytes
     else:
@@ -149,6 +153,7 @@ class NativeStep:
 
     def __init__(self, model: nn.Module) -> None:
         cfg, self.int8, self.c = model.cfg, model.lm_head.int8, model.lm_head.c
+        # What C reads of each block, in the order of Layer in step.c; None = it has no such part.
         layers: list[Tensor | None] = []
         for block in model.layers:
             attn, mlp = block.self_attn, block.mlp
@@ -159,9 +164,10 @@ class NativeStep:
             norms = attn.q_norm, attn.k_norm, block.input_layernorm, block.post_attention_layernorm
             weights = [getattr(norm, "weight", None) for norm in norms]
             layers += [None if weight is None else weight.float() for weight in weights]
+        # C gets addresses. What they lead to must stay as long as they are used.
         norm = model.norm.weight.float()
         table = (ctypes.c_void_p * len(layers))(*map(address, layers))
-        self.kept = layers, norm, table  # C holds their addresses
+        self.kept = layers, norm, table
         sizes = (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_kv_head, cfg.head_dim)
         sizes += (cfg.ffn_dim, cfg.vocab_size)
         ends = ctypes.addressof(table), address(norm), address(model.lm_head.blocks)
@@ -172,11 +178,13 @@ class NativeStep:
         CacheStep."""
         cfg, B, n_threads = model.cfg, len(tokens), torch.get_num_threads()
         x, logits = model.embed_tokens.weight[tokens].float(), torch.empty(B, cfg.vocab_size)
+        # Of each row: the position of its new token, the angles there, and its place in the cache.
         positions = torch.cat([part.lengths for part in parts])
         at = positions.clamp(max=cfg.block_size - 1)
         angles = [table[at].float() for table in (model.cos, model.sin)]
         sizes = torch.tensor([part.keys[0].shape[2] - 1 for part in parts for _ in part.lengths])
         rows, longest = rows_of(parts), int(positions.max()) + 1
+        # Memory that C computes in: one for all threads, and one for each.
         D, n_sharing = cfg.head_dim, cfg.n_head // cfg.n_kv_head
         shared = torch.empty(B, 2 * (cfg.n_head + cfg.n_kv_head) * D + cfg.ffn_dim)
         widest = max(cfg.n_embd, cfg.n_head * D, cfg.ffn_dim)
@@ -193,6 +201,7 @@ def rows_of(parts: list) -> np.ndarray:
     """Return (2 n_layer, B) the addresses of each layer's keys, then values, of each row."""
     found = []
     for part in parts:
+        # A layer's keys are one tensor, so rows lie at equal distances.
         begin = np.array([layer.data_ptr() for layer in part.keys + part.values])[:, None]
         found.append(begin + np.arange(len(part.lengths)) * part.keys[0][0].nbytes)
     return found[0] if len(found) == 1 else np.concatenate(found, axis=1)

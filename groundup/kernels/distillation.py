@@ -51,6 +51,7 @@ def reference_distill(
     """Return the loss that `distill` returns, by its definition. Tests compare the two."""
     valid = targets != IGNORE
     logits = hidden[valid] @ weight.T
+    # q is the student's distribution, p the teacher's.
     q = (logits / how.temperature).softmax(1)
     p = (teacher_hidden[valid] @ teacher_weight.T / how.temperature).softmax(1)
     if how.beta in (0, 1):
@@ -105,6 +106,7 @@ class ChunkedDistillation(torch.autograd.Function):
         nats = hidden.new_empty(len(hidden), dtype=torch.float32)
         kl = torch.empty_like(nats)
         w, teacher_w = weight.to(dtype), teacher_weight.to(dtype)
+        # As in ChunkedCrossEntropy: the gradients are computed while a chunk's logits exist.
         gradients = HeadGradients(ctx, hidden, weight, with_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
@@ -130,18 +132,18 @@ class ChunkedDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor) -> tuple:
+        # of hidden and weight; the teacher is frozen
         return *scaled(ctx.saved_tensors, grad), None, None, None, None, None, None
 
 
 def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tuple[Tensor, Tensor]:
     """Return the divergence (n,) and its gradient with respect to the student's logits.
 
-    logits, teacher_logits (n, V) float32. The gradient covers the ids that both have.
-
-    With g = d divergence / d q, that with respect to the logits is q * (g - sum(q * g)) /
-    temperature; constants in g cancel. g = log q - log p for the reverse divergence and
-    (1 - beta) * (log q - log m) for the mixed one."""
-    n_ids = min(logits.shape[1], teacher_logits.shape[1])
+    logits, teacher_logits (n, V) float32. The gradient covers the ids that both have."""
+    # With g = d divergence / d q, that with respect to the logits is q * (g - sum(q * g)) /
+    # temperature; constants in g cancel. g = log q - log p for the reverse divergence and
+    # (1 - beta) * (log q - log m) for the mixed one.
+    n_ids = min(logits.shape[1], teacher_logits.shape[1])  # rows that pad a vocabulary mean nothing
     log_q = (logits[:, :n_ids] / how.temperature).log_softmax(1)
     log_p = (teacher_logits[:, :n_ids] / how.temperature).log_softmax(1)
     q = log_q.exp()
@@ -155,6 +157,7 @@ def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tup
     if how.beta == 1:
         g = log_q - log_p
     else:
+        # log m = log(beta p + (1 - beta) q), from logarithms: p and q may be 0 in float32
         log_m = torch.logaddexp(log_p + math.log(how.beta), log_q + math.log1p(-how.beta))
         kl_of_p = how.beta * (log_p.exp() * (log_p - log_m)).sum(1)
         g = (1 - how.beta) * (log_q - log_m)

@@ -1,13 +1,13 @@
 """Multiple choice: a model chooses the answer that it finds likeliest.
 
-    evaluate_choices(model, tokenizer, "mmlu", "mmlu_data", shots=5, ...) -> accuracies, and a
-    record of each question
+    evaluate_choices(model, tokenizer, "mmlu", "mmlu_data", shots=5, ...)
+        -> accuracies, and a record of each question
 
-    mmlu cmmlu ceval                a directory of the publishers' CSV files: dev/ has the examples, test/ the questions
-                                    (C-Eval: val/, since the answers of its test/ are secret); an
-                                    answer is a letter
-    mmlu_text cmmlu_text ceval_text the same questions without the list of answers; an answer is its
-    text
+    mmlu cmmlu ceval
+        A directory of the publishers' CSV files: dev/ has the examples, test/ the questions
+        (C-Eval: val/, since the answers of its test/ are secret). An answer is a letter.
+    mmlu_text cmmlu_text ceval_text
+        The same questions without the list of answers. An answer is its text.
 
 Prompts, scored tokens and measures are those of lm-eval 0.4 (mmlu, mmlu_continuation, cmmlu,
 ceval-valid), with the examples in the order of their file. lm-eval has no cmmlu_text and
@@ -64,7 +64,6 @@ def evaluate_choices(
     directory: str,
     shots: int,
     batch_size: int,
-    device: torch.device,
     dtype: torch.dtype,
     limit: int = 0,
     block_size: int = 0,
@@ -84,38 +83,30 @@ def evaluate_choices(
     for subject in subjects:
         questions = subject.questions[: limit or None]
         prompts = [fitted(tokenizer, subject, question, shots, size) for question in questions]
-        scored = iter(
-            score_tokens(
-                model, [row for rows, *_ in prompts for row in rows], batch_size, device, dtype
-            )
-        )
+        of_subject = [row for rows, *_ in prompts for row in rows]
+        scored = iter(score_tokens(model, of_subject, batch_size, dtype))
         for question, (rows, n_shots, n_cut) in zip(questions, prompts, strict=True):
             logprobs = [-next(scored).nats for _ in rows]
             if not all(map(math.isfinite, logprobs)):
-                raise UserError(
-                    f"choices: {question.where}: log-probabilities {logprobs}: the weights are damaged"
-                )
+                what = f"log-probabilities {logprobs}: the weights are damaged"
+                raise UserError(f"choices: {question.where}: {what}")
             lengths = {"acc": [1] * len(rows)}
             if task not in QUESTIONS:
                 lengths["acc_norm"] = [len(answer) for answer in question.answers]
                 lengths["acc_bytes"] = [len(answer.encode()) for answer in question.answers]
+            chosen = {measure: likeliest(logprobs, units) for measure, units in lengths.items()}
             records.append({
                 "subject": subject.name,
                 "where": question.where,
                 "logprobs": logprobs,
                 "right": question.right,
-                "chosen": {
-                    measure: likeliest(logprobs, units) for measure, units in lengths.items()
-                },
+                "chosen": chosen,
                 "shots": n_shots,
                 "cut_tokens": n_cut,
             })
     groups = subjects_file()[task.removesuffix("_text")]["groups"]
-    return (
-        {"task": task, "shots": shots}
-        | summary(records, groups, shots)
-        | {"notes": notes, "records": records}
-    )
+    found = {"task": task, "shots": shots} | summary(records, groups, shots)
+    return found | {"notes": notes, "records": records}
 
 
 def likeliest(logprobs: Sequence[float], lengths: Sequence[int]) -> int:
@@ -134,12 +125,10 @@ def summary(records: Sequence[dict], groups: dict[str, list[str]], shots: int) -
         name: [r for r in records if r["subject"] in members] for name, members in groups.items()
     }
     of_subject = {name: scores(found) for name, found in subjects.items()}
+    columns = {m: [one[m] for one in of_subject.values()] for m in records[0]["chosen"]}
     return {
         "overall": scores(records),
-        "subject_mean": {
-            m: sum(s[m] for s in of_subject.values()) / len(of_subject)
-            for m in records[0]["chosen"]
-        },
+        "subject_mean": {m: sum(column) / len(column) for m, column in columns.items()},
         "groups": {name: scores(found) for name, found in of_group.items() if found},
         "subjects": of_subject,
         "fewer_shots": sum(r["shots"] < shots for r in records),
@@ -154,10 +143,8 @@ def scores(records: Sequence[dict]) -> dict:
     for measure in records[0]["chosen"]:
         p = sum(r["chosen"][measure] == r["right"] for r in records) / n
         # the sample variance of n values of 0 and 1 with mean p is p (1 - p) n / (n - 1)
-        found |= {
-            measure: p,
-            f"{measure}_stderr": math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None,
-        }
+        error = math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None
+        found |= {measure: p, f"{measure}_stderr": error}
     return found
 
 
@@ -168,13 +155,10 @@ def fitted(
     tokens cut from the beginning of the longest row). The model does not read a row's last id.
     Raise UserError if an answer alone does not fit."""
     for n in range(shots, -1, -1):
-        shown = [
-            f"{example.text} {example.answers[example.right]}\n\n"
-            for example in subject.examples[:n]
-        ]
-        rows = answer_rows(
-            tokenizer, subject.intro + "".join(shown) + question.text, question.answers
-        )
+        context = subject.intro
+        for example in subject.examples[:n]:
+            context += f"{example.text} {example.answers[example.right]}\n\n"
+        rows = answer_rows(tokenizer, context + question.text, question.answers)
         over = max(len(ids) for ids, _ in rows) - (size + 1)
         if over <= 0:
             return rows, n, 0
@@ -205,18 +189,16 @@ def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str
     split, words, notes, subjects = QUESTIONS[exam], subjects_file()[exam], defaultdict(list), []
     files = sorted(Path(path, split).glob("*.csv"))
     if not files:
-        raise UserError(
-            f"choices: {task}: no {split}/*.csv in {path}; give the directory that holds dev and {split}"
-        )
+        what = f"no {split}/*.csv in {path}; give the directory that holds dev and {split}"
+        raise UserError(f"choices: {task}: {what}")
     for file in files:
         name = file.stem.removesuffix(f"_{split}")
         read = partial(read_questions, task=task, words=words, notes=notes)
         source = Path(path, "dev", file.name.replace(f"_{split}.csv", "_dev.csv"))
         examples = read(source) if shots and source.exists() else []
         if (n := len(examples)) < shots:
-            raise UserError(
-                f"choices: {source} holds {n} examples, fewer than shots={shots}; give --shots={n} or less"
-            )
+            what = f"{source} holds {n} examples, fewer than shots={shots}"
+            raise UserError(f"choices: {what}; give --shots={n} or less")
         intro = words["letters_intro" if task == exam else "texts_intro"]
         title = words["names"].get(name, name.replace("_", " "))
         subjects.append(Subject(name, intro.format(title), examples[:shots], read(file)))
@@ -243,22 +225,18 @@ def read_questions(
         if row.problem:
             raise UserError(f"choices: {where}: {row.problem}: {' '.join(row.detail.split())}")
         if missing := [name for name in columns if name not in row.value]:
-            raise UserError(
-                f"choices: {where}: no field {missing[0]!r}; there are {', '.join(map(repr, row.value))}"
-            )
+            there = ", ".join(map(repr, row.value))
+            raise UserError(f"choices: {where}: no field {missing[0]!r}; there are {there}")
         question, *texts, right = (row.value[name] for name in columns)
         if right.strip() not in LETTERS:  # as in splits with secret answers
-            raise UserError(
-                f"choices: {where}: {columns[-1]} is {right!r}, not one of {', '.join(LETTERS)}"
-            )
+            what = f"{columns[-1]} is {right!r}, not one of {', '.join(LETTERS)}"
+            raise UserError(f"choices: {where}: {what}")
         if task == exam:
             options = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=True)]
             asked, answers = "\n".join([question.strip(), *options, words["answer"]]), LETTERS
         else:
-            asked, answers = (
-                f"{words['texts_question']}{question.strip()}\n{words['answer']}",
-                tuple(texts),
-            )
+            asked = f"{words['texts_question']}{question.strip()}\n{words['answer']}"
+            answers = tuple(texts)
         questions.append(Question(asked, answers, LETTERS.index(right.strip()), where))
         encodings.add(row.encoding)
     if not questions:

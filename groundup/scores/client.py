@@ -27,6 +27,8 @@ from groundup.errors import UserError
 from groundup.files.disk import lock
 
 MAX_WAIT = 600.0  # seconds before a retry
+# Fields that some models do not take (OpenAI's that think), and what is sent instead
+INSTEAD = {"max_tokens": "max_completion_tokens", "temperature": None}
 
 
 class Endpoint(NamedTuple):
@@ -42,7 +44,7 @@ class Endpoint(NamedTuple):
 
 class Reply(NamedTuple):
     text: str
-    finish: str  # stop | length | content_filter ...; refused = HTTP 400, 413 or 422, with the error's text
+    finish: str  # stop | length | content_filter ...; refused: HTTP 400, 413 or 422 with this text
     tokens: int  # of prompt and reply as the endpoint counts them; 0 = it does not
 
 
@@ -51,15 +53,18 @@ def read_key(name: str) -> str:
     it is not there."""
     key = os.environ.get(name, "").strip()
     if name and not key:
-        raise UserError(
-            f"config: there is no environment variable {name!r} with a key, as api_key_env says"
-        )
+        what = f"there is no environment variable {name!r} with a key, as api_key_env says"
+        raise UserError(f"config: {what}")
     return key
 
 
 class Trouble(Exception):
     """A failure that a retry may mend. args: what happened, seconds that the endpoint asks to
     wait."""
+
+
+class Unsupported(Exception):
+    """The model does not take a field of INSTEAD. args: its name."""
 
 
 class Unreachable(Trouble):
@@ -95,36 +100,37 @@ def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> R
     Wait retry_wait * 2**attempt seconds before each retry, or as long as Retry-After says.
     `name` is printed. is_first: do not retry if nobody is there: the address may be wrong."""
     rng = random.Random(name)  # so that threads that failed together do not retry together
-    body = {
-        "model": endpoint.model,
-        "messages": [{"role": "user", "content": prompt}],
-        **endpoint.fields,
-    }
-    for attempt in range(endpoint.max_retries + 1):
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": endpoint.model, "messages": messages, **endpoint.fields}
+    attempt = 0
+    while attempt <= endpoint.max_retries:
         try:
-            return post(endpoint, json.dumps(body).encode())
+            return post(endpoint, body)
+        except Unsupported as problem:
+            (field,) = problem.args
+            value, other = body.pop(field), INSTEAD[field]
+            body |= {other: value} if other else {}
+            continue
         except Trouble as trouble:
             what, least_pause = trouble.args
             if is_first and isinstance(trouble, Unreachable):
-                raise UserError(
-                    f"chat: {endpoint.base_url}: {what}; start the service, or mend base_url"
-                ) from None
+                what = f"{endpoint.base_url}: {what}; start the service, or mend base_url"
+                raise UserError(f"chat: {what}") from None
         if attempt < endpoint.max_retries:
-            pause = min(
-                max(endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1), least_pause), MAX_WAIT
-            )
+            pause = endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1)
+            pause = min(max(pause, least_pause), MAX_WAIT)
             tqdm.write(f"{name}: {what}; again in {pause:.1f} s", file=sys.stderr)
             time.sleep(pause)
-    times = f"{endpoint.max_retries + 1} times"
-    raise UserError(
-        f"chat: {endpoint.base_url}: {what}, {times}; give the same command when it answers again"
-    )
+        attempt += 1
+    what = f"{endpoint.base_url}: {what}, {endpoint.max_retries + 1} times"
+    raise UserError(f"chat: {what}; give the same command when it answers again")
 
 
-def post(endpoint: Endpoint, body: bytes) -> Reply:
-    """Try once. Raise Trouble, or UserError for what a retry does not mend (a wrong key, model
-    or address)."""
-    call = urllib.request.Request(endpoint.base_url.rstrip("/") + "/chat/completions", body)
+def post(endpoint: Endpoint, body: dict) -> Reply:
+    """Try once. Raise Trouble, Unsupported, or UserError for what a retry does not mend (a wrong
+    key, model or address)."""
+    url, raw = endpoint.base_url.rstrip("/") + "/chat/completions", json.dumps(body).encode()
+    call = urllib.request.Request(url, raw)
     call.add_header("Content-Type", "application/json")
     if endpoint.key:
         # Never to another host
@@ -136,28 +142,32 @@ def post(endpoint: Endpoint, body: bytes) -> Reply:
         text = "" + (choice["message"].get("content") or "")  # a list of parts raises TypeError
         # Half an emoji of a cut reply
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return Reply(
-            text, str(choice.get("finish_reason") or ""), int(usage.get("total_tokens") or 0)
-        )
+        finish = str(choice.get("finish_reason") or "")
+        return Reply(text, finish, int(usage.get("total_tokens") or 0))
     except urllib.error.HTTPError as error:
-        return failed(endpoint.base_url, error)
+        return failed(endpoint.base_url, error, body)
     except (OSError, http.client.HTTPException) as error:  # also URLError and timeouts
-        refused = isinstance(
-            getattr(error, "reason", error), ConnectionRefusedError | socket.gaierror
-        )
-        raise (Unreachable if refused else Trouble)(
-            f"{type(error).__name__} {error}", 0.0
-        ) from None
+        nobody = ConnectionRefusedError | socket.gaierror
+        refused = isinstance(getattr(error, "reason", error), nobody)
+        kind = Unreachable if refused else Trouble
+        raise kind(f"{type(error).__name__} {error}", 0.0) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Trouble("what came is not an answer of /chat/completions", 0.0) from None
 
 
-def failed(base_url: str, error: urllib.error.HTTPError) -> Reply:
-    """Return a refusal as a Reply; raise UserError or Trouble for other statuses."""
+def failed(base_url: str, error: urllib.error.HTTPError, body: dict) -> Reply:
+    """Return a refusal as a Reply; raise Unsupported, UserError or Trouble for others."""
     try:
         said = error.read(300).decode(errors="replace")
     except (OSError, http.client.HTTPException):
         said = "(the connection broke)"
+    for field in INSTEAD:
+        if (
+            error.code == 400
+            and field in body
+            and re.search(rf"nsupported.*['\"]{field}['\"]", said)
+        ):
+            raise Unsupported(field)
     what = " ".join(f"HTTP {error.code} {error.reason} {said}".split())
     if error.code in (400, 413, 422):  # the endpoint refuses this prompt, or every one
         return Reply(what, "refused", 0)
@@ -186,9 +196,8 @@ class Journal:
         try:
             first, *rest = map(json.loads, lines or [json.dumps(settings)])
             self.replies = [Reply(**values) for values in rest]
-            changed = [
-                f"{key}={first.get(key)!r}" for key in settings if first.get(key) != settings[key]
-            ]
+            changed = [key for key in settings if first.get(key) != settings[key]]
+            changed = [f"{key}={first.get(key)!r}" for key in changed]
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"chat: {path} is damaged ({error}); use another out") from None
         if changed:
@@ -197,10 +206,8 @@ class Journal:
     def ask(self, endpoint: Endpoint, prompts: Iterator[str], most: int) -> Iterator[Reply]:
         """Yield what ask_in_order does for the prompts after those that have replies; each is on
         disk before."""
-        with (
-            self.file,
-            contextlib.closing(ask_in_order(endpoint, prompts, len(self.replies), most)) as replies,
-        ):
+        asked = ask_in_order(endpoint, prompts, len(self.replies), most)
+        with self.file, contextlib.closing(asked) as replies:
             for reply in replies:
                 self.add(reply._asdict())
                 self.replies.append(reply)

@@ -52,12 +52,8 @@ def parse_domains(spec: str) -> list[Domain]:
     for part in filter(None, split_names(spec)):
         named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
         if named or os.path.isdir(part):
-            name, files = (
-                (named[1].strip(), named[2])
-                if named
-                else (os.path.basename(os.path.abspath(part)), part)
-            )
-            domains.append(Domain(name, readers.find_files(files)))
+            name = named[1].strip() if named else os.path.basename(os.path.abspath(part))
+            domains.append(Domain(name, readers.find_files(named[2] if named else part)))
             continue
         for path in readers.find_files(part):
             name = os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
@@ -68,18 +64,16 @@ def parse_domains(spec: str) -> list[Domain]:
         )
     names = [domain.name for domain in domains]
     for name in {name for name in names if names.count(name) > 1}:
-        raise UserError(
-            f"perplexity: two domains are called {name!r}; name them apart: --data='one=FILES,two=FILES'"
-        )
+        what = f"two domains are called {name!r}; name them apart"
+        raise UserError(f"perplexity: {what}: --data='one=FILES,two=FILES'")
     return domains
 
 
 def read_texts(domain: Domain, settings: Settings, report: records.Report) -> Iterator[str]:
     """Yield the texts of a domain; empty ones are counted in report.mended."""
     for path in domain.files:
-        for document in readers.read_documents(
-            path, settings.text_key, settings.txt_split, report=report
-        ):
+        how = settings.text_key, settings.txt_split
+        for document in readers.read_documents(path, *how, report=report):
             if document.value.strip():
                 yield document.value
             else:
@@ -122,7 +116,6 @@ def document_losses(
     tokenizer: Tokenizer,
     texts: Iterator[str],
     settings: Settings,
-    device: torch.device,
     dtype: torch.dtype,
 ) -> list[Loss]:
     """Return the loss of each text, in order. The ranks share the work; all get all losses."""
@@ -138,7 +131,7 @@ def document_losses(
 
     numbered = numbered_rows()
     while group := list(islice(numbered, max(1, GROUP_TOKENS // settings.block_size))):
-        of_rows = score_tokens(model, [row for _, row in group], settings.batch_size, device, dtype)
+        of_rows = score_tokens(model, [row for _, row in group], settings.batch_size, dtype)
         for (number, _), scored in zip(group, of_rows, strict=True):
             found[number][0] += scored.nats
             found[number][1] += scored.n_tokens
@@ -157,9 +150,8 @@ def summarize(losses: Sequence[Loss]) -> dict[str, float]:
         "characters": chars,
         "nats_per_document": nats / len(losses),
         "nats_per_token": per_token,
-        "perplexity": math.inf
-        if per_token > 709
-        else math.exp(per_token),  # beyond that exp overflows
+        # Beyond that exp overflows
+        "perplexity": math.inf if per_token > 709 else math.exp(per_token),
         "bits_per_byte": nats / math.log(2) / n_bytes,
         "bits_per_character": nats / math.log(2) / chars,
     }
@@ -170,7 +162,6 @@ def evaluate_domains(
     tokenizer: Tokenizer,
     domains: Sequence[Domain],
     settings: Settings,
-    device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, dict]:
     """Return {"domains": {name: `summarize` and "notes"}, "all": of all documents}. Raise
@@ -180,7 +171,7 @@ def evaluate_domains(
     for domain in domains:
         report = records.Report(max_places=SHOWN_PLACES)
         texts = islice(read_texts(domain, settings, report), settings.limit or None)
-        losses = document_losses(model, tokenizer, texts, settings, device, dtype)
+        losses = document_losses(model, tokenizer, texts, settings, dtype)
         if not losses:
             why = "; ".join([listed(domain.files, 3), *notes_of(report, max_places=1)])
             raise UserError(f"perplexity: domain {domain.name!r} has no text in {why}")
@@ -194,8 +185,6 @@ def notes_of(report: records.Report, max_places: int = SHOWN_PLACES) -> list[str
     kinds = {
         "gb18030": "read as GB18030 (GBK), not UTF-8",
         "surrogates": "broken characters mended",
-    }
-    kinds |= {
         "empty": "empty, left out",
         "replaced": "an older score, or a field of that name, replaced",
     }

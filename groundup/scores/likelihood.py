@@ -34,7 +34,6 @@ def score_tokens(
     model: Transformer,
     rows: Sequence[tuple[Sequence[int], int]],
     batch_size: int,
-    device: torch.device,
     dtype: torch.dtype,
 ) -> list[Scored]:
     """Return the log-probability of ids[first:], each token given all before it in its row, for
@@ -54,12 +53,10 @@ def score_tokens(
     batches = [inputs[k : k + batch_size] for k in range(0, len(inputs), batch_size)]
 
     def score(own: range) -> Iterable[list[Scored]]:
-        for k in tqdm(
-            own, desc="scoring", unit="batch", leave=False, disable=True if own.start else None
-        ):
-            yield score_batch(
-                model, [(ids, [rows[i] for i in rows_of[ids]]) for ids in batches[k]], device, dtype
-            )
+        hidden = True if own.start else None
+        for k in tqdm(own, desc="scoring", unit="batch", leave=False, disable=hidden):
+            batch = [(ids, [rows[i] for i in rows_of[ids]]) for ids in batches[k]]
+            yield score_batch(model, batch, dtype)
 
     found = chain.from_iterable(split_over_ranks(len(batches), score))
     by_row = dict(zip(chain.from_iterable(rows_of[ids] for ids in inputs), found, strict=True))
@@ -68,13 +65,11 @@ def score_tokens(
 
 
 def score_batch(
-    model: Transformer,
-    batch: Sequence[tuple[tuple[int, ...], list]],
-    device: torch.device,
-    dtype: torch.dtype,
+    model: Transformer, batch: Sequence[tuple[tuple[int, ...], list]], dtype: torch.dtype
 ) -> list[Scored]:
     """Return what score_tokens does for the rows [(ids, first), ...] of each input in the batch.
     Padding follows what counts, where no token sees it, and gets no logits."""
+    device = model.embed_tokens.weight.device
     T = max(1, *(len(ids) for ids, _ in batch))
     x = torch.tensor([[*ids, *[0] * (T - len(ids))] for ids, _ in batch])
     index, targets, counts = [], [], []

@@ -7,9 +7,9 @@ row (as a document of domains.py), for prepare.py --score='bpb=0.3..1.5,ifd=5%..
 
     loss  nats per token
     bpb   bits per byte of the answers or the text
-    ifd   instruction-following difficulty (arXiv:2308.12032): nats per token of the first answer (without <|im_end|>)
-          given its prompt, divided by those of the same tokens alone. Above 1 the prompt does not
-          help.
+    ifd   instruction-following difficulty (arXiv:2308.12032): nats per token of the first answer
+          (without <|im_end|>) given its prompt, divided by those of the same tokens alone. Above 1
+          the prompt does not help.
 
 A reward model (reward.py --score) adds "reward" to a conversation, that of its last answer, or
 to each finished one of the "completions" in a file of answers (files/answer_files.py). A score
@@ -35,14 +35,8 @@ from groundup.files import answer_files, readers, records, row_formats, streams,
 from groundup.files.answer_files import need_settings, read_settings
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable
-from groundup.scores.domains import (
-    SHOWN_PLACES,
-    Settings,
-    begin_id,
-    notes_of,
-    windows,
-    without_list,
-)
+from groundup.scores import domains
+from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, windows, without_list
 from groundup.scores.likelihood import score_tokens
 from groundup.tokens.token_files import file_sha256
 from groundup.train import huggingface, ranks
@@ -87,11 +81,8 @@ def add_scores(
     key: fingerprint of model and rows. All ranks call this; the main one writes. Raise UserError
     if no row has a score."""
     check_replaceable(out)
-    part, is_main, n_done = (
-        out.with_name(f".{out.name}.{key[:16]}.part"),
-        ranks.own_part(1) == range(1),
-        0,
-    )
+    part = out.with_name(f".{out.name}.{key[:16]}.part")
+    is_main, n_done = ranks.own_part(1) == range(1), 0
     if is_main and part.exists():
         with open(part, "rb+") as f:
             content = f.read()
@@ -103,11 +94,10 @@ def add_scores(
     rows = islice(rows, n_done, None)
     while some := list(islice(rows, n_rows)):
         done = score(some)
+        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in done)
         if is_main:
             with naming(part), open(part, "a", encoding="utf-8") as f:
-                f.writelines(
-                    json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in done
-                )
+                f.writelines(lines)
     problems = Counter()
     if is_main and part.exists():
         with open(part, encoding="utf-8") as f:
@@ -118,9 +108,8 @@ def add_scores(
     problems = ranks.gather_objects(problems)[0]
     if not problems[""]:
         part.unlink(missing_ok=True)
-        raise UserError(
-            f"score: no row of {source} has a score: {reasons(problems) or 'there is none'}"
-        )
+        why = reasons(problems) or "there is none"
+        raise UserError(f"score: no row of {source} has a score: {why}")
     return problems, part
 
 
@@ -132,11 +121,8 @@ def reasons(problems: Counter) -> str:
 def reward_key(directory: Path, source: str, dtype: torch.dtype) -> str:
     """Return a fingerprint of all that decides the rewards of the files in `source`."""
     paths = readers.find_files(source)
-    known = [
-        huggingface.weights_fingerprint(directory),
-        str(dtype),
-        *(file_sha256(Path(path)) for path in paths),
-    ]
+    known = [huggingface.weights_fingerprint(directory), str(dtype)]
+    known += [file_sha256(Path(path)) for path in paths]
     known += [json.dumps(read_settings(path)) for path in paths]
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
@@ -169,7 +155,6 @@ def write_losses(
     out: Path,
     key: str,
     settings: Settings,
-    device: torch.device,
     dtype: torch.dtype,
     is_main: bool,
 ) -> tuple[Counter, list[str]]:
@@ -186,16 +171,15 @@ def write_losses(
 
     def score(some: list[Work]) -> list[dict]:
         rows = [row for work in some for row in (*work.text, *work.first)]
-        found = iter(score_tokens(model, rows, settings.batch_size, device, dtype))
+        found = iter(score_tokens(model, rows, settings.batch_size, dtype))
         return [work.fields | numbers_of(work, found) for work in some]
 
     works = islice(works, settings.limit or None)
-    problems, part = add_scores(
-        works, score, source, out, key, ROWS * settings.batch_size, "score_problem"
-    )
+    n_rows = ROWS * settings.batch_size
+    problems, part = add_scores(works, score, source, out, key, n_rows, "score_problem")
     if is_main:
         os.replace(part, out)
-    return problems, notes_of(report)
+    return problems, domains.notes_of(report)
 
 
 def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: records.Report) -> Work:
@@ -211,18 +195,14 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: recor
     text, problem = row_formats.document_of(row, settings.text_key)
     if problem:
         why = not_chat if row_formats.recognise(row, "chat") and not settings.text_key else problem
-        hint = (
-            "; neither a conversation nor a text, give text_key"
-            if why.startswith("unknown format")
-            else ""
-        )
+        hint = "; neither a conversation nor a text, give text_key"
+        hint = hint if why.startswith("unknown format") else ""
         return Work(fields, f"not understood: {without_list(why)}{hint}")
     if not text.strip():
         return Work(fields, "empty text")
     ids = [begin_id(tokenizer), *tokenizer.encode(text)]
-    return Work(
-        fields, "", len(text.encode()), list(windows(ids, settings.block_size, settings.stride))
-    )
+    parts = list(windows(ids, settings.block_size, settings.stride))
+    return Work(fields, "", len(text.encode()), parts)
 
 
 def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings: Settings) -> Work:
@@ -246,9 +226,9 @@ def numbers_of(work: Work, found: Iterator) -> dict:
     without tokens has no score."""
     text, first = (list(islice(found, len(part))) for part in (work.text, work.first))
     nats, n_tokens = sum(scored.nats for scored in text), sum(scored.n_tokens for scored in text)
-    problem = work.problem or (
-        "the loss is not finite" if not math.isfinite(nats) else "" if n_tokens else "no tokens"
-    )
+    problem = work.problem or "no tokens" * (not n_tokens)
+    if not math.isfinite(nats):
+        problem = problem or "the loss is not finite"
     if problem:
         return {"loss": None, "bpb": None, "score_problem": problem}
     numbers = {"loss": nats / n_tokens, "bpb": nats / math.log(2) / work.n_bytes}
@@ -305,14 +285,12 @@ def files_of(source: str) -> list[str]:
     """Return the files of rows in `source`: files, directories or globs. Raise UserError if
     there are none."""
     if "-" in (paths := readers.find_files(source)):
-        raise UserError(
-            "reward: standard input cannot be scored, for it is read more than once; give a file"
-        )
+        what = "standard input cannot be scored, for it is read more than once"
+        raise UserError(f"reward: {what}; give a file")
     found = [path for path in paths if not answer_files.is_settings_file(path)]
     if not found:
-        raise UserError(
-            f"reward: {source} holds the settings of answers only; give the file beside them"
-        )
+        what = f"{source} holds the settings of answers only"
+        raise UserError(f"reward: {what}; give the file beside them")
     return found
 
 
@@ -324,17 +302,14 @@ def common_settings(source: str) -> dict | None:
     for path in files_of(source):
         settings = need_settings(path) if answer_files.is_answers(path) else read_settings(path)
         if settings is not None:
-            known.append((
-                path,
-                {key: value for key, value in settings.items() if key != "reward_model"},
-            ))
+            settings = {key: value for key, value in settings.items() if key != "reward_model"}
+            known.append((path, settings))
     for path, settings in known[1:]:
         first, others = known[0]
         differ = [key for key in sorted(others | settings) if settings.get(key) != others.get(key)]
         if differ:
-            raise UserError(
-                f"reward: {first} and {path} were answered with another {differ[0]}; score them apart"
-            )
+            what = f"{first} and {path} were answered with another {differ[0]}"
+            raise UserError(f"reward: {what}; score them apart")
     return known[0][1] if known else None
 
 
@@ -349,21 +324,19 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
         if not problem and messages[-1]["role"] != "assistant":
             problem = "no answer at the end"
         return Talks(row, [] if problem else [messages], problem)
-    settings, found = (
-        settings_of(),
-        row["completions"] if isinstance(row["completions"], list) else [None],
-    )
+    settings = settings_of()
+    found = row["completions"] if isinstance(row["completions"], list) else [None]
     if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in found):
         return Talks(row, [], "not understood: completions without a text")
     try:
         prompt, _ = answer_files.conversation_of(row, settings)
     except BadRow as problem:
         return Talks(row, [], f"not understood: {problem}")
-    answers = [{"role": "assistant", "content": answer_files.text_of(one)} for one in found]
-    ended = [one.get("finish_reason") == "stop" for one in found]
-    return Talks(
-        row, [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)]
-    )
+    talks = []
+    for one in found:
+        answer = {"role": "assistant", "content": answer_files.text_of(one)}
+        talks.append([*prompt, answer] if one.get("finish_reason") == "stop" else [])
+    return Talks(row, talks)
 
 
 def with_rewards(

@@ -57,9 +57,8 @@ def describe(
     parts = [task, table(["", ""], list(map(list, figures_of(task, found).items()))).lstrip()]
     for key, of in found.items():
         if isinstance(of, dict) and of:
-            parts.append(
-                f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in of.items())
-            )
+            items = ", ".join(f"{name} {shown(item)}" for name, item in of.items())
+            parts.append(f"{key}: {items}")
     return "\n".join(parts)
 
 
@@ -84,11 +83,11 @@ def describe_choices(found: dict) -> str:
         lines += [f"  {found[key]} prompts {what} to fit"] if found[key] else []
     cells = []
     for name, of in ({"overall": found["overall"]} | found["groups"] | subjects).items():
-        errors = (
-            "" if of[f"{m}_stderr"] is None else f" +- {100 * of[f'{m}_stderr']:.1f}" for m in mean
-        )
-        accuracies = [f"{100 * of[m]:.1f}{error}" for m, error in zip(mean, errors, strict=True)]
-        cells.append([name, of["n"], f"{100 * of['chance']:.1f}", *accuracies])
+        cells.append([name, of["n"], f"{100 * of['chance']:.1f}"])
+        for measure in mean:
+            error = of[f"{measure}_stderr"]
+            error = "" if error is None else f" +- {100 * error:.1f}"
+            cells[-1].append(f"{100 * of[measure]:.1f}{error}")
     if subjects:
         cells.append(["mean of subjects", "", "", *(f"{100 * of:.1f}" for of in mean.values())])
     return "\n".join([*lines, table(["", "n", "chance", *mean], cells)])
@@ -98,16 +97,17 @@ def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
     """Return aligned columns: the first to the left, others to the right. Chinese characters are
     two places wide."""
     lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
-    width = [
-        [len(cell) + sum(unicodedata.east_asian_width(c) in "WF" for c in cell) for cell in row]
-        for row in lines
-    ]
-    widest = [max(column) for column in zip(*width, strict=True)]
+    widest = [max(map(width_of, column)) for column in zip(*lines, strict=True)]
     padded = []
-    for row, own in zip(lines, width, strict=True):
-        gaps = [" " * (most - n) for n, most in zip(own, widest, strict=True)]
+    for row in lines:
+        gaps = [" " * (most - width_of(cell)) for cell, most in zip(row, widest, strict=True)]
         padded.append("  ".join([row[0] + gaps[0], *map(str.__add__, gaps[1:], row[1:])]).rstrip())
     return "\n".join(padded)
+
+
+def width_of(text: str) -> int:
+    """Return the places of a text on a terminal: two for a Chinese character."""
+    return len(text) + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
 
 
 def shown(cell: object) -> str:
@@ -129,9 +129,8 @@ def side_by_side(task: str, columns: Mapping[str, dict]) -> str:
     figures = {name: figures_of(task, found) for name, found in columns.items()}
     names = list(dict.fromkeys(key for of in figures.values() for key in of))
     what = "bits/byte" if task == "perplexity" else ""
-    return table(
-        [what, *figures], [[key, *(of.get(key) for of in figures.values())] for key in names]
-    )
+    lines = [[key, *(of.get(key) for of in figures.values())] for key in names]
+    return table([what, *figures], lines)
 
 
 def figures_of(task: str, found: dict) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Generated answers compared with references: BLEU, ROUGE-L, exact match, and whether answers end.
 
-    evaluate_generation(model, tokenizer, "val.jsonl", params, limit=0, batch_size=16) -> figures,
-    and every answer
+    evaluate_generation(model, tokenizer, "val.jsonl", params, limit=0, batch_size=16)
+        -> figures, and every answer
 
 The data are conversations: the last answer is the reference, what precedes it the prompt.
 """
@@ -16,7 +16,8 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.generate.completion import generate_each, prompt_ids
+from groundup.generate.completion import prompt_ids
+from groundup.generate.engine import Engine
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import split_over_ranks
 from groundup.text import clean
@@ -60,26 +61,18 @@ def evaluate_generation(
     around the call. Of several samples of a prompt the first one counts."""
     check_libraries()
     questions, left_out, places = read_questions(data, limit)
-    answers = generate_answers(
-        model, tokenizer, [one.prompt for one in questions], params, batch_size
-    )
-    pairs = [
-        (question, answer) for question, answer in zip(questions, answers, strict=True) if answer
-    ]
+    prompts = [one.prompt for one in questions]
+    answers = generate_answers(model, tokenizer, prompts, params, batch_size)
+    pairs = [pair for pair in zip(questions, answers, strict=True) if pair[1]]
     if len(pairs) < len(questions):
         left_out[TOO_LONG] += len(questions) - len(pairs)
     if not pairs:
         raise UserError(f"generated: no prompt of {data} fits in block_size={model.cfg.block_size}")
     found, of_each = measure_answers([a.text for _, a in pairs], [q.reference for q, _ in pairs])
-    rows = [
-        {
-            **question._asdict(),
-            "answer": answer.text,
-            "finish_reason": answer.finish_reason,
-            **scores,
-        }
-        for (question, answer), scores in zip(pairs, of_each, strict=True)
-    ]
+    rows = []
+    for (question, answer), scores in zip(pairs, of_each, strict=True):
+        answered = {"answer": answer.text, "finish_reason": answer.finish_reason}
+        rows.append(question._asdict() | answered | scores)
     found = {"n": len(rows)} | found | measure_ends([answer for _, answer in pairs])
     return found | {"left_out": dict(left_out), "places": places, "answers": rows}
 
@@ -114,12 +107,9 @@ def generate_answers(
     fitting = [i for i, row in enumerate(ids) if len(row) <= model.cfg.block_size]
 
     def answer(own: range) -> Iterator[Generated]:
-        results = generate_each(
-            model, tokenizer, [ids[fitting[k]] for k in own], params, batch_size
-        )
-        found = dict(
-            tqdm(results, "answers", len(own), leave=False, disable=True if own.start else None)
-        )
+        mine, hidden = [ids[fitting[k]] for k in own], True if own.start else None
+        results = Engine(model, tokenizer, batch_size).answer(mine, params)
+        found = dict(tqdm(results, "answers", len(own), leave=False, disable=hidden))
         for _, result in sorted(found.items()):
             first = result.completions[0]
             stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
@@ -136,16 +126,12 @@ def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[
     bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1. rouge_l: mean F-measure
     (Lin, 2004). exact_match: equal but for white space around, with its standard error."""
     n, scorer = len(answers), RougeL()
-    of_each = [
-        {
-            "rouge_l": scorer.score(answer, reference),
-            "exact_match": answer.strip() == reference.strip(),
-        }
-        for answer, reference in zip(answers, references, strict=True)
-    ]
-    found = bleu(answers, references) | {
-        name: sum(one[name] for one in of_each) / n for name in of_each[0]
-    }
+    of_each = []
+    for answer, reference in zip(answers, references, strict=True):
+        exact = answer.strip() == reference.strip()
+        of_each.append({"rouge_l": scorer.score(answer, reference), "exact_match": exact})
+    found = bleu(answers, references)
+    found |= {name: sum(one[name] for one in of_each) / n for name in of_each[0]}
     return found | {"exact_match_se": standard_error(found["exact_match"], n)}, of_each
 
 
@@ -172,14 +158,10 @@ def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float |
     found = {}
     for name, pairs in texts.items():
         if pairs:
-            metric = BLEU(tokenize=name)
-            found[f"bleu_{name}"] = metric.corpus_score(
-                [a for a, _ in pairs], [[r for _, r in pairs]]
-            ).score
-            found |= {
-                f"bleu_{name}_n": len(pairs),
-                f"bleu_{name}_signature": str(metric.get_signature()),
-            }
+            metric, (said, wanted) = BLEU(tokenize=name), zip(*pairs, strict=True)
+            found[f"bleu_{name}"] = metric.corpus_score(said, [wanted]).score
+            found[f"bleu_{name}_n"] = len(pairs)
+            found[f"bleu_{name}_signature"] = str(metric.get_signature())
     return found
 
 
@@ -202,13 +184,10 @@ class RougeL:
 
 def check_libraries() -> None:
     """Raise UserError if a library is missing, before hours of generation."""
-    missing = [
-        name for name in ("sacrebleu", "rouge_score") if importlib.util.find_spec(name) is None
-    ]
+    missing = [name for name in ("sacrebleu", "rouge_score") if not importlib.util.find_spec(name)]
     if missing:
-        raise UserError(
-            f"generated: {' and '.join(missing)} missing; run: pip install sacrebleu rouge-score"
-        )
+        what = f"{' and '.join(missing)} missing; run: pip install sacrebleu rouge-score"
+        raise UserError(f"generated: {what}")
 
 
 def standard_error(share: float, n: int) -> float:

@@ -3,7 +3,7 @@
 In: text, conversations, pairs or prompts of groundup/files or prepare.py. Out: micro-batches of ids
 in a seeded order.
 
-Text, for pretrain.py: read batches, corpus, mixture, token_files; token_writer and packing write
+Text, for pretrain.py: read batches, mixture, token_files; token_writer and packing write
 what these read. Rows, for sft, dpo, reward and rl: rows, then conversations, pairs, prompts.
 Tokenizers: text_tokenizer and foreign, templates; bpe and training make new ones.
 """

@@ -23,8 +23,16 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.tokens import IGNORE
-from groundup.tokens.corpus import Corpus, names_of, spread
-from groundup.tokens.mixture import Mixture, Sampler, WindowSampler, parse_data_dir, parse_weights
+from groundup.tokens.mixture import (
+    Corpus,
+    Mixture,
+    Sampler,
+    WindowSampler,
+    names_of,
+    parse_data_dir,
+    parse_weights,
+    spread,
+)
 from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate, read_manifest
 
 # ---- the sources of pretrain.py --------------------------------------------------------------
@@ -32,30 +40,33 @@ from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate, 
 SourceKey = tuple[Path, str]  # (directory, name of the source in its manifest)
 
 
+def sources_of(path: str, split: str) -> Counter[SourceKey]:
+    """Return {source: tokens} of a split of what a path names. Raise NoSplit if there are none."""
+    directory, only = locate(path)
+    splits = read_manifest(directory)["splits"]
+    tokens: Counter[SourceKey] = Counter()
+    for shard in splits.get(split, {"shards": []})["shards"]:
+        source = shard.get("source", "")
+        if only in (None, source):
+            # resolved: two ways to write a path are one source
+            tokens[directory.resolve(), source] += shard["tokens"]
+    if not tokens.total():
+        how = "rerun prepare.py with more text" + " or val_fraction" * (split == "val")
+        raise NoSplit(f"data: {path} has no split {split!r}; {how}")
+    return +tokens
+
+
 def train_sources(path: str) -> dict[SourceKey, tuple[float, int]]:
     """Return {source: (share, train tokens)} of what a path names; the shares add up to 1.
 
     They follow the manifest's weights, or, if it has none, the numbers of tokens."""
-    directory, only = locate(path)
-    manifest = read_manifest(directory)
-    directory = directory.resolve()  # two ways to write a path are one source
-    whole = {"tokens": manifest["splits"].get("train", {"tokens": 0})["tokens"]}
-    sources = manifest.get("sources") or {"": whole}
-    if only is not None:
-        sources = {only: sources[only]}
-    weighted = len(sources) > 1 and all("weight" in entry for entry in sources.values())
-    key = "weight" if weighted else "tokens"
-
-    # prepare.py has warned of sources without tokens
-    sources = {name: entry for name, entry in sources.items() if entry["tokens"]}
-    total = sum(entry[key] for entry in sources.values())
-    if not total:
-        raise NoSplit(f"data: {path} has no split 'train'; rerun prepare.py with more text")
-    return {
-        (directory, name): (entry[key] / total, entry["tokens"])
-        for name, entry in sources.items()
-        if entry[key]
-    }
+    tokens = sources_of(path, "train")
+    entries = read_manifest(locate(path)[0]).get("sources") or {"": {}}
+    weights = {key: entries[key[1]].get("weight") for key in tokens}
+    if len(tokens) == 1 or None in weights.values():
+        weights = tokens
+    total = sum(weights.values())
+    return {key: (weight / total, tokens[key]) for key, weight in weights.items() if weight}
 
 
 def val_sources(val_data: str) -> dict[SourceKey, float]:
@@ -64,15 +75,7 @@ def val_sources(val_data: str) -> dict[SourceKey, float]:
     Without weights they are the numbers of tokens."""
     found = {}
     for path, weight in parse_weights(val_data, val_data, "val_data").items():
-        directory, only = locate(path)
-        tokens: Counter[SourceKey] = Counter()
-        for shard in read_manifest(directory)["splits"].get("val", {"shards": []})["shards"]:
-            source = shard.get("source", "")
-            if only in (None, source):
-                tokens[directory.resolve(), source] += shard["tokens"]
-        if not tokens:
-            how = "rerun prepare.py with more text or val_fraction"
-            raise NoSplit(f"data: val_data: {path} has no split 'val'; {how}")
+        tokens = sources_of(path, "val")
         for key, n in tokens.items():
             found[key] = n if weight is None else weight * n / tokens.total()
     return found

@@ -33,12 +33,9 @@ from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
-from groundup.tokens.corpus import spread
-from groundup.tokens.mixture import Mixture
-from groundup.tokens.packing import pack_rows
+from groundup.tokens.mixture import Mixture, pack_rows, spread
 from groundup.tokens.rows import (
     STRANGE,
-    Items,
     RowCorpus,
     RowReader,
     SourceRows,
@@ -71,31 +68,24 @@ def tokenize_chat(messages: list[dict], tokenizer: Tokenizer) -> tuple[np.ndarra
 
 @dataclass(frozen=True)
 class Conversations:
-    """The conversations of one split of one source, end to end, in memory or mapped."""
+    """The conversations of one split of one source, in memory or mapped.
 
-    tokens: np.ndarray  # (n_ids,) uint16 or uint32
-    mask: np.ndarray  # (n_ids,) uint8
-    offsets: np.ndarray  # (n + 1,) int64
+    In memory those of another split may lie between them."""
+
+    tokens: np.ndarray  # uint16 or uint32: ids, one conversation behind the other
+    mask: np.ndarray  # uint8, of the same length
+    begins: np.ndarray  # (n,) int64: where each conversation begins
+    ends: np.ndarray  # (n,) int64
     pad_id: int  # 0 if the tokenizer has none: padding is never read
     fingerprint: str  # sha256 of all this, the same in memory and mapped
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.begins)
 
     def ids(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, mask) of conversation i."""
-        begin, end = self.offsets[i : i + 2].tolist()
+        begin, end = int(self.begins[i]), int(self.ends[i])
         return self.tokens[begin:end], self.mask[begin:end]
-
-
-def make_conversations(
-    arrays: Sequence[np.ndarray], digests: list[str], tokenizer: Tokenizer
-) -> Conversations:
-    """Return the Conversations of (tokens, mask, offsets). digests: sha256 of their .npy files."""
-    tokens, mask, offsets = arrays
-    pad_id = max(tokenizer.pad_id, 0)
-    fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
-    return Conversations(tokens, mask, offsets, pad_id, fingerprint)
 
 
 class InMemory:
@@ -116,43 +106,32 @@ class InMemory:
         self.mask += mask.tobytes()
         self.lengths.append(len(ids))
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def take_out(self, held_out: np.ndarray) -> "InMemory":
-        """Take out the conversations that held_out (n,) bool marks, and return them."""
-        others, kept = InMemory(self.tokenizer), array("q")
-        begins = np.cumsum([0, *self.lengths])
-        ids = np.frombuffer(self.ids, self.dtype)
-        mask = np.frombuffer(self.mask, np.uint8)
-        end = 0  # of what is kept, which moves to the front
-        for i, (begin, n) in enumerate(zip(begins.tolist(), self.lengths, strict=False)):
-            if held_out[i]:
-                others.append((ids[begin : begin + n], mask[begin : begin + n]))
-            else:
-                ids[end : end + n] = ids[begin : begin + n]
-                mask[end : end + n] = mask[begin : begin + n]
-                kept.append(n)
-                end += n
-        del ids, mask  # a bytearray with a view cannot shrink
-        del self.ids[end * self.dtype.itemsize :], self.mask[end:]
-        self.lengths = kept
-        return others
-
-    def conversations(self) -> Conversations:
-        tokens = np.frombuffer(self.ids, self.dtype)
-        mask = np.frombuffer(self.mask, np.uint8)
-        offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
-        arrays = [tokens, mask, offsets]
-        digests = [sha256_of(array) for array in arrays]
-        return make_conversations(arrays, digests, self.tokenizer)
+    def conversations(self, chosen: np.ndarray | None = None) -> Conversations:
+        """Return those that chosen (n,) bool marks, None = all."""
+        borders = np.cumsum([0, *self.lengths], dtype=np.int64)
+        begins, ends = borders[:-1], borders[1:]
+        if chosen is not None:
+            begins, ends = begins[chosen], ends[chosen]
+        tokens, mask = np.frombuffer(self.ids, self.dtype), np.frombuffer(self.mask, np.uint8)
+        # the digests of the files in which prepare.py would write them
+        places = list(zip(begins.tolist(), ends.tolist(), strict=True))
+        digests = [
+            sha256_of(whole.dtype, [whole[begin:end] for begin, end in places])
+            for whole in (tokens, mask)
+        ]
+        offsets = np.cumsum([0, *(ends - begins)], dtype=np.int64)
+        digests.append(sha256_of(offsets.dtype, [offsets]))
+        fingerprint = fingerprint_of(digests, self.tokenizer.chat_fingerprint())
+        pad_id = max(self.tokenizer.pad_id, 0)
+        return Conversations(tokens, mask, begins, ends, pad_id, fingerprint)
 
 
-def sha256_of(array: np.ndarray) -> str:
-    """Return the sha256 of the .npy file of an array (n,)."""
-    digest = hashlib.sha256(npy_header(array.dtype, len(array)))
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    digest.update(np.ascontiguousarray(little).data)
+def sha256_of(dtype: np.dtype, parts: Sequence[np.ndarray]) -> str:
+    """Return the sha256 of the .npy file that holds these arrays, one behind the other."""
+    digest = hashlib.sha256(npy_header(dtype, sum(map(len, parts))))
+    for part in parts:
+        little = part.astype(dtype.newbyteorder("<"), copy=False)
+        digest.update(np.ascontiguousarray(little).data)
     return digest.hexdigest()
 
 
@@ -168,8 +147,13 @@ class ChatReader(RowReader):
 
     An item is (ids, mask), or the messages if the reader has no tokenizer."""
 
-    def new_store(self) -> "Items | InMemory":
-        return InMemory(self.tokenizer) if self.tokenizer else Items()
+    def new_store(self) -> "list | InMemory":
+        return InMemory(self.tokenizer) if self.tokenizer else []
+
+    def split(self, store: "list | InMemory", held_out: np.ndarray) -> tuple[Sequence, Sequence]:
+        if isinstance(store, list):
+            return super().split(store, held_out)
+        return store.conversations(~held_out), store.conversations(held_out)
 
     def item(
         self, row: object, place: str
@@ -204,8 +188,7 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
         if "tokenizer_fingerprint" in manifest:
             why = "its token files are another tokenizer's; its rows are tokenized again"
             reader.places.append(f"{directory}: {why}")
-    rows = read_source(path, reader, val_fraction)
-    return SourceRows(rows.train.conversations(), rows.val.conversations(), reader)
+    return read_source(path, reader, val_fraction)
 
 
 def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer) -> Conversations:
@@ -214,9 +197,11 @@ def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer)
         return InMemory(tokenizer).conversations()
     check_shape(directory / "manifest.json", manifest["splits"][split], {"tokens": dict}, AGAIN)
     entry = manifest["splits"][split]["tokens"]
-    arrays = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)
+    tokens, mask, borders = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)
     digests = [entry["sha256"][entry[key]] for key in CONVERSATION_FILES]
-    return make_conversations(arrays, digests, tokenizer)
+    fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
+    pad_id = max(tokenizer.pad_id, 0)
+    return Conversations(tokens, mask, borders[:-1], borders[1:], pad_id, fingerprint)
 
 
 # ---- rows ------------------------------------------------------------------------------------
@@ -278,13 +263,14 @@ class Rows:
 
         One that is dropped has no labels."""
         talks, limit = self.conversations, self.block_size + 1
-        lengths = np.diff(talks.offsets)
+        lengths = talks.ends - talks.begins
         labels = np.zeros_like(lengths)
         for first in range(0, len(talks), COUNTED):  # reduceat makes int64 of the mask
-            borders = talks.offsets[first : first + COUNTED + 1]
+            some = slice(first, first + COUNTED)
+            borders = np.stack([talks.begins[some], talks.ends[some]], axis=1).ravel()
             mask = talks.mask[borders[0] : borders[-1]]
-            found = np.add.reduceat(mask, borders[:-1] - borders[0], dtype=np.int64)
-            labels[first : first + COUNTED] = found
+            sums = np.add.reduceat(mask, borders[:-1] - borders[0], dtype=np.int64)
+            labels[some] = sums[::2]  # the others are between conversations
         counts: Counter[str] = Counter()
         counts["left out: no answer"] = int((labels == 0).sum())
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():
@@ -373,23 +359,12 @@ def load_rows(rows: Sequence[Rows], sources: np.ndarray, numbers: np.ndarray) ->
 # ---- the sources of a run --------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ChatCorpus(RowCorpus):
-    """The conversations that a `data` string names. train, val: Rows. Raise UserError."""
+    """The conversations that `data` names. train, val: Rows. Raise UserError."""
 
+    pack: bool = True  # several conversations in a row
     many_epochs = 30.0  # a hundred conversations are learned well in twenty epochs
-
-    def __init__(
-        self,
-        spec: str,
-        tokenizer: Tokenizer,
-        block_size: int,
-        pack: bool,
-        seed: int,
-        val_data: str = "",
-        val_fraction: float = 0.02,
-    ) -> None:
-        self.pack = pack
-        super().__init__(spec, tokenizer, block_size, seed, val_data, val_fraction)
 
     def read(self, path: str, val_fraction: float) -> SourceRows:
         return read_chat(path, self.tokenizer, val_fraction)

@@ -127,8 +127,7 @@ class Unsupported(Exception):
 def read_bpe(description: dict) -> ByteLevel:
     """Return the content of a parsed tokenizer.json. Raise Unsupported if tiktoken would differ."""
     model, added = description["model"], description.get("added_tokens") or []
-    specials = {token["content"]: token["id"] for token in added if token["special"]}
-    words = {token["content"]: token["id"] for token in added if not token["special"]}
+    specials, words = added_ids(added)
     check_words(added, specials, words)
 
     normalizer = (description.get("normalizer") or {}).get("type", "")
@@ -148,6 +147,14 @@ def read_bpe(description: dict) -> ByteLevel:
     merges = [(in_bytes(left), in_bytes(right)) for left, right in merge_words(model)]
     check_merges(ranks, merges, model.get("ignore_merges", False))
     return ByteLevel(ranks, specials, words, pattern, normalizer == "NFC")
+
+
+def added_ids(added: list[dict]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return {text: id} of the added tokens that are special, and of the others."""
+    specials, words = {}, {}
+    for token in added:
+        (specials if token["special"] else words)[token["content"]] = token["id"]
+    return specials, words
 
 
 def check_words(added: list[dict], specials: dict[str, int], words: dict[str, int]) -> None:
@@ -289,9 +296,7 @@ class LibraryTokenizer:
         if reason := why_unusable(lambda: self.runner(START).encode_batch(REPETITIVE)):
             raise UserError(f"{why}, and tokenizers cannot run it: {reason}")
 
-        added = description.get("added_tokens") or []
-        self.special_tokens = {token["content"]: token["id"] for token in added if token["special"]}
-        self.words = {token["content"]: token["id"] for token in added if not token["special"]}
+        self.special_tokens, self.words = added_ids(description.get("added_tokens") or [])
         self.names = re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
         decoder = json.dumps(description.get("decoder"))
         if '"ByteLevel"' in decoder:
@@ -390,13 +395,10 @@ class SentencePieceBPE:
         self.processor = processor
         self.sha256 = hashlib.sha256(model).hexdigest()
         added = config.get("added_tokens_decoder") or {}
-        self.special_tokens = {
-            token["content"]: int(i) for i, token in added.items() if token["special"]
-        }
-        # tokens behind the pieces that are found in text
-        self.words = {
-            token["content"]: int(i) for i, token in added.items() if not token["special"]
-        }
+        # words: tokens behind the pieces that are found in text
+        self.special_tokens, self.words = added_ids([
+            token | {"id": int(i)} for i, token in added.items()
+        ])
         self.token_bytes = {i: word.encode() for word, i in self.words.items()}
         user_defined = []
         for i, kind in enumerate(piece_types(model)):
@@ -551,10 +553,10 @@ def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
 
 
 def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return `files` with what a directory's other files say, in tokenizer_config.json.
+    """Return the FILES of a tokenizer with what a directory's other files say.
 
-    These are additional_chat_templates/NAME.jinja and, of old directories with a tokenizer.model,
-    added_tokens.json: {name: id}."""
+    These are additional_chat_templates/NAME.jinja and, in old directories, special_tokens_map.json:
+    {"eos_token": name}, and added_tokens.json: {name: id}."""
     config = parse_object(files.get("tokenizer_config.json", b"{}"))
     changes = {}
     more = sorted(directory.glob("additional_chat_templates/*.jinja"))
@@ -565,13 +567,41 @@ def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
         listed = [{"name": name, "template": source} for name, source in named.items() if source]
         changes["chat_template"] = listed
         files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
+    tokens, names = config.get("added_tokens_decoder") or {}, directory / "special_tokens_map.json"
+    if not tokens and names.exists():
+        for key, name in read_json(names).items():
+            if key.endswith("_token") and config.get(key) != name:
+                changes[key] = name
     added = directory / "added_tokens.json"
-    if "tokenizer.json" not in files and added.exists():
-        tokens = {str(i): added_token(name) for name, i in read_json(added).items()}
-        changes["added_tokens_decoder"] = tokens | (config.get("added_tokens_decoder") or {})
-    if not changes:
-        return files
-    return files | {"tokenizer_config.json": to_json(config | changes)}
+    if added.exists():
+        tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
+        changes["added_tokens_decoder"] = tokens
+    if "tokenizer.json" in files:
+        files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
+        changes.pop("added_tokens_decoder", None)
+    return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
+
+
+def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
+    """Return a tokenizer.json with those of the tokens {id: token} that it lacks."""
+    lacking = [
+        {"id": int(i)} | token
+        for i, token in tokens.items()
+        if not any(form in tokenizer_json for form in as_written(token["content"]))
+    ]
+    if not lacking:
+        return tokenizer_json
+    description = parse_object(tokenizer_json)
+    added, vocab = description.get("added_tokens") or [], description["model"]["vocab"]
+    taken = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
+    taken |= {token["id"] for token in added}
+    description["added_tokens"] = added + [one for one in lacking if one["id"] not in taken]
+    return to_json(description)
+
+
+def as_written(text: str) -> list[bytes]:
+    """Return a text as JSON files write it, with and without escapes."""
+    return [json.dumps(text, ensure_ascii=escaped).encode() for escaped in (False, True)]
 
 
 def find_special(

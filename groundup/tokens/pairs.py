@@ -31,18 +31,12 @@ from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens.batches import map_tensors
 from groundup.tokens.conversations import columns_for, fingerprint_of, sha256_of
-from groundup.tokens.corpus import spread
-from groundup.tokens.mixture import Sampler, hash_words, permute
+from groundup.tokens.mixture import Sampler, hash_words, permute, spread
 from groundup.tokens.rows import STRANGE, RowCorpus, RowReader
 from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer, split_answer
 
 SORTED_STEPS = 64  # consecutive steps whose pairs are sorted by length
-PROBLEMS = {  # of row_formats.pair_of, and how they are counted; with others a row is STRANGE
-    "empty answer": "empty answer",
-    "chosen and rejected are the same": "equal answers",
-    "chosen and rejected answer different prompts": "different prompts",
-}
 
 
 # ---- one pair --------------------------------------------------------------------------------
@@ -88,10 +82,11 @@ def tokenize_answer(
 
 def read_pair(row: object) -> turns.Pair:
     """Return the pair in a row of any format. Raise BadRow."""
-    pair, detail = row_formats.pair_of(row)
-    if not pair:
-        reason = PROBLEMS.get(detail, STRANGE)
-        raise BadRow(reason, detail if reason == STRANGE else "")
+    try:
+        pair = row_formats.read_pair(row)
+    except BadRow as problem:
+        # with a detail, the reason is one to count rows under
+        raise BadRow(problem.reason) if problem.detail else BadRow(STRANGE, str(problem)) from None
     if problem := turns.pair_problem(row, pair):
         raise BadRow(problem)
     return pair
@@ -105,14 +100,16 @@ class PairReader(RowReader):
     def item(self, row: object, place: str) -> tuple[str, Tokenized]:
         pair = read_pair(row)
         ids = tokenize_pair(pair, self.tokenizer)
-        length = len(ids.prompt) + max(len(ids.chosen), len(ids.rejected))
-        if length > self.longest:
-            raise BadRow(f"does not fit in block_size={self.longest}", f"{length} tokens")
+        self.check_length(len(ids.prompt) + max(len(ids.chosen), len(ids.rejected)))
         if np.array_equal(ids.chosen, ids.rejected):
             raise BadRow("equal answers", "as tokens")
         margin = text_keys.as_score(row, "margin")
         ids = ids._replace(margin=margin if math.isfinite(margin) else 0.0)
         return dialogue_text(pair.prompt), ids
+
+    def check_length(self, n_tokens: int) -> None:
+        if n_tokens > self.longest:
+            raise BadRow(f"does not fit in block_size={self.longest}", f"{n_tokens} tokens")
 
 
 # ---- many pairs ------------------------------------------------------------------------------
@@ -156,7 +153,7 @@ class Pairs:
         arrays = [self.tokens, self.offsets, self.margin]
         if self.given.any():
             arrays.append(self.given.ravel())
-        digests = [sha256_of(array) for array in arrays]
+        digests = [sha256_of(array.dtype, [array]) for array in arrays]
         self.fingerprint = fingerprint_of([*digests, str(block_size)], tokenizer.chat_fingerprint())
 
     def ids(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -368,9 +365,7 @@ class LabelReader(PairReader):
             raise BadRow("answer without a prompt")
         self.trimmed += len(messages) > len(prompt) + 1
         before, learned = tokenize_answer(prompt, answer["content"], self.tokenizer)
-        length = len(before) + len(learned)
-        if length > self.longest:
-            raise BadRow(f"does not fit in block_size={self.longest}", f"{length} tokens")
+        self.check_length(len(before) + len(learned))
         ids = Tokenized(before, learned, learned[:0], 1.0 if label else -1.0)
         return dialogue_text(prompt), [ids]
 

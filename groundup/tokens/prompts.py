@@ -12,6 +12,7 @@ max_new_tokens in block_size is left out: no answer is cut by the block.
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ from groundup.files.turns import BadRow, with_system
 from groundup.tokens.mixture import Mixture
 from groundup.tokens.rows import RowCorpus, RowReader
 from groundup.tokens.templates import take_tools
-from tokenizer import Tokenizer
 
 REDRAW = 1_000_003  # between the seeds of two orders
 
@@ -83,24 +83,17 @@ class Prompts:
         self.fingerprint = digest.hexdigest()
 
 
+@dataclass(eq=False)
 class PromptCorpus(RowCorpus):
-    """The prompts that a `data` string names. train, val: Prompts. Raise UserError.
+    """The prompts that `data` names. train, val: Prompts. Raise UserError.
 
-    held_out: the prompts of all of val. tools: their schemas.
+    held_out: the prompts of all of val.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        tokenizer: Tokenizer,
-        block_size: int,
-        seed: int,
-        val_data: str = "",
-        val_fraction: float = 0.02,
-        tools: Sequence[dict] = (),
-    ) -> None:
-        self.tools = tools
-        super().__init__(spec, tokenizer, block_size, seed, val_data, val_fraction)
+    tools: Sequence[dict] = ()  # schemas of what each prompt offers
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.held_out = [prompt for source in self.val.values() for prompt in source.prompts]
 
     def reader(self) -> PromptReader:

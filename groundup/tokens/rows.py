@@ -9,6 +9,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,14 @@ from groundup.errors import UserError, say
 from groundup.files import readers, records, row_formats, streams
 from groundup.files.splits import assign, split_position
 from groundup.files.turns import BadRow
-from groundup.tokens.corpus import Corpus, names_of
-from groundup.tokens.mixture import Sampler, Stage, parse_data_dir, parse_weights
+from groundup.tokens.mixture import (
+    Corpus,
+    Sampler,
+    Stage,
+    names_of,
+    parse_data_dir,
+    parse_weights,
+)
 from groundup.tokens.token_files import read_manifest, verify_sha256
 from tokenizer import Tokenizer
 
@@ -27,18 +34,11 @@ STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
 
 
-class Items(list):
-    """Items as they are read."""
-
-    def take_out(self, held_out: np.ndarray) -> "Items":
-        """Take out the items that held_out (n,) bool marks, and return them."""
-        pairs = list(zip(self, held_out.tolist(), strict=True))
-        self[:] = [item for item, marked in pairs if not marked]
-        return Items(item for item, marked in pairs if marked)
-
-
 class RowReader:
-    """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out."""
+    """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out.
+
+    A subclass defines item(row, place), which returns (the text whose hash decides the split, the
+    item) of a row, or raises BadRow."""
 
     kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
     kinds: tuple[str, ...] = ()  # all kinds that it reads, the first that fits a row; () = kind
@@ -59,12 +59,13 @@ class RowReader:
         self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
 
     def new_store(self) -> Any:
-        """Return an empty store with `append` and `take_out`, for the items of a split."""
-        return Items()
+        """Return an empty list, or another store with `append`, for the items of a source."""
+        return []
 
-    def item(self, row: object, place: str) -> tuple[str, Any]:
-        """Return (the text whose hash decides the split, the item) of a row. Raise BadRow."""
-        raise NotImplementedError
+    def split(self, store: Any, held_out: np.ndarray) -> tuple[Sequence, Sequence]:
+        """Return the items of a store for training, and those that held_out (n,) bool marks."""
+        pairs = list(zip(store, held_out.tolist(), strict=True))
+        return [item for item, out in pairs if not out], [item for item, out in pairs if out]
 
     def read(self, path: str) -> Iterator[tuple[str, Any]]:
         """Yield what `item` returns for each usable row of a file."""
@@ -130,26 +131,29 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
     """Return the items of a raw file, a glob, a directory of raw files, or one of prepare.py.
 
     The last has its own splits; of the others val_fraction is held out."""
-    train, val = reader.new_store(), reader.new_store()
+    store = reader.new_store()
     if Path(path, "manifest.json").exists():
         splits = read_manifest(path, reader.kind)["splits"]
-        for split, items in (("train", train), ("val", val)):
+        marks = array("b")
+        for split in ("train", "val"):
             if split in splits:
                 file = Path(path, splits[split]["file"])
                 verify_sha256(file, splits[split]["sha256"])
                 for _, item in reader.read(str(file)):
-                    items.append(item)
+                    store.append(item)
+                    marks.append(split == "val")
+        held_out = np.array(marks, bool)
     else:
         positions = array("Q")
         for file in readers.find_files(path):
             for text, item in reader.read(file):
-                train.append(item)
+                store.append(item)
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
         split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
-        val = train.take_out(split_of != 0)
-    reader.check(path, len(train) + len(val))
-    return SourceRows(train, val, reader)
+        held_out = split_of != 0
+    reader.check(path, len(held_out))
+    return SourceRows(*reader.split(store, held_out), reader)
 
 
 # ---- the sources of a run --------------------------------------------------------------------
@@ -157,8 +161,9 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
 FEW_STEPS = 5  # the learning rate has to rise and fall within them
 
 
+@dataclass(eq=False)
 class RowCorpus(Corpus):
-    """A Corpus of files and directories of rows. block_size: most tokens of a row.
+    """A Corpus of files and directories of rows, as the settings `data` and `val_data` name them.
 
     A subclass has `reader`, a new RowReader, and `lay_out(name, items)`, which returns data with
         name, n_rows, fingerprint
@@ -167,32 +172,28 @@ class RowCorpus(Corpus):
         counts      {what happened to conversations: how many}
     """
 
-    def __init__(
-        self,
-        spec: str,
-        tokenizer: Tokenizer,
-        block_size: int,
-        seed: int,
-        val_data: str = "",
-        val_fraction: float = 0.02,
-    ) -> None:
+    data: str
+    tokenizer: Tokenizer
+    block_size: int  # most tokens of a row
+    seed: int
+    val_data: str = ""
+    val_fraction: float = 0.02
+
+    def __post_init__(self) -> None:
         """Read and lay out all sources. Raise UserError."""
-        self.tokenizer = tokenizer
-        self.block_size = block_size
-        self.seed = seed
-        self._open_train(spec, 0.0 if val_data else val_fraction)
-        self._open_val(val_data)
+        self._open_train()
+        self._open_val()
+        # laid out, the items are there a second time
+        self.found = [rows._replace(train=(), val=()) for rows in self.found]
+        self.val_found = [rows._replace(train=(), val=()) for rows in self.val_found]
 
-    def reader(self) -> RowReader:
-        raise NotImplementedError
+    def read(self, path: str, val_fraction: float) -> SourceRows:
+        return read_source(path, self.reader(), val_fraction)
 
-    def lay_out(self, name: str, items: Any) -> Any:
-        raise NotImplementedError
-
-    def _open_train(self, spec: str, val_fraction: float) -> None:
-        stages = parse_data_dir(spec, "data")
-        self.paths = paths_of(spec)
+    def _open_train(self) -> None:
+        self.paths = paths_of(self.data)
         self.names = names_of(self.paths)
+        val_fraction = 0.0 if self.val_data else self.val_fraction
         self.found = [self.read(path, val_fraction) for path in self.paths]
         pairs = zip(self.names, self.found, strict=True)
         self.train = [self.lay_out(name, rows.train) for name, rows in pairs]
@@ -206,38 +207,31 @@ class RowCorpus(Corpus):
                     how = "lower val_fraction"
                 raise UserError(f"data: nothing to train on in {why}; {how}")
         self.n_rows = sum(data.n_rows for data in self.train)
+        stages = parse_data_dir(self.data, "data")
         self.stages = [(stage.first_step, self.weights_of(stage)) for stage in stages]
 
-    def _open_val(self, val_data: str) -> None:
-        weights = parse_weights(val_data, val_data, "val_data") if val_data else {}
-        names = names_of(list(weights))
-        found = [self.read(path, 0.0) for path in weights]
-        self.val_found = dict(zip(names, found, strict=True))
-        if val_data:
+    def _open_val(self) -> None:
+        weights = parse_weights(self.val_data, self.val_data, "val_data") if self.val_data else {}
+        self.val_names = names_of(list(weights))
+        self.val_found = [self.read(path, 0.0) for path in weights]
+        held_out = dict(zip(self.names, (rows.val for rows in self.found), strict=True))
+        if self.val_data:
             # of a directory of prepare.py its validation split, of a raw file all rows
-            held_out = {
-                name: rows.val if len(rows.val) else rows.train
-                for name, rows in self.val_found.items()
-            }
-        else:
-            held_out = {name: rows.val for name, rows in zip(self.names, self.found, strict=True)}
+            items = (rows.val if len(rows.val) else rows.train for rows in self.val_found)
+            held_out = dict(zip(self.val_names, items, strict=True))
         self.all_val = [self.lay_out(name, items) for name, items in held_out.items()]
         self.val = {data.name: data for data in self.all_val if data.n_rows}
-        self.val_weights = {}
-        for name, weight in zip(names, weights.values(), strict=True):
-            if name in self.val:
-                self.val_weights[name] = weight or float(self.val[name].n_labels.sum())
-        # laid out, the items are there a second time
-        self.found = [rows._replace(train=(), val=()) for rows in self.found]
-        self.val_found = {
-            name: rows._replace(train=(), val=()) for name, rows in self.val_found.items()
+        self.val_weights = {
+            name: weight or float(self.val[name].n_labels.sum())
+            for name, weight in zip(self.val_names, weights.values(), strict=True)
+            if name in self.val
         }
 
     def need_validation(self, val_fraction: float) -> None:
         """Raise UserError if no row is held out, with what was left out and why."""
         if self.val:
             return
-        readers = [rows.reader for rows in self.val_found.values() or self.found]
+        readers = [rows.reader for rows in self.val_found or self.found]
         lost = left_out(readers, self.all_val)
         if not self.val_found and (self.n_rows > 1 or not val_fraction):
             how = f"raise val_fraction above {val_fraction:g}"
@@ -251,9 +245,6 @@ class RowCorpus(Corpus):
     def left_out(self) -> str:
         """Return what was left out of the training data, see the function."""
         return left_out([rows.reader for rows in self.found], self.train)
-
-    def read(self, path: str, val_fraction: float) -> SourceRows:
-        return read_source(path, self.reader(), val_fraction)
 
     def weights_of(self, stage: Stage) -> list[float]:
         """Return the weight of each source in a stage: by default its number of rows.
@@ -288,8 +279,8 @@ class RowCorpus(Corpus):
                     rows = f"{len(data.members):,} conversations in {rows}"
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
                 lines += [f"{data.name}: {n:,} {what}" for what, n in data.counts.items()]
-        sources = [*zip(self.names, self.found, strict=True), *self.val_found.items()]
-        for name, rows in sources:
+        every = zip([*self.names, *self.val_names], [*self.found, *self.val_found], strict=True)
+        for name, rows in every:
             lines += rows.reader.report(name)
         return lines
 

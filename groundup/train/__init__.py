@@ -10,5 +10,4 @@ checkpoints that resume exactly. In the order in which a trainer uses them:
     powersgd, optim, fsdp  beside ddp.py: compressed gradients, update rules, sharded models
     checkpoint, saver      find, restore and save
     log                    a line for people, an event for programs, the run's README.md
-    track                  the log's values in tensorboard, trackio or wandb
 """

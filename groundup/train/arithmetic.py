@@ -31,6 +31,7 @@ def check_arithmetic(device: torch.device, dtype: torch.dtype) -> None:
 
 def compare_with_cpu(device: torch.device, dtype: torch.dtype) -> None:
     """Raise UserError with the first operation of a small step that is wrong on the device."""
+    # Operation by operation, so that the error can name the one that is wrong.
     compared = ComparedWithCPU(device)
     with compared:
         found = small_step(device, dtype)
@@ -43,6 +44,7 @@ def compare_with_cpu(device: torch.device, dtype: torch.dtype) -> None:
 
 def small_step(device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Train a model of one block for one step: forward, backward, Muon and AdamW."""
+    # The same weights and rows on both devices. The run's own random numbers stay as they are.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Transformer(ModelConfig(96, 32, 1, n_head=4, n_kv_head=2, n_embd=64, qk_norm=True))
@@ -74,6 +76,7 @@ class ComparedWithCPU(TorchDispatchMode):
         kwargs = kwargs or {}
         cpu_args, cpu_kwargs = tree_map(on_cpu, (args, kwargs))  # before the operation changes any
         result = function(*args, **kwargs)
+        # A view computes nothing; what is drawn, or not yet written, cannot be equal.
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if function.is_view or is_random or "empty" in str(function):
             return result
@@ -100,6 +103,7 @@ def on_cpu(value: Any) -> Any:
 
 def agree(mine: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
     """Return whether two results are equal up to rounding in `dtype`."""
+    # Integers and truth values are exact.
     if theirs.numel() == 0 or dtype not in TOLERANCE:
         return torch.equal(mine, theirs)
     mine, theirs = mine.double(), theirs.double()

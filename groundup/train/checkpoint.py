@@ -19,10 +19,10 @@ and sends what it read; the others read small files alone, and with ZeRO-1 and F
 
 Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
 
-    resumed = find(config, model_config, data)             # None: a new run
-    huggingface.load_resumed(model, resumed)               # or load_start
-    state = restore(resumed, model, ddp, opt, scaler, seed)
-    config = make_run_dir(config, __file__, resumed)
+    resume_dir, state = find(config, model_config, data, max_steps)   # None: a new run
+    huggingface.load_resumed(model, resume_dir)                       # or load_start
+    restore(resume_dir, state, model, ddp, opt, scaler, seed)
+    config = make_run_dir(config, __file__, state, max_steps)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data)
 """
 
@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import torch
 
@@ -46,9 +46,11 @@ from groundup.errors import UserError, refuse
 from groundup.files import disk
 from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_zip, is_inside, read_json
-from groundup.tokens.corpus import changed_entry
+from groundup.tokens.mixture import changed_entry
 from groundup.train import huggingface, ranks
+from groundup.train.config_json import is_as_saved
 from groundup.train.device import seed_everything, set_rng_state
+from groundup.train.huggingface import fail
 from groundup.train.optim import learning_rate_at, warmup_length
 from groundup.train.powersgd import PowerSGD
 from model import ModelConfig, Transformer
@@ -70,15 +72,13 @@ OWN_FILES = re.compile(
 # Users have files of these names too. A run's own have this in their first line.
 FIRST_LINES = {"config.py": b"'Resolved configuration", "README.md": b": a run of "}
 HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see disk.free_name
+OF_A_MODEL = ("adapter_config.json", "config.json", "checksums.json")
 # A directory with one of these is a model or a corpus for whoever reads it.
 NO_RUN = ("adapter_config.json", "config.json", "manifest.json")
 
 # ---- checkpoints on the disk ---------------------------------------------------------------------
-
-
-def fail(text: str) -> NoReturn:
-    """Raise UserError about a checkpoint."""
-    raise UserError(f"checkpoint: {text}") from None
+# Which one is meant: `resolve` of the setting init_from, `newest_run` without one (sample.py),
+# `find` to continue out_dir.
 
 
 def step_dirs(out_dir: Path) -> list[Path]:
@@ -99,6 +99,7 @@ def rank_file(rank: int) -> str:
 
 def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> Path | None:
     """Return the newest undamaged checkpoint of a run, None if it has none yet."""
+    # A bad disk, or a copy that was cut short, costs the newest one; then the one before is used.
     paths = step_dirs(Path(out_dir))
     for path in reversed(paths):
         try:
@@ -114,6 +115,7 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
 
 def check_bytes(step_dir: Path) -> None:
     """Raise UserError unless every file of a checkpoint is as it was written (CRC-32)."""
+    # A file of another size or another bit has another checksum; one that is absent cannot be read.
     sums = step_dir / "checksums.json"
     for name, expected in read_json(sums).items():
         # A file from elsewhere must not name files outside its directory.
@@ -128,34 +130,33 @@ def check_bytes(step_dir: Path) -> None:
             fail(f"{path} is damaged, its checksum is not the one in checksums.json")
 
 
-def find_model(init_from: str | Path) -> Path:
+@ranks.on_rank_0
+def resolve(init_from: str | Path) -> Path:
     """Return the model directory that is meant: init_from itself, or a run's newest checkpoint.
 
-    Its checksums are compared.
+    Its checksums are compared. All ranks call it; rank 0 reads.
     """
     path = Path(init_from)
     if not str(init_from):
         fail("init_from: give the run, checkpoint or Hugging Face directory to start from")
     if not path.is_dir():
         fail(f"init_from={str(init_from)!r}: {why_no_model(path)}")
-    if (path / "checksums.json").exists():
-        check_bytes(path)
 
-    # A model. An adapter without its base should show now.
+    if any((path / name).exists() for name in OF_A_MODEL):
+        unchecked = [path]
+    else:  # a run
+        unchecked = []  # find_latest compares checksums
+        path = find_latest(path)
+        if path is None:
+            fail(f"{init_from} holds no checkpoint: no config.json, no step_*")
+
+    # An adapter without its base should show now.
     if huggingface.is_adapter(path):
-        find_model(huggingface.base_of(path))
-        return path
-    if (path / "config.json").exists():
-        return path
-
-    # A run.
-    latest = find_latest(path)
-    if latest is None:
-        fail(f"{path} holds no checkpoint: no config.json, no step_*")
-    return find_model(latest)
-
-
-resolve = ranks.on_rank_0(find_model)  # all ranks call it; rank 0 reads
+        unchecked.append(huggingface.base_of(path))
+    for directory in unchecked:
+        if (directory / "checksums.json").exists():  # not of other programs
+            check_bytes(directory)
+    return path
 
 
 def why_no_model(path: Path) -> str:
@@ -173,8 +174,9 @@ def why_no_model(path: Path) -> str:
 
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
     """Return the run below `root` that saved last: of models of text, or of reward models."""
+    # {run: when it saved last}. Checksums are written at the end of a save.
     saved = {}
-    # A reward model's config.json names its kind. An adapter, which writes text, has no config.json.
+    # A reward model's config.json names its kind. An adapter, which writes text, has none.
     for sums in Path(root).glob("*/step_*/checksums.json"):
         config = huggingface.config_path(sums.parent)
         if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:
@@ -214,20 +216,29 @@ def is_restarted() -> bool:
     return "RANK" in os.environ and ranks.number_in("TORCHELASTIC_RESTART_COUNT") > 0
 
 
-def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0) -> Path | None:
-    """Return the checkpoint of out_dir to continue, None for a new run. All ranks call it.
+def find(
+    config: dict, model_config: ModelConfig, data: dict, max_steps: int
+) -> tuple[Path | None, dict]:
+    """Return the checkpoint of out_dir to continue and its training state. All ranks call it.
 
-    data: all that decides which samples a step sees. max_steps: 0 = config["max_steps"].
+    data: all that decides which samples a step sees. A new run has None and {"step": 0}. The
+    state's tensors are mapped from a file: drop them once they are loaded.
     """
-    path = choose(config, model_config, data, max_steps)
-    if path:
-        check_visible(path, config["timeout_s"])
-    return path
+    path = choose(config)
+    if path is None:
+        return None, {"step": 0}
+    # Rank 0 has chosen. Each rank must be able to read it, from a disk that they share or its own.
+    check_visible(path, config["timeout_s"])
+    state = read_state(path / "train_state.pt")
+    check_continues(path, state, config, model_config, data)
+    if ranks.rank() == 0:
+        print(describe_resume(path, state, config, max_steps), flush=True)
+    return path, state
 
 
 @ranks.on_rank_0
-def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) -> Path | None:
-    """Return the checkpoint to continue, decided by rank 0; `find` checks that all see it."""
+def choose(config: dict) -> Path | None:
+    """Return the checkpoint that the settings ask to continue, None for a new run."""
     check_resume_settings(config)
     out, resume, step = Path(config["out_dir"]), resume_mode(config), config["resume_from"]
 
@@ -253,12 +264,6 @@ def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) 
     if path is None:
         refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
         check_own(out)
-        return None
-
-    saved = read_state(path / "train_state.pt")
-    check_continues(path, saved, config, model_config, data)
-    limit = max_steps or config["max_steps"]
-    print(describe_resume(path, saved, config, limit), flush=True)
     return path
 
 
@@ -273,16 +278,19 @@ def check_resume_settings(config: dict) -> None:
     refuse(not out or is_file, f"out_dir={out!r} is not a directory")
 
 
+@ranks.on_rank_0
 def check_continues(
-    path: Path, saved: dict, config: dict, model_config: ModelConfig, data: dict
+    path: Path, state: dict, config: dict, model_config: ModelConfig, data: dict
 ) -> None:
     """Raise UserError unless the run can continue exactly."""
-    # The same samples, the same model (another corpus may have brought another vocab_size), ...
-    check_data(path, saved["data"], data, saved["step"])
-    huggingface.check_same_computation(path)
+    # The same samples, ...
+    check_data(path, state["data"], data, state["step"])
+    # ... the same model.py, ...
+    check_same_computation(path)
+    # ... the same model (another corpus may have brought another vocab_size), ...
     check_architecture(path, model_config)
     # ... the same parameters, and adapters of the same size.
-    before = saved["config"]
+    before = state["config"]
     keys = ["trainable"]
     if "lora" in config["trainable"]:
         keys += ["lora_rank", "lora_alpha"]  # pretrain.py has no lora_alpha
@@ -293,6 +301,7 @@ def check_continues(
 
 def find_step(out: Path, step: int, overwrite: bool) -> Path:
     """Return the checkpoint of a step. Raise UserError if there are later ones to be kept."""
+    # Damage is an error here, because the user has asked for this step and no other.
     steps = step_dirs(out)
     path = out / f"step_{step:06d}"
     there = ", ".join(str(step_of(other)) for other in steps) or "none"
@@ -307,6 +316,7 @@ def find_step(out: Path, step: int, overwrite: bool) -> Path:
 
 def check_visible(path: Path, timeout_s: float) -> None:
     """Raise UserError unless every rank finds this checkpoint under its name."""
+    # The checksums, which differ between any two checkpoints, stand for all of its files.
     sums = path / "checksums.json"
     deadline = time.monotonic() + min(NEW_DIRECTORY_S, timeout_s / 2)
     while not sums.exists() and time.monotonic() < deadline:
@@ -340,6 +350,7 @@ def check_overwrite(config: dict, out: Path) -> None:
 
 def own_names(out: Path) -> list[str]:
     """Return the names in `out` that a run writes."""
+    # A config.py or README.md in the way counts only if its first line is a run's.
     names = os.listdir(out) if out.exists() else []
     own = [name for name in names if OWN_FILES.fullmatch(name)]
     return sorted(name for name in own if name not in FIRST_LINES or is_of_a_run(out / name))
@@ -355,6 +366,7 @@ def is_of_a_run(path: Path) -> bool:
 
 def check_own(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
+    # Other names than those of a run do not matter: nothing is written under them.
     suspects = [*NO_RUN, *(name for name in FIRST_LINES if not is_of_a_run(out / name))]
     # The first file of a run is config.py, the second log.jsonl.
     begun = is_of_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
@@ -391,11 +403,12 @@ def link_again(link: Path) -> None:
     sums = link / "checksums.json"
     if link.is_symlink() or not sums.is_file():
         return
-    # a damaged train_state.pt, or one without a step
+    # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
     with suppress(ValueError, KeyError, TypeError):
         step = link.parent / f"step_{read_state(link / 'train_state.pt')['step']:06d}"
         original = step / sums.name
-        if step.exists() and not is_same(original, sums):
+        same = original.is_file() and original.read_bytes() == sums.read_bytes()
+        if step.exists() and not same:  # of another run, perhaps
             return
         if step.exists() and is_whole(step):
             discard(link)
@@ -405,11 +418,6 @@ def link_again(link: Path) -> None:
                 discard(step)
             link.rename(step)
         link.symlink_to(step.name, target_is_directory=True)
-
-
-def is_same(path: Path, other: Path) -> bool:
-    """Return whether both are files with the same bytes."""
-    return path.is_file() and path.read_bytes() == other.read_bytes()
 
 
 def is_whole(step_dir: Path) -> bool:
@@ -432,6 +440,7 @@ def discard(directory: Path) -> None:
 
 def check_architecture(path: Path, wanted: ModelConfig) -> None:
     """Raise UserError unless the checkpoint has the architecture that the settings ask for."""
+    # Name all sizes that differ, not the first one alone.
     saved, differ = huggingface.load_config(path), []
     for field in dataclasses.fields(wanted):
         was, asked = getattr(saved, field.name), getattr(wanted, field.name)
@@ -442,9 +451,17 @@ def check_architecture(path: Path, wanted: ModelConfig) -> None:
     refuse(differ, f"{text}; use another out_dir, or {START_OVER}")
 
 
+def check_same_computation(path: Path) -> None:
+    """Raise UserError unless model.py computes what it did when this checkpoint was saved."""
+    if not is_as_saved(read_json(huggingface.config_path(path))):
+        what = f"{path} is of a model.py that computed something else; put that model.py back"
+        fail(f"{what}, use another out_dir, or {START_OVER}")
+
+
 def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
     """Raise UserError if the order of the samples has changed, so that there is no next sample."""
     # Stages of a mixture that start after `step` may change.
+    # `data` and `stages` describe the mixture; the other keys are settings.
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
     if differ and set(differ) <= {"data", "stages"}:
         key = changed_entry(saved, now, step)
@@ -459,12 +476,14 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
 
 def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> str:
     """Return what a resumed run prints: the checkpoint, changed settings, whether it is done."""
+    # Settings may change, such as the batch size per rank. A person should see which did.
     saved = state["config"]
     keys = sorted(key for key in saved.keys() & config if saved[key] != config[key])
     # init_from is said apart, because it has no effect.
     changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
+    # A longer run decays later, so its learning rate jumps back up.
     if set(keys) & set(OF_THE_RATE):
-        warmup = kept_warmup(state, config, max_steps)
+        warmup = warmup_of(config, max_steps, state)
         before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
         after = rate_after(state["step"], config, warmup, max_steps)
         if before != after and state["step"] < max_steps:
@@ -495,57 +514,58 @@ def rate_after(step: int, config: Mapping, warmup: int, max_steps: int) -> float
 
 
 @ranks.on_rank_0
-def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int = 0) -> dict:
+def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict:
     """Make out_dir, without a run for overwrite=True, and write config.py. All ranks call it.
 
-    Return the settings as recorded. max_steps: 0 = config["max_steps"].
+    state: of `find`. Return the settings as recorded.
     """
-    # The directory may have come into being since `find`, by a run that began at the same time.
     out = Path(config["out_dir"])
     try:
+        # The directory may have come into being since `find`, by a run that began at the same time.
         out.mkdir(parents=True, exist_ok=True)
         other_run = not is_ours(out) and (out / "log.jsonl").exists()  # `find` saw no log
         lock(out)
         refuse(other_run, f"another run has begun in {out}; run the same command again")
-        # overwrite=True: delete the run. check_overwrite has looked at what is there.
-        for name in own_names(out) if resume_mode(config) == "never" else ():
-            path = out / name
-            if path.is_dir() and not path.is_symlink():
-                discard(path)
-            elif name != ".lock":
-                path.unlink()
-        # resume_from: delete the steps after it, and the card that tells of them.
-        later = [path for path in step_dirs(out) if resumed and step_of(path) > step_of(resumed)]
-        if later and config["resume_from"] and not is_restarted():
-            if is_of_a_run(out / "README.md"):
-                (out / "README.md").unlink()
-            for path in reversed(later):
-                print(f"deleting {path}, a step after resume_from", flush=True)
-                discard(path)
+        delete_overwritten(out, config, state["step"])
     except OSError as error:
         raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
 
     # A resumed run keeps its init_from, unless that was moved, perhaps to config["init_from"].
     recorded = dict(config)
-    if resumed:
-        saved = read_state(resumed / "train_state.pt")["config"]
-        source = saved["init_from"]
-        if not source or Path(source).exists():
-            recorded["init_from"] = source
+    if state["step"]:
+        init_from = state["config"]["init_from"]
+        if not init_from or Path(init_from).exists():
+            recorded["init_from"] = init_from
 
     # config.py repeats the run, but must not delete it, so overwrite is False there. A run that is
     # complete keeps its own, because no step would have the new settings.
-    is_done = resumed and step_of(resumed) >= (max_steps or config["max_steps"])
     own = out / "config.py"
     if own.exists() and not is_of_a_run(own):
-        print(
-            f"config: {own} was not written by a run; it stays, and this run has none", flush=True
-        )
-    elif not (is_done and own.exists()):
+        text = f"config: {own} was not written by a run; it stays, and this run has none"
+        print(text, flush=True)
+    elif state["step"] < max_steps or not own.exists():
         again = recorded | {"resume": "auto", "resume_from": 0, "overwrite": False}
-        command = f"python {Path(script).name} {out}/config.py"
-        write_config(again, f"{out}/config.py", command)
+        write_config(again, str(own), f"python {Path(script).name} {own}")
     return recorded
+
+
+def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
+    """Delete what overwrite=True gives up. `find` has looked at what is there."""
+    # With resume='never' it is the run ...
+    for name in own_names(out) if resume_mode(config) == "never" else ():
+        path = out / name
+        if path.is_dir() and not path.is_symlink():
+            discard(path)
+        elif name != ".lock":
+            path.unlink()
+    # ... and with resume_from the steps after it, with the card that tells of them.
+    later = [path for path in step_dirs(out) if steps_done and step_of(path) > steps_done]
+    if later and config["resume_from"] and not is_restarted():
+        if is_of_a_run(out / "README.md"):
+            (out / "README.md").unlink()
+        for path in reversed(later):
+            print(f"deleting {path}, a step after resume_from", flush=True)
+            discard(path)
 
 
 # Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
@@ -555,7 +575,7 @@ LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
 
 def lock(out: Path) -> None:
     """Keep `out` for this process as long as it lives."""
-    if is_ours(out):
+    if is_ours(out):  # since `find`
         return
     # The lock is the system's: it ends with the process, however that ends. The file stays open.
     file = open(out / ".lock", "a+", encoding="utf-8")
@@ -584,38 +604,29 @@ def is_ours(out: Path) -> bool:
 # ---- restore -------------------------------------------------------------------------------------
 
 
-def warmup_of(config: Mapping, max_steps: int, resumed: Path | None) -> int:
-    """Return the steps of warm-up, which a run that goes on keeps from its beginning."""
-    if resumed:
-        return kept_warmup(read_state(resumed / "train_state.pt"), config, max_steps)
-    return warmup_length(config["warmup_steps"], max_steps)
-
-
-def kept_warmup(state: Mapping, config: Mapping, max_steps: int) -> int:
-    """Return the steps of warm-up of a checkpoint's run, unless it has got another warmup_steps."""
-    # The old length even if max_steps grew.
-    if state["config"]["warmup_steps"] == config["warmup_steps"]:
+def warmup_of(config: Mapping, max_steps: int, state: Mapping) -> int:
+    """Return the steps of warm-up. A run that goes on keeps its own, also if max_steps grew."""
+    # Unless it has got another warmup_steps. A new run's state has no config.
+    if state.get("config", {}).get("warmup_steps") == config["warmup_steps"]:
         return state["warmup_steps"]
     return warmup_length(config["warmup_steps"], max_steps)
 
 
 def restore(
     path: Path | None,
+    state: dict,
     model: Transformer,
     ddp: Any,
     opt: Any,
     scaler: torch.amp.GradScaler,
     seed: int,
-) -> dict:
+) -> None:
     """Restore all of a checkpoint but its weights: into the arguments and the random generators.
 
-    All ranks call it, after DDP or FSDP. path None: only seed the generators. Return the rest of
-    the training state. Its tensors are mapped from a file: drop them once they are loaded.
+    All ranks call it, after DDP or FSDP. path, state: of `find`. A new run only seeds the
+    generators. The optimizer's part of the state is taken out, so that its memory is freed.
     """
-    state = {"step": 0}
-    if path:
-        state = read_state(path / "train_state.pt")
-    # Dropout differs by rank. A rank that the saved run did not have keeps these seeds.
+    # Dropout differs by rank.
     seed_everything(seed + 1_000_003 * state["step"], ranks.rank())
 
     # What all ranks share. The scaler's state is empty unless the run was in float16.
@@ -623,19 +634,19 @@ def restore(
         opt.load_state_dict(state.pop("optimizer"))
         if state["scaler"]:
             scaler.load_state_dict(state["scaler"])
-        ddp.n_steps = state["n_steps"]
+        ddp.n_updates = state["n_steps"]
         ddp.skipped.copy_(torch.tensor(state["skipped"]))
         restore_rank(path, model, getattr(ddp, "hook", None))
 
     # What set-up made stays until the end: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    return state
 
 
 def restore_rank(path: Path, model: Transformer, hook: Any) -> None:
     """Restore what differs between ranks: random generators, and the errors of PowerSGD."""
     own, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
+    # A rank that the saved run did not have keeps the seeds of `restore`.
     if own.exists():
         set_rng_state(read_state(own)["rng"], next(model.parameters()).device)
     # With another number of ranks each takes the mean of all errors, see powersgd.py.

@@ -86,7 +86,7 @@ def check_compiler(device: torch.device) -> None:
     if device.type != "cpu":
         return
     usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    compiler = os.environ.get("CXX", usual)
+    compiler = os.environ.get("CXX", usual)  # what torch would call
     text = f"compile=True needs a C++ compiler on a CPU; install {compiler}"
     refuse(not shutil.which(compiler), f"{text} or use compile=False")
 
@@ -124,7 +124,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         if re.search(rf"\b{part}\b", torch.cuda.get_device_name(device)):
             return tflops * 1e12
     # The best of 8 large matrix products, each of 2 n^3 operations; the first ones warm up.
-    n = 4096
+    n = 4096  # large enough that all of the GPU is at work
     a = torch.ones(n, n, device=device, dtype=dtype)
     times_s = []
     for _ in range(8):
@@ -157,21 +157,18 @@ class SkipInit(TorchFunctionMode):
 
     DRAWS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
 
-    def __init__(self, enabled: bool = True) -> None:
-        super().__init__()
-        self.enabled = enabled
-
     def __torch_function__(
         self, function: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.enabled and function in self.DRAWS:
+        if function in self.DRAWS:
             return args[0] if args else kwargs["tensor"]
         return function(*args, **kwargs)
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the state of torch's generators on the CPU and on this GPU."""
+    # Data order needs none: it follows from the step. Dropout and new weights draw.
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -209,7 +206,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def memory_limit(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
     """Return the bytes that this process may use, infinity where the system does not tell."""
-    limits = [math.inf]
+    limits = [math.inf]  # the lowest counts
     lines = []
     with contextlib.suppress(OSError):  # no Linux
         meminfo = Path(proc, "meminfo").read_text(encoding="utf-8")

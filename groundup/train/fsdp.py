@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ddp import sum_of_squares
+from ddp import ALL_GATHER, REDUCE_SCATTER, count_skipped, sum_of_squares, with_clipping
 from groundup.errors import UserError, listed, refuse
 from groundup.train import ranks
 from groundup.train.huggingface import own_rows, put
@@ -35,9 +35,6 @@ from model import ModelConfig, Transformer, rope_tables
 # imports this file.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, under torch's names
-# Newer versions of torch rename these two.
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 NEEDED_SETTINGS = {
     "compress": "none",  # FSDP2 sends shards in its own way
     "overlap_step": "off",
@@ -74,13 +71,25 @@ def build(
 
     new: draw the weights that kind(cfg) would have, else leave them to be loaded.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     if device.type == "cpu":
         return_memory_at_once()
     with torch.device("meta"):  # names and shapes, no memory
         model = kind(cfg)
+    shard(model, device, dtype)
+
+    # Now memory for the rows, and what is no parameter.
+    model.to_empty(device=device)
+    cos, sin = rope_tables(cfg)
+    model.cos, model.sin = cos.to(device), sin.to(device)
+    if new:
+        draw(model)
+    return model
+
+
+def shard(model: Transformer, device: torch.device, dtype: torch.dtype) -> None:
+    """Divide the parameters by rows, and hang on each block what gathers and reduces it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # Gathered weights and gradients are in `dtype`; the rows that a rank keeps, and sums over
     # ranks, are float32.
@@ -94,21 +103,13 @@ def build(
     # What is gathered together. The model itself takes the parameters that are left: the final norm
     # and the head, whose weight the loss reads outside the head's forward.
     groups: dict[str, nn.Module] = {f"layers.{i}": block for i, block in enumerate(model.layers)}
-    if not cfg.tie_embeddings:
+    if not model.cfg.tie_embeddings:
         groups["embed_tokens"] = model.embed_tokens
     groups["the head"] = model
     for name, module in groups.items():
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_custom_all_gather(AllGather(name))
         module.set_custom_reduce_scatter(ReduceScatter(name))
-
-    # Now memory for the rows, and what is no parameter.
-    model.to_empty(device=device)
-    cos, sin = rope_tables(cfg)
-    model.cos, model.sin = cos.to(device), sin.to(device)
-    if new:
-        draw(model)
-    return model
 
 
 def return_memory_at_once() -> None:
@@ -221,7 +222,7 @@ class FSDP:
         self.device = model.cos.device
         # Changes nothing: a rank has no room for all gradients, so every micro-step reduces them.
         self.sync = True
-        self.n_steps = 0
+        self.n_updates = 0
         self.stopping = False
         self.found_inf = torch.zeros((), device=self.device)  # 1.0: the last step was skipped
         self.skipped = torch.zeros(2, device=self.device)  # steps in all, and in a row
@@ -244,7 +245,7 @@ class FSDP:
         then True on all ranks. Raise UserError on all ranks if one lacks a gradient.
         """
         # A missing gradient is told to all ranks while the norm is computed.
-        step = f"step {self.n_steps + 1}"
+        step = f"step {self.n_updates + 1}"
         absent = [name for name, p in self.params.items() if p.grad is None]
         problem = f"no gradient for {listed(absent)}" if absent else ""
         agree = ranks.start_agreement(problem, step, stop)
@@ -258,17 +259,14 @@ class FSDP:
 
         # Skip the step if the norm is not finite. On the device, so nothing waits for it.
         self.found_inf = 1.0 - norm.isfinite().float()
-        total, in_a_row = self.skipped
-        self.skipped = torch.stack((total + self.found_inf, (in_a_row + 1) * self.found_inf))
+        self.skipped = count_skipped(self.skipped, self.found_inf)
 
         # Clip and update.
-        scale = torch.ones_like(norm)  # gradients are divided by it
-        if clip > 0:
-            scale = scale / (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch
-        optimizer.update(lr, scale, self.found_inf)
+        grad_scale = with_clipping(torch.ones_like(norm), norm, clip)
+        optimizer.update(lr, grad_scale, self.found_inf)
         for p in self.params.values():
             p.grad = None
-        self.n_steps += 1
+        self.n_updates += 1
         return norm
 
     def flush(self) -> None:
@@ -289,6 +287,7 @@ def gather_rows(rows: Tensor, p: Tensor, name: str) -> Tensor:
     """Return the whole tensor of which each rank has the rows that it keeps of `p`."""
     from torch.distributed.tensor import DTensor, Shard
 
+    # torch knows how rows are divided, also where the last ranks have fewer.
     sharded = DTensor.from_local(
         rows, p.device_mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride()
     )

@@ -17,21 +17,20 @@ import zlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from groundup.errors import UserError, listed, naming, say
+from groundup.errors import UserError, listed, naming, refuse, say
 from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import lora, ranks
 from groundup.train.config_json import (
     from_hf_config,
-    is_as_saved,
     is_plain,
     to_hf_config,
     write_json,
@@ -52,6 +51,11 @@ NEUTRAL_KEYS = (
     "ensure_weight_tying megatron_core runtime_config qalora_group_size eva_config "
     "init_lora_weights"
 ).split()
+
+
+def fail(text: str) -> NoReturn:
+    """Raise UserError about a checkpoint."""
+    raise UserError(f"checkpoint: {text}") from None
 
 
 # ---- write a directory --------------------------------------------------------------------------
@@ -77,15 +81,14 @@ def write_model(
     weights: dict[str, Tensor] | None = None,  # a copy of stored_weights, if training goes on
 ) -> None:
     """Write weights, settings and tokenizer; float32 weights are written bit for bit."""
-    # Settings first, then weights; with adapters the base's weights are not repeated.
     adapted = lora_config_of(model) is not None
     if adapted and not base:
-        raise UserError("checkpoint: adapters need base, the directory of the frozen weights")
+        fail("adapters need base, the directory of the frozen weights")
     write_settings(directory, model.cfg, tokenizer, dtype, base if adapted else "")
-    if adapted:
+    weights = weights or stored_weights(model)
+    if adapted:  # the base's weights are not repeated
         save_adapter(directory, model, str(Path(base).resolve()), weights)
         return
-    weights = weights or stored_weights(model)
     stored = {hf_name(name): t.to("cpu", dtype) for name, t in weights.items()}
     save_weights(directory / "model.safetensors", stored)
 
@@ -120,20 +123,19 @@ def check_saves(cfg: ModelConfig, tokenizer: TextTokenizer) -> None:
             found = vars(replace(cfg, dropout=0.0)).items()
             lost = [f"{key}={value!r}" for key, value in found if value != getattr(read, key)]
             fix = "write and read it in groundup/train/config_json.py"
-            raise UserError(f"checkpoint: config.json does not keep {listed(lost)}; {fix}")
+            fail(f"config.json does not keep {listed(lost)}; {fix}")
         if TextTokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
-            raise UserError("checkpoint: the tokenizer's files do not give back its ids")
+            fail("the tokenizer's files do not give back its ids")
 
 
 def save_adapter(
-    directory: Path, model: Transformer, base: str, weights: dict[str, Tensor] | None = None
+    directory: Path, model: Transformer, base: str, weights: dict[str, Tensor]
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, as in write_model."""
+    """Write adapter_config.json and adapter_model.safetensors. weights: of stored_weights."""
     cfg = lora_config_of(model)
     if cfg is None:
         raise UserError("lora: the model has no adapters to save")
     # float32, as they are trained: a resume continues from these bits.
-    weights = weights or stored_weights(model)
     stored = {PREFIX + hf_name(n): t.to("cpu", torch.float32) for n, t in weights.items()}
     save_weights(directory / ADAPTER_WEIGHTS, stored)
 
@@ -206,7 +208,7 @@ def open_safetensors(path: Path) -> Any:
         why = getattr(error, "strerror", None) or str(error).splitlines()[0]
         if not path.exists() and any(path.parent.glob("*.bin")):
             why = "a .bin can run code, only safetensors are read"
-        raise UserError(f"checkpoint: cannot read {path}: {why}") from None
+        fail(f"cannot read {path}: {why}")
 
 
 def tensors_of(path: Path) -> dict[str, Stored]:
@@ -227,8 +229,7 @@ def open_weights(directory: Path) -> dict[str, Stored]:
         # weight_map is {tensor: file}. A name with a folder could point anywhere on this machine.
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not all(map(is_name, shards.values())):
-            what = "weight_map must name files of its directory"
-            raise UserError(f"checkpoint: {index} is damaged: {what}")
+            fail(f"{index} is damaged: weight_map must name files of its directory")
         paths = [directory / shard for shard in sorted(set(shards.values()))]
     tensors = {}
     for path in paths:  # the index is not asked further: check_fit finds what is missing
@@ -247,8 +248,7 @@ def drop_tied_head(tensors: dict[str, Stored], directory: Path, as_one: bool = T
     else:
         differ = embedding is None or not torch.equal(head[:], embedding[:])
     if differ:
-        what = "ties its embeddings, but lm_head.weight was trained apart from them"
-        raise UserError(f"checkpoint: {directory} {what}")
+        fail(f"{directory} ties its embeddings, but lm_head.weight was trained apart from them")
 
 
 def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -> None:
@@ -260,7 +260,7 @@ def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -
     n_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     if n_layers != cfg.n_layer:
         what = f"have {n_layers} layers, its config has {cfg.n_layer}"
-        raise UserError(f"checkpoint: the weights in {directory} {what}")
+        fail(f"the weights in {directory} {what}")
 
     # These matrices have every size of the architecture, (out, in); an adapter lacks some.
     shapes = {
@@ -285,8 +285,7 @@ def check_fit(shapes: dict[str, tuple], tensors: dict[str, Stored], directory: P
         elif stored.dtype not in DTYPES:
             problems.append(f"{name} is {stored.dtype} and not one of {', '.join(DTYPES)}")
     if problems:
-        what = listed(problems, 4)
-        raise UserError(f"checkpoint: the weights in {directory} do not fit the model: {what}")
+        fail(f"the weights in {directory} do not fit the model: {listed(problems, 4)}")
 
 
 def own_rows(p: Tensor) -> tuple[int, int]:
@@ -362,11 +361,10 @@ def base_of(directory: str | Path) -> Path:
     name = str(read_peft_config(directory).get("base_model_name_or_path") or "")
     path = Path(name)  # "" is the current directory to Path
     if name and is_adapter(path):
-        what = f"{directory} is an adapter on the adapter {path}"
-        raise UserError(f"checkpoint: {what}; merge that with tools/merge.py")
+        fail(f"{directory} is an adapter on the adapter {path}; merge that with tools/merge.py")
     if not name or not (path / "config.json").exists():
         what = f"base_model_name_or_path={name!r} is no model directory; write there where it is"
-        raise UserError(f"checkpoint: {Path(directory, ADAPTER_CONFIG)}: {what}")
+        fail(f"{Path(directory, ADAPTER_CONFIG)}: {what}")
     return path
 
 
@@ -398,14 +396,6 @@ def load_config(directory: str | Path) -> ModelConfig:
     if any(base.glob("*.safetensors*")):  # --plan_only needs no weights
         check_sizes(cfg, open_weights(base) | own, directory)
     return cfg
-
-
-def check_same_computation(directory: str | Path) -> None:
-    """Raise UserError unless model.py computes what it did when a run saved `directory`."""
-    if not is_as_saved(read_json(config_path(directory))):
-        what = f"{directory} is of a model.py that computed something else; put that model.py back"
-        fix = "use another out_dir, or start over with --resume=never --overwrite=True"
-        raise UserError(f"checkpoint: {what}, {fix}")
 
 
 def build(kind: type[Transformer], cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
@@ -457,8 +447,7 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     if config_path(directory).exists():  # peft does not write it
         trained_on = read_json(config_path(directory)).get("base_weights")
         if trained_on and trained_on != weights_fingerprint(base):
-            what = f"the weights in {base} are not those that {directory} was trained on"
-            raise UserError(f"checkpoint: {what}")
+            fail(f"the weights in {base} are not those that {directory} was trained on")
 
     # Weights trained whole are in both places: only the adapter's are copied.
     keeps_adapters = lora_config_of(model) is not None
@@ -541,15 +530,14 @@ def load_adapter(model: Transformer, directory: Path) -> None:
 # ---- start a run from a directory ---------------------------------------------------------------
 
 
-def count_known_ids(source: Path, tokenizer: TextTokenizer, whose: str) -> int:
-    """Return how many of the tokenizer's ids the weights in `source` were trained with.
+def count_known_ids(init_dir: Path, tokenizer: TextTokenizer, whose: str) -> int:
+    """Return how many of the tokenizer's ids the weights in `init_dir` were trained with.
 
     All, or the first ones if it extends their tokenizer. whose: its owner, for the message."""
-    n_rows, directory = load_config(source).vocab_size, tokenizer_dir(source)
+    n_rows, directory = load_config(init_dir).vocab_size, tokenizer_dir(init_dir)
     if not has_tokenizer(directory):  # weights alone: all that can be compared is the number
-        if tokenizer.vocab_size > n_rows:
-            what = f"{whose} has {tokenizer.vocab_size} token ids, {source} only {n_rows}"
-            raise UserError(f"config: {what}")
+        text = f"{whose} has {tokenizer.vocab_size} token ids, {init_dir} only {n_rows}"
+        refuse(tokenizer.vocab_size > n_rows, text)
         return n_rows
     # The same tokenizer: rows that only pad the vocabulary count as known.
     known = TextTokenizer.load(directory)
@@ -559,45 +547,46 @@ def count_known_ids(source: Path, tokenizer: TextTokenizer, whose: str) -> int:
     # prepare.py can append tokens to a tokenizer: the old ids keep their meaning.
     same_pieces = known.pieces.items() <= tokenizer.pieces.items()
     extends = same_pieces and known.special_ids <= tokenizer.special_ids
-    if extends and tokenizer.vocab_size > known.vocab_size:
-        return known.vocab_size
-    what = f"{whose} was not tokenized with the tokenizer of {source} or one that extends it"
-    raise UserError(f"config: {what}; rerun prepare.py with --tokenizer_dir={source}")
+    is_larger = tokenizer.vocab_size > known.vocab_size
+    text = f"{whose} was not tokenized with the tokenizer of {init_dir} or one that extends it"
+    refuse(not (extends and is_larger), f"{text}; rerun prepare.py with --tokenizer_dir={init_dir}")
+    return known.vocab_size
 
 
 def check_teacher(teacher: Path, tokenizer: TextTokenizer, block_size: int) -> None:
     """Raise UserError if the token ids of the model to learn from mean other text."""
     other = TextTokenizer.load(tokenizer_dir(teacher))
-    if other.fingerprint() != tokenizer.fingerprint():
-        sizes = f"{other.vocab_size:,} and {tokenizer.vocab_size:,} token ids"
-        what = f"{teacher} and the student have different tokenizers ({sizes})"
-        raise UserError(f"config: teacher: {what}; a teacher needs the student's")
+    sizes = f"{other.vocab_size:,} and {tokenizer.vocab_size:,} token ids"
+    text = f"teacher: {teacher} and the student have different tokenizers ({sizes})"
+    differ = other.fingerprint() != tokenizer.fingerprint()
+    refuse(differ, f"{text}; a teacher needs the student's")
     longest = load_config(teacher).block_size
     if block_size > longest:
         say(f"warning     block_size={block_size} exceeds the {longest} tokens of the teacher")
 
 
-def check_trainable(trainable: str, source: Path | None, n_new: int) -> None:
+def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
     """Raise UserError if `trainable` does not suit weights for which n_new token ids are new."""
     parts = lora.split_parts(trainable)
     if parts == ["all"]:  # suits any start, also from random weights
         return
-    if source is None:
-        raise UserError(f"config: {trainable=} leaves the rest as it was: give init_from")
-    if "lora" in parts and is_adapter(source):  # files hold the adapters of one training only
-        fix = f"python tools/merge.py --init_from={source} --out_dir=DIR"
-        raise UserError(f"config: {source} is an adapter; first: {fix}")
+    refuse(init_dir is None, f"{trainable=} leaves the rest as it was: give init_from")
+    if "lora" not in parts:
+        return
+    # Files hold the adapters of one training only.
+    fix = f"python tools/merge.py --init_from={init_dir} --out_dir=DIR"
+    refuse(is_adapter(init_dir), f"{init_dir} is an adapter; first: {fix}")
     # A frozen embedding and head would leave a new token without a meaning.
-    if "lora" in parts and n_new > 0 and not {"embed", "lm_head"} <= set(parts):
-        fix = "use trainable='embed,lm_head,lora'"
-        raise UserError(f"config: {n_new} token ids are new to {source}: {fix}")
+    frozen = {"embed", "lm_head"} - set(parts)
+    fix = "use trainable='embed,lm_head,lora'"
+    refuse(n_new > 0 and frozen, f"{n_new} token ids are new to {init_dir}: {fix}")
 
 
-def tuned_config(source: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:
-    """Return the architecture of `source` for n_ids token ids and at least block_size positions."""
-    cfg = load_config(source)
+def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:
+    """Return init_dir's architecture for n_ids token ids and at least block_size positions."""
+    cfg = load_config(init_dir)
     if block_size > cfg.block_size:
-        what = f"block_size={block_size} exceeds the {cfg.block_size} tokens of {source}"
+        what = f"block_size={block_size} exceeds the {cfg.block_size} tokens of {init_dir}"
         fix = f"--block_size={cfg.block_size} keeps to what it was trained with"
         say(f"warning     {what}; {fix}")
     longest, vocab_size = max(cfg.block_size, block_size), max(cfg.vocab_size, n_ids)
@@ -609,14 +598,14 @@ def load_resumed(model: Transformer, path: Path) -> None:
     load_on_ranks(load_weights, model, path)
 
 
-def load_start(model: Transformer, source: Path, n_known: int, tokenizer: TextTokenizer) -> None:
+def load_start(model: Transformer, init_dir: Path, n_known: int, tokenizer: TextTokenizer) -> None:
     """Load the weights that a new run starts from. Rows of ids from n_known on are new."""
     # The common case needs no second model.
-    same_rows = load_config(source).vocab_size == model.cfg.vocab_size == n_known
-    if same_rows and not is_adapter(source):
-        load_on_ranks(load_weights, model, source)
+    same_rows = load_config(init_dir).vocab_size == model.cfg.vocab_size == n_known
+    if same_rows and not is_adapter(init_dir):
+        load_on_ranks(load_weights, model, init_dir)
     else:
-        load_on_ranks(load_with_new_rows, model, source, n_known, tokenizer)
+        load_on_ranks(load_with_new_rows, model, init_dir, n_known, tokenizer)
 
 
 def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> None:
@@ -626,14 +615,16 @@ def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> 
     ranks.run_on(ranks.rank() == 0 or ranks.is_sharded(model), load, (model, *args), {})
 
 
-def load_with_new_rows(model: Transformer, source: Path, n_known: int, tok: TextTokenizer) -> None:
-    """Load `source` through a second model, in which new rows are made (lora.resize_vocab)."""
+def load_with_new_rows(
+    model: Transformer, init_dir: Path, n_known: int, tok: TextTokenizer
+) -> None:
+    """Load `init_dir` through a second model, in which new rows are made (lora.resize_vocab)."""
     # {id: known ids of its text} of new ordinary tokens. Special tokens have no text.
     pieces = {i: token for i, token in tok.engine.token_bytes.items() if i >= n_known}
     if pieces:
-        split = TextTokenizer.load(tokenizer_dir(source)).encode_token
+        split = TextTokenizer.load(tokenizer_dir(init_dir)).encode_token
         pieces = {i: split(token) for i, token in pieces.items()}
-    start = load_model(source, block_size=model.cfg.block_size)
+    start = load_model(init_dir, block_size=model.cfg.block_size)
     lora.resize_vocab(start, model.cfg.vocab_size, n_known, pieces)
 
     # What `start` lacks keeps its own start: adapters, and the score of a reward model.
@@ -643,11 +634,11 @@ def load_with_new_rows(model: Transformer, source: Path, n_known: int, tok: Text
             put(p, weights[name])
 
 
-def frozen_base(model: Transformer, source: Path | None, resumed: Path | None) -> str:
+def frozen_base(model: Transformer, init_dir: Path | None, resume_dir: Path | None) -> str:
     """Return the directory of the frozen weights below a model's adapters, "" without adapters."""
-    if lora_config_of(model) is None or source is None:
+    if lora_config_of(model) is None or init_dir is None:
         return ""
     # A resumed run keeps its base, even if init_from has meanwhile moved on to another step.
-    if resumed is not None and is_adapter(resumed):
-        source = base_of(resumed)
-    return str(source.resolve())
+    if resume_dir is not None and is_adapter(resume_dir):
+        init_dir = base_of(resume_dir)
+    return str(init_dir.resolve())

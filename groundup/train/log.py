@@ -1,8 +1,12 @@
 """What a run writes about itself: lines for people, log.jsonl for programs, README.md at the end.
 
-`RunLog` writes all three and keeps the clock behind their times.
+`RunLog` writes all three and keeps the clock behind their times. With the setting `track` the
+events also go to TensorBoard, trackio or wandb, which write to this machine only. `trackio show`
+and `tensorboard --logdir=out` show them here; `wandb sync` sends them on, or WANDB_MODE=online at
+once.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -10,7 +14,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -23,10 +27,10 @@ from configurator import defaults_of
 from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches
+from groundup.tokens.corpus import Corpus
 from groundup.train import ranks
 from groundup.train.checkpoint import is_of_a_run
 from groundup.train.device import hardware, peak_memory_gib, versions
-from groundup.train.track import check_installed, open_tracker
 
 # ---- the log -------------------------------------------------------------------------------------
 
@@ -38,8 +42,7 @@ ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too, see
-    track.py.
+    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class RunLog:
         peak_flops: float = 0.0,
         device: torch.device = CPU,
     ) -> None:
-        # Every rank has a clock; only rank 0 prints and writes.
+        # Every rank has a clock, for what trainers compute from it; only rank 0 prints and writes.
         self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
         self.unread: list[TextIO] = []  # of standard output and error: pipes whose reader has ended
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
@@ -65,30 +68,31 @@ class RunLog:
         self.evaluations: list[dict] = []  # also those before an interruption
         self.begin()
         check_installed(track)  # by all ranks, so that all of them end
-        if not self.enabled:
-            return
+        if self.enabled:
+            self.to_tracker, self.close_tracker = open_tracker(track, out_dir, steps_done)
+            with naming(self.path):
+                self._open()
+            # No progress bar where the output goes to a file.
+            hidden = not sys.stdout.isatty()
+            self.bar = tqdm(total=max_steps, initial=steps_done, disable=hidden, leave=False)
 
-        # A resumed run repeats the steps after its checkpoint, so their events go. Its save has
-        # a directory, but no event if a kill came between the two.
-        self.to_tracker, self.close_tracker = open_tracker(track, out_dir, steps_done)
-        with naming(self.path):
-            events = []
-            if self.path.exists():
-                keep_events_until(self.path, steps_done or -1)  # step 0 is evaluated again
-                events = read_events(self.path)
-            self.evaluations = [event for event in events if event["event"] == "eval"]
-            self.file = open(self.path, "a", encoding="utf-8")
-            saved = Path(out_dir, f"step_{steps_done:06d}")
-            known = [event["step"] for event in events if event["event"] == "save"]
-            if saved.is_dir() and steps_done not in known:
-                last = max((event["step"] for event in events), default="none")
-                lacks = f"log: {self.path} lacks the save of step {steps_done}"
-                print(f"{lacks}: cut, or the run was killed there; its last step is {last}")
-                self.write("save", steps_done, {"path": str(saved)})
+    def _open(self) -> None:
+        """Open log.jsonl. A resumed run repeats the steps after its checkpoint: their events go."""
+        events = []
+        if self.path.exists():
+            keep_events_until(self.path, self.steps_done or -1)  # step 0 is evaluated again
+            events = read_events(self.path)
+        self.evaluations = [event for event in events if event["event"] == "eval"]
+        self.file = open(self.path, "a", encoding="utf-8")
 
-        # No progress bar where the output goes to a file.
-        hidden = not sys.stdout.isatty()
-        self.bar = tqdm(total=max_steps, initial=steps_done, disable=hidden, leave=False)
+        # The checkpoint has a directory, but no event if a kill came between the two.
+        saved = self.path.with_name(f"step_{self.steps_done:06d}")
+        known = [event["step"] for event in events if event["event"] == "save"]
+        if saved.is_dir() and self.steps_done not in known:
+            last = max((event["step"] for event in events), default="none")
+            lacks = f"log: {self.path} lacks the save of step {self.steps_done}"
+            print(f"{lacks}: cut, or the run was killed there; its last step is {last}")
+            self.write("save", self.steps_done, {"path": str(saved)})
 
     # ---- the clock: time since the last training line, without pauses
 
@@ -106,7 +110,7 @@ class RunLog:
         """Return the seconds since the last training line."""
         return time.perf_counter() - self.marked_time
 
-    def n_steps(self) -> int:
+    def steps_since_line(self) -> int:
         """Return the number of steps since the last training line."""
         return self.step - self.marked_step
 
@@ -124,13 +128,14 @@ class RunLog:
         n_tokens: since the last line, over all ranks.
         """
         # The caller's .item() has waited for the device, so the time is right.
-        # mfu: model FLOPs utilisation, the share of the peak that training uses.
         self.n_skipped = int(values.get("skipped", 0))
         seconds = self.seconds()
         tokens_per_s = n_tokens / seconds
-        step_s = seconds / self.n_steps()
+        step_s = seconds / self.steps_since_line()
+        # For programs: the caller's values, then what the clock tells.
         event = dict(values)
         event["tokens_per_s"] = tokens_per_s
+        # Model FLOPs utilisation, the share of the peak that training uses.
         mfu = ""
         if self.peak_flops:
             event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
@@ -139,6 +144,7 @@ class RunLog:
         event["step_ms"] = 1000 * step_s
         self.write("train", step, event)
 
+        # For people: what is watched most comes first.
         line = (
             f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f} | "
             f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu} | "
@@ -188,6 +194,7 @@ class RunLog:
         """Print a line without disturbing the progress bar."""
         if not self.enabled:
             return
+        # On standard output, as long as somebody reads it.
         for stream in (sys.stdout, sys.stderr):
             if stream in self.unread:
                 continue
@@ -215,6 +222,7 @@ class RunLog:
 
     def val_losses(self) -> dict[int, float]:
         """Return {step: val_loss} of the evaluations with a finite loss. Any thread may call it."""
+        # A loss that is not finite is null in the log.
         losses = {event["step"]: event.get("val_loss") for event in self.evaluations}
         return {step: loss for step, loss in losses.items() if loss is not None}
 
@@ -232,9 +240,11 @@ class RunLog:
         """Say how the run ended and what to do next, close the log, and write the card."""
         # data: lines on the data. stopped: by a signal. saved: the last save succeeded.
         out = self.path.parent
+        # 1. Anything to worry about?
         if self.n_skipped:
             text = f"{self.n_skipped} of {self.step} updates were skipped: their gradients were not"
             self.print(f"{text} finite. A few are usual in float16; of more, lower learning_rate")
+        # 2. How to go on. The flags that delete must not be given again.
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
             if saved and config["resume"] == "never":
@@ -243,10 +253,11 @@ class RunLog:
                 how += f", without --resume_from={config['resume_from']} --overwrite=True"
             self.print(f"stopped by a signal after step {self.step}; {how}")
         self.close()
-        # A run that had nothing left to do keeps the card it has.
+        # 3. The card. A run that had nothing left to do keeps the one it has.
         if self.enabled and (self.step > self.steps_done or not (out / "README.md").exists()):
             self.write_card(script, config, data)
-        if saved and not stopped:  # the last line, after a tracker's own
+        # 4. What to do next, as the last line, after a tracker's own.
+        if saved and not stopped:
             card = ", with a card, README.md" if is_of_a_run(out / "README.md") else ""
             self.print(f"saved in {out}{card}; next: {next_command}")
 
@@ -270,6 +281,7 @@ class RunLog:
             settings="\n".join(f"{key} = {config[key]!r}" for key in changed),
             data="\n".join(data),
         )
+        # Not over a text of the user.
         path, tmp = out / "README.md", out / "README.md.tmp"
         if path.exists() and not is_of_a_run(path):
             self.print(f"log: {path} was not written by a run; it stays, and this run has no card")
@@ -299,6 +311,7 @@ def warn_if_unwritable(path: Path) -> Iterator[None]:
 def raise_not_finite(step: int, skipped: Tensor, loss_sum: Tensor, batches: Batches) -> NoReturn:
     """Raise UserError on every rank, naming the ranks whose loss is not finite, and samples."""
     # skipped: of DDP. loss_sum: this rank's loss of the step, 0-d.
+    # A loss that is not finite on one rank alone points at the samples which that rank read.
     finite = ranks.gather_objects(bool(loss_sum.isfinite()))
     bad = [rank for rank, ok in enumerate(finite) if not ok]
     ranks_named = ", ".join(map(str, bad))
@@ -319,6 +332,69 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
+def sums_by_source(
+    sums: Mapping[str, Tensor], per: str, corpus: Corpus
+) -> dict[str, dict[str, Tensor]]:
+    """Add sums up over the ranks. Return {"": average of the sources, "/wiki": of one, ...}.
+
+    sums: {name: (sources,) float64} of the validation data. The average is weighted by the sources'
+    shares and divided by the sum called `per`. One source has no entry of its own. The keys are the
+    ends of metrics' names.
+    """
+    whole = ranks.all_reduce_sum(torch.stack(list(sums.values()), dim=1))  # (sources, names)
+    n = whole[:, list(sums).index(per)]
+    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
+    rows = {"": (shares[:, None] * whole / n[:, None]).sum(0)}
+    if len(corpus.val) > 1:
+        rows |= {f"/{name}": row for name, row in zip(corpus.val, whole, strict=True)}
+    return {end: dict(zip(sums, row, strict=True)) for end, row in rows.items()}
+
+
+# ---- trackers ------------------------------------------------------------------------------------
+
+PACKAGES = {"tensorboard": "tensorboard==2.21.0", "trackio": "trackio", "wandb": "wandb"}
+
+
+def check_installed(track: str) -> None:
+    """Raise UserError if the tracker's package is missing."""
+    if track != "none" and importlib.util.find_spec(track) is None:
+        fix = f"pip install {PACKAGES[track]}"
+        raise UserError(f"config: track={track!r} needs a package; {fix}")
+
+
+def open_tracker(track: str, out_dir: str, steps_done: int) -> tuple[Callable, Callable]:
+    """Return (log, close) of this run's tracker: log(values, step) with numbers by name."""
+    if track == "none":
+        return lambda values, step: None, lambda: None
+    if track == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        # A resumed run drops the steps after its checkpoint.
+        board = SummaryWriter(out_dir, purge_step=steps_done + 1 if steps_done else None)
+
+        def add_each(values: dict, step: int) -> None:
+            for name, value in values.items():
+                board.add_scalar(name, value, step)
+
+        return add_each, board.close
+
+    # A resumed run continues the run of the same name.
+    name, settings = Path(out_dir).resolve().name, Path(out_dir) / "config.py"
+    config = defaults_of(settings) if settings.exists() else {}
+    if track == "trackio":
+        import trackio
+
+        run = trackio.init(
+            project="groundup", name=name, config=config, resume="allow", embed=False
+        )
+    else:
+        import wandb
+
+        os.environ.setdefault("WANDB_MODE", "offline")
+        run = wandb.init(project="groundup", name=name, id=name, config=config, dir=out_dir)
+    return run.log, run.finish  # the run's own: a thread saves, and it has no current run
+
+
 # ---- reading a log -------------------------------------------------------------------------------
 
 
@@ -331,6 +407,7 @@ def event_of(line: bytes) -> dict | None:
     """Return the event of a line, None if it is damaged, as a kill or a full disk may leave it."""
     try:
         event = loads(line)
+        # The two keys that every reader of a log uses.
         valid = isinstance(event["event"], str) and type(event["step"]) is int
     except (ValueError, TypeError, KeyError, IndexError):
         return None
@@ -348,7 +425,9 @@ def keep_events_until(path: Path, step: int) -> None:
     Say so if the lines up to a save are not those that were there."""
     check_regular(path)
     kept, damaged, changed = [], [], []
-    found_crc = kept_crc = 0  # of the lines so far
+    # Of the lines so far: as they are in the file, and as they will be. Each save's event holds the
+    # first, written when it was true.
+    found_crc = kept_crc = 0
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         event = event_of(line)
         new = line
@@ -364,6 +443,7 @@ def keep_events_until(path: Path, step: int) -> None:
         if event is None or event["step"] <= step:
             kept.append(new + b"\n")
             kept_crc = zlib.crc32(kept[-1], kept_crc)
+    # A person may have edited the log, and should know that plots show it.
     if damaged:
         lines = f"{path}:{', '.join(damaged[:5])}"
         print(f"log: {lines}: {len(damaged)} lines cannot be read; they are left as they are")
@@ -402,6 +482,7 @@ Settings other than the defaults, and the data:
 
 def summary(events: list[dict], max_steps: int) -> str:
     """Return a sentence: how far the run came, and when."""
+    # By the log, because the run may have been interrupted and continued.
     last = max((event["step"] for event in events), default=0)
     ended = "Complete" if last == max_steps else "Ended before its last step"
     # Not every stage counts tokens.
@@ -416,6 +497,7 @@ def result_table(events: list[dict]) -> str:
     evaluations = [e for e in events if e["event"] == "eval" and e.get("val_loss") is not None]
     if not evaluations:
         return "No evaluation was logged."
+    # Of equal losses the first is the best, as for the link `best`.
     best = min(evaluations, key=lambda event: event["val_loss"])
     shown = (evaluations[0], best, evaluations[-1])
     # A row per number: counts with commas, four digits of others. Texts stay in log.jsonl.

@@ -156,6 +156,7 @@ def merge_(model: Transformer) -> None:
     """Add the adapters to the weights, in place, and turn their layers into plain ones."""
     for name, layer in adapters(model):
         layer.weight.copy_(layer.merged_weight())
+        # The same Parameter in another layer: tied weights and names stay.
         plain = plain_linear(layer.weight, layer.bias).train(layer.training)
         model.set_submodule(name, plain)
 
@@ -187,9 +188,8 @@ def set_trainable(model: Transformer, trainable: str, cfg: LoRAConfig) -> None:
     refuse_adapters(model)
     chosen = names_to_train(model, trainable)
     if "lora" not in split_parts(trainable) and cfg.rank != LoRAConfig.rank:
-        say(
-            f"warning     lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
-        )
+        text = f"lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
+        say(f"warning     {text}")
     if "lora" in split_parts(trainable):
         cfg = find_modules(model, cfg)
         check_beside_adapters(chosen, trainable, cfg)
@@ -286,7 +286,7 @@ def resize_vocab(
         raise UserError(f"lora: {vocab_size=} is less than {old_size}; rows are only added")
 
     # Embedding (V, C) and head (V, C) are one tensor if they are tied.
-    n_old = min(n_known or old_size, old_size)
+    n_old = min(n_known or old_size, old_size)  # rows that are kept
     embedding = resized(model.embed_tokens.weight, vocab_size, n_old, pieces or {})
     head = embedding
     if not model.cfg.tie_embeddings:

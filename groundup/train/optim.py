@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ddp import stays_whole
+from ddp import muon_trains
 from groundup.errors import UserError, refuse
 from groundup.train import ranks
 
@@ -49,6 +49,8 @@ class AdamWSegment:
         self, bucket: Bucket, items: list[int], betas: tuple[float, float], decay: float
     ) -> None:
         self.items = items
+        # Views: what is changed here is changed in the model. The parameters lie side by side, so
+        # one call of the kernel updates all of them.
         self.begin, end = own_span(bucket, items)
         self.param, self.grad = bucket.param[self.begin : end], bucket.grad[self.begin : end]
         self.state = {key: torch.zeros_like(self.param) for key in ("exp_avg", "exp_avg_sq")}
@@ -112,7 +114,8 @@ class MuonStack:
         k = (end - self.begin) // (n * m)
         self.param = bucket.param[self.begin : end].view(k, n, m)
         self.grad = bucket.grad[self.begin : end].view(k, n, m)
-        rows = (k, n, 1) if n >= m else (k, 1, m)  # one number per row, or column if it is wide
+        # The mean square is one number per row, or column if the matrix is wide.
+        rows = (k, n, 1) if n >= m else (k, 1, m)
         self.state = {
             "momentum": torch.zeros_like(self.param),
             "mean_square": self.param.new_zeros(rows),
@@ -125,11 +128,14 @@ class MuonStack:
         """Step with gradients / grad_scale. If found_inf is 1 nothing changes."""
         apply = 1 - found_inf  # multiplying by 0 skips a step without asking the GPU
         grad = torch.where(found_inf > 0, 0, self.grad / grad_scale)
+        # M, a running mean of the gradients
         average = self.state["momentum"]
         average.lerp_(grad, (1 - self.momentum) * apply)
         ahead = grad.lerp_(average, self.momentum)  # Nesterov's look-ahead
+        # O = U V^T, and what gives its rows one size
         direction = orthogonalize(ahead, self.dtype)
         scales = row_scales(direction, self.state["mean_square"], apply)
+        # Decay, then the step
         self.param.mul_(1 - lr * self.decay * apply)
         self.param.add_(direction * (scales * (-lr * self.lr_scale * apply)))
 
@@ -157,10 +163,10 @@ def row_scales(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> T
     """Return the factors (K, n, 1) that give the rows of each x (K, n, m) one size.
 
     A row is divided by its running root mean square, whose average `mean_square` (K, n, 1) is
-    updated; then each matrix gets its Frobenius norm back. With mean_square (K, 1, m): columns. No
-    bias correction: it cancels in the renormalisation.
+    updated; then each matrix gets its Frobenius norm back. With mean_square (K, 1, m): columns.
     """
     along = 2 if mean_square.shape[2] == 1 else 1
+    # No bias correction of the average: it cancels in the renormalisation.
     norms = torch.linalg.vector_norm(x, dim=along, keepdim=True, dtype=mean_square.dtype)
     squares = norms.square()
     mean_square.lerp_(squares / x.shape[along], (1 - ROW_DECAY) * apply)
@@ -197,6 +203,7 @@ class Optimizer:
     ) -> None:
         if kind not in ("adamw", "muon"):
             raise UserError(f"optim: optimizer must be 'adamw' or 'muon', got {kind!r}")
+        # A group is the update of some parameters of a bucket, with its state.
         self.buckets = list(buckets)
         self.groups: list[list[Group]] = []  # by bucket
         for bucket in self.buckets:
@@ -233,7 +240,7 @@ class Optimizer:
         do not `keep` it.
         """
         whole = []  # by bucket: the state of all ranks
-        if gather:
+        if gather:  # all ranks take part, also those that keep nothing
             for bucket, groups in zip(self.buckets, self.groups, strict=True):
                 whole.append(gather_states(bucket, groups, gather, keep))
         saved: States = {}
@@ -248,6 +255,7 @@ class Optimizer:
                     if size != shape:  # one number of each row or column
                         state[key] = state[key][: size[0], : size[1]].contiguous()
                 else:
+                    # Where the parameter's part of the group's state begins
                     begin = (bucket.offsets[i] - group.begin) * size.numel() // shape.numel()
                     state[key] = mine.view(-1)[begin : begin + size.numel()].view(size)
         return saved
@@ -257,6 +265,7 @@ class Optimizer:
 
         Raise UserError if another optimizer saved it.
         """
+        # Compare before anything is changed.
         needs = {b.names[i]: {*group.state, *group.scalars} for b, group, i in self.members()}
         for name in needs.keys() | saved.keys():
             ours, theirs = needs.get(name, set()), set(saved.get(name, ()))
@@ -294,10 +303,9 @@ class Optimizer:
 def gather_states(
     bucket: Bucket, groups: list[Group], gather: Gather, keep: bool
 ) -> dict[str, Tensor]:
-    """Gather {key: state of the whole bucket (padded,), on the CPU} from the ranks' parts.
-
-    A number that a row shares is repeated over the row.
-    """
+    """Gather {key: state of the whole bucket (padded,), on the CPU} from the ranks' parts."""
+    # All keys in the layout of the weights, so that DDP can gather them. A number that a row shares
+    # is repeated over the row.
     whole = {}
     for key in dict.fromkeys(key for group in groups for key in group.state):
         flat = torch.zeros_like(bucket.param)
@@ -316,9 +324,10 @@ def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, lis
 
     rule: muon (one shape each), decay or no_decay.
     """
+    # A rule is a tuple, because matrices of another shape begin another stack.
     found: list[tuple[tuple, list[int]]] = []
     for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
-        if kind == "muon" and p.ndim == 2 and stays_whole(name):
+        if kind == "muon" and p.ndim == 2 and muon_trains(name):
             rule = ("muon", p.shape)
         else:
             rule = ("decay" if p.ndim >= 2 else "no_decay",)
@@ -331,6 +340,7 @@ def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, lis
 
 def own_span(bucket: Bucket, items: list[int]) -> tuple[int, int]:
     """Return (begin, end) of what this rank updates of consecutive parameters, in the bucket."""
+    # All of them, cut off where this rank's shard begins and ends.
     last = items[-1]
     begin, end = bucket.offsets[items[0]], bucket.offsets[last] + bucket.params[last].numel()
     begin = min(max(begin, bucket.shard[0]), end)
@@ -374,6 +384,7 @@ def learning_rate_at(
       linear    by a straight line
       wsd       by a straight line over the last decay_fraction (MiniCPM, arXiv:2404.06395)
     """
+    # The warm-up. Dividing by one step more leaves the peak to the first step after it.
     warmup = warmup_length(warmup_steps, max_steps)
     if step <= warmup:
         return peak * step / (warmup + 1)
@@ -388,6 +399,7 @@ def learning_rate_at(
         return min_lr + (peak - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
     if schedule == "linear":
         return peak + (min_lr - peak) * t
+    # Warm-up, stable, decay
     assert schedule == "wsd", schedule
     decay_begin = 1 - decay_fraction
     if t <= decay_begin:

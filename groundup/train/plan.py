@@ -83,9 +83,30 @@ def memory(
     other: parts that the stage adds, such as a reference model.
     """
     # A plain sum: each part counts at its largest, though not all are there at the same time.
+    parts = model_state(model, config, world_size, device, dtype)
+
+    # What grows with the batch.
+    N = config["batch_size"] * config["block_size"]  # tokens of a micro-step
+    parts["activations"] = activations(model.cfg, N, config["activation_checkpointing"], dtype)
+    # Three chunks of logits in float32 (scores, exponentials, gradient), the head's gradient.
+    head = head_of(model).numel()
+    V = model.cfg.vocab_size if head else 0
+    rows = min(N, chunk_rows(model.cfg.vocab_size, device.type))
+    parts["logits"] = 4 * (3 * rows * V + head)
+    parts |= other or {}
+    # What a plan cannot know, of all of the above.
+    parts["margin"] = MARGIN[device.type] * sum(parts.values())
+    if device.type == "cpu":
+        parts["interpreter"] = PROCESS
+    return parts
+
+
+def model_state(
+    model: Transformer, config: dict, world_size: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Return {part: bytes} of what does not grow with the batch."""
     trained = parameter_table(model, trained=True)
     matrices, head = matrices_in_blocks(parameter_table(model)), head_of(model).numel()
-    N = config["batch_size"] * config["block_size"]  # tokens of a micro-step
 
     # Gradients and optimizer state are float32. AdamW has two moments, Muon one.
     moments = 2 * trained["total"]
@@ -97,7 +118,8 @@ def memory(
         "optimizer": 4 * moments,
     }
     if config.get("reproducible"):  # sums of 1, 2, 4, .. micro-batches, see ddp.InTree
-        n_micro_steps = config["total_batch_tokens"] / (N * world_size)
+        micro_step = config["batch_size"] * config["block_size"] * world_size  # tokens
+        n_micro_steps = config["total_batch_tokens"] / micro_step
         parts["sums"] = parts["gradients"] * math.log2(max(1, n_micro_steps))
     if config.get("compress") == "powersgd":
         parts["compression error"] = 4 * min(matrices, trained["total"])
@@ -114,17 +136,6 @@ def memory(
         parts["casts"] = dtype.itemsize * (matrices + head)
     if config["zero1"]:
         parts["optimizer"] /= world_size
-
-    # What grows with the batch.
-    parts["activations"] = activations(model.cfg, N, config["activation_checkpointing"], dtype)
-    # Three chunks of logits in float32 (scores, exponentials, gradient), the head's gradient.
-    V = model.cfg.vocab_size if head else 0
-    rows = min(N, chunk_rows(model.cfg.vocab_size, device.type))
-    parts["logits"] = 4 * (3 * rows * V + head)
-    parts |= other or {}
-    parts["margin"] = MARGIN[device.type] * sum(parts.values())
-    if device.type == "cpu":
-        parts["interpreter"] = PROCESS
     return parts
 
 
@@ -132,6 +143,7 @@ def teacher_bytes(teacher: Path, dtype: torch.dtype) -> float:
     """Return what the weights of the frozen model in a directory take, computing in dtype."""
     with torch.device("meta"):
         model = Transformer(huggingface.load_config(teacher))
+    # As huggingface.load_model holds it.
     each = 2 if dtype == torch.bfloat16 else 4
     return float(each * parameter_table(model)["total"])
 
@@ -160,6 +172,7 @@ def needs_by_way(
     other: Mapping[str, float] | None,
 ) -> dict[str, float]:
     """Return {way to use several ranks: bytes that the same run needs on each}."""
+    # What differs from plain DDP. FSDP has no Muon.
     ways = {"ddp": {"parallel": "ddp", "zero1": False}, "zero1": {"zero1": True}}
     if "parallel" in config:
         ways["fsdp"] = {"parallel": "fsdp", "zero1": False, "optimizer": "adamw"}
@@ -193,13 +206,13 @@ def describe(
     parts = memory(model, config, world_size, device, dtype, other)
     sizes = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items())
     need = sum(parts.values())
-    n_steps, per_parameter = config["max_steps"], tokens / table["total"]
+    max_steps, per_parameter = config["max_steps"], tokens / table["total"]
     # tokens per parameter: Chinchilla (arXiv:2203.15556) finds about 20 best for a given compute.
     lines = [
         f"parameters  {table['total']:,}: {counts}",
         f"trained     {trained['total']:,} ({config['trainable']})",
         f"batch       {batch}",
-        f"tokens      {tokens:,} in {n_steps:,} steps, {per_parameter:.1f} per parameter",
+        f"tokens      {tokens:,} in {max_steps:,} steps, {per_parameter:.1f} per parameter",
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
@@ -207,16 +220,28 @@ def describe(
         needs = needs_by_way(model, config, world_size, device, dtype, other)
         shown = ", ".join(f"{way} {size / GIB:.2f}" for way, size in needs.items())
         lines.append(f"ways        {shown} GiB per rank")
-    # A CPU's ranks share the memory of their machine; torchrun says how many there are.
-    local = need * (ranks.number_in("LOCAL_WORLD_SIZE", 1) if ranks.world_size() > 1 else 1)
-    if device.type == "cpu" and local > memory_limit():
-        has = f"this machine or its container has {memory_limit() / GIB:.2f} GiB"
-        lines.append(f"warning     needs {local / GIB:.2f} GiB, {has}")
-    if peak:
-        # 40 % of the peak is what a well used GPU reaches.
-        seconds = tokens * flops / (0.4 * peak * world_size)
-        speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
-        lines.append(f"time        {note}{clock(seconds)} {speed}")
-    else:
-        lines.append("time        not known without --peak_tflops; each line of the log has an eta")
+    lines += memory_warning(need, device)
+    lines.append(time_line(tokens * flops, peak, world_size, note))
     return "\n".join(lines)
+
+
+def memory_warning(need: float, device: torch.device) -> list[str]:
+    """Return a line if the ranks of this machine need more bytes than it has, `need` each."""
+    if device.type != "cpu":
+        return []
+    # A CPU's ranks share the memory of their machine; torchrun says how many there are.
+    need *= ranks.number_in("LOCAL_WORLD_SIZE", 1) if ranks.world_size() > 1 else 1
+    has = memory_limit()
+    if need <= has:
+        return []
+    text = f"this machine or its container has {has / GIB:.2f} GiB"
+    return [f"warning     needs {need / GIB:.2f} GiB, {text}"]
+
+
+def time_line(flops: float, peak: float, world_size: int, note: str) -> str:
+    """Return the line on the time that all steps take. peak, note: as in `describe`."""
+    if not peak:
+        return "time        not known without --peak_tflops; each line of the log has an eta"
+    seconds = flops / (0.4 * peak * world_size)  # 40 % is what a well used GPU reaches
+    speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
+    return f"time        {note}{clock(seconds)} {speed}"

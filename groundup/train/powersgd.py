@@ -62,13 +62,15 @@ class PowerSGD:
         for bucket in buckets:
             stacks, raw = [], []
             in_blocks = bucket.blocks not in ([BEFORE], [AFTER])
+            # Neighbours of one shape make a stack, because a product of many matrices is one call.
             indices = range(len(bucket.params))
             for shape, group in groupby(indices, key=lambda i, b=bucket: b.params[i].shape):
                 items = list(group)
                 begin = bucket.offsets[items[0]]
                 grad = bucket.grad[begin : begin + len(items) * shape.numel()]
-                n, m = shape[:1].numel(), shape[1:].numel()
+                n, m = shape[:1].numel(), shape[1:].numel()  # of a vector m is 1
                 r = min(n, m, self.rank)
+                # Worth it if P and Q have less than half as many numbers.
                 shrinks = len(shape) >= 2 and 2 * (n + m) * r < n * m
                 if shrinks and (in_blocks or self.embedding):
                     names = [bucket.names[i] for i in items]
@@ -80,10 +82,12 @@ class PowerSGD:
 
     def new_stack(self, names: list[str], grad: Tensor, r: int) -> Stack:
         """Return the state of the matrices `names` with gradients `grad` (K, n, m)."""
+        # float32 also for gradients in half precision: errors add up over many steps.
         dtype = torch.promote_types(grad.dtype, torch.float32)
         error = torch.zeros_like(grad, dtype=dtype)
         bases = []
         for name in names:
+            # On the CPU, so that ranks with other devices draw the same numbers.
             seed = self.seed * 2**32 + zlib.crc32(name.encode())
             generator = torch.Generator().manual_seed(seed)
             bases.append(torch.randn(grad.shape[2], r, generator=generator))
@@ -92,16 +96,13 @@ class PowerSGD:
     def __call__(self, bucket: Bucket) -> Generator[Sent | Reduced, Tensor, None]:
         """Reduce `bucket`; see the protocol in ddp.py."""
         stacks, raw = self.stacks[bucket.index], self.raw[bucket.index]
+        # A bucket without large matrices, or the warm-up: gradients change too fast at first.
         if not stacks or bucket.step < self.start_step:
             yield from self.average(bucket)
             return
-        # bucket.grad is scale times this rank's gradient, where scale = loss scale / world_size
-        scale = torch.ones((), device=bucket.grad.device, dtype=stacks[0].error.dtype)
-        if self.scaler is not None:
-            scale = self.scaler.scale(scale)
-        scale = scale / ranks.world_size()
+        scale = self.scale_of(stacks[0].error)
 
-        # D = gradient + error (in place if the gradient is float32), and P = D Q
+        # 1. D = gradient + error (in place if the gradient is float32), and P = D Q
         wanted = [s.grad.to(scale.dtype).addcmul_(s.error, scale) for s in stacks]
         left = []
         for d, s in zip(wanted, stacks, strict=True):
@@ -110,7 +111,7 @@ class PowerSGD:
         bucket.launch(dist.all_reduce, message)
         yield Sent.MORE
 
-        # The mean P, orthonormal, and the mean of what is sent whole; then Q = D^T P
+        # 2. The mean P, orthonormal, and the mean of what is sent whole; then Q = D^T P
         parts = split_like(message, left + raw)
         for slot, mean in zip(raw, parts[len(left) :], strict=True):
             slot.copy_(mean)
@@ -120,18 +121,26 @@ class PowerSGD:
         bucket.launch(dist.all_reduce, message)
         yield Sent.LAST
 
-        # |P Q^T| = |Q|, because the columns of P are orthonormal
+        # 3. The norm. |P Q^T| = |Q|, because the columns of P are orthonormal
         right = split_like(message, own_right)
         square = sum(sum_of_squares(t.flatten()) for t in right + raw)
         found_inf = yield Reduced(square)
 
-        # The mean gradient P Q^T. Error and basis change only if the step is not skipped.
+        # 4. The mean gradient P Q^T. Error and basis change only if the step is not skipped.
         skip = found_inf > 0
         for s, d, p, own, q in zip(stacks, wanted, left, own_right, right, strict=True):
             lost = d.baddbmm_(p, own.mT, alpha=-1).div_(scale)
             torch.where(skip, s.error, lost, out=s.error)
             torch.where(skip, s.basis, q, out=s.basis)
             s.grad.copy_(p @ q.mT)
+
+    def scale_of(self, error: Tensor) -> Tensor:
+        """Return the factor of this rank's gradient in bucket.grad, 0-d in the dtype of `error`."""
+        # The loss scale of float16, and the division that makes a sum over ranks a mean.
+        scale = torch.ones((), device=error.device, dtype=error.dtype)
+        if self.scaler is not None:
+            scale = self.scaler.scale(scale)
+        return scale / ranks.world_size()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return {parameter name: {"error", "basis"}}, views. The error is this rank's own."""
@@ -143,15 +152,13 @@ class PowerSGD:
         return state
 
     def load_state_dict(self, saved: list[dict[str, dict[str, Tensor]]]) -> None:
-        """Continue from `saved`: [this rank's state], or all ranks' if their number has changed.
-
-        Then every rank takes the mean of their errors, the only thing that training sees. If the
-        rank of compression has changed, the basis starts anew.
-        """
+        """Continue from `saved`: [this rank's state], or all ranks' if their number has changed."""
         for name, mine in self.state_dict().items():
             theirs = [state[name] for state in saved if name in state]
             if theirs:
+                # Of all ranks' errors take the mean, the only thing that training sees.
                 mine["error"].copy_(sum(state["error"] for state in theirs) / len(theirs))
+                # If the rank of compression has changed, the basis starts anew.
                 if theirs[0]["basis"].shape == mine["basis"].shape:
                     mine["basis"].copy_(theirs[0]["basis"])
 

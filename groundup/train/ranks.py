@@ -134,6 +134,7 @@ def address_of(name: str) -> str:
 
 def interface_to(address: str) -> str:
     """Return the network interface that leads to an IPv4 address, "" if the system does not say."""
+    # As the system routes a packet: of all nets that hold the address, by the narrowest.
     table = Path("/proc/net/route")  # Linux: a line per route, with net and mask in hexadecimal
     lines = table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []
     target = int.from_bytes(socket.inet_aton(address), "little")
@@ -141,7 +142,7 @@ def interface_to(address: str) -> str:
     for name, net, *_, mask, _, _, _ in map(str.split, lines):
         if target & int(mask, 16) == int(net, 16):
             found.setdefault(int(mask, 16).bit_count(), name)
-    return found[max(found)] if found else ""  # the narrowest net
+    return found[max(found)] if found else ""
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
@@ -154,7 +155,7 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
 
     # Rank 0 hands out a fresh prefix: each other rank posts a random word, finds the prefix under
     # that word, and confirms. Dead ranks never confirm.
-    word = uuid.uuid4().hex
+    word = uuid.uuid4().hex  # of this start; rank 0's is the prefix
     if not world.is_main:
         store.set(f"ddp/word/{world.rank}", word)
         prefix = store.get(f"ddp/prefix/{word}").decode()  # waits for rank 0
@@ -326,7 +327,7 @@ def check_equal(mine: dict) -> None:
 
     Machines may also have other code: of the project's files the checksums must be equal.
     """
-    # Every rank sees all values, so all find the same difference.
+    # Every rank sees all values, so all find the same difference and end with the same line.
     everyone = gather_objects(mine | checksums_of_code() if world_size() > 1 else mine)
     first = everyone[0]
     for other, theirs in enumerate(everyone):
@@ -364,6 +365,7 @@ def check_replicas(weights: list[Tensor]) -> None:
     mine = torch.cat(sums) if sums else torch.zeros(1)
     first, *others = gather_objects(mine)
     for other, theirs in enumerate(others, 1):
+        # Relative, so that it does not depend on the size of the model.
         difference = (theirs - first).norm() / first.norm().clamp(min=1e-30)
         if difference > TOLERANCE:  # False for nan, which the loop reports
             text = f"the weights of rank {other} differ from those of rank 0 by {difference:.1e}"
@@ -387,7 +389,9 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
         if work is not None:
             with named_errors(operation):
                 work.wait()
+        # A rank alone reads no tensor: so a step can be traced without data.
         n_problems, n_stopping = flags.tolist() if work is not None else (problem != "", stop)
+        # Only now the texts: most steps have none.
         if n_problems:
             problems = gather_objects(problem)
             other = next(i for i, text in enumerate(problems) if text)

@@ -96,8 +96,8 @@ class Saver:
     ) -> None:
         """Copy everything that a resume needs, and start to write it. Call ddp.flush() before.
 
-        ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: added to the training state, plain
-        data and tensors.
+        ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: plain data and tensors, added to
+        the training state.
         """
         # The copy before this one must be written: its memory is used again.
         self.wait()
@@ -139,7 +139,7 @@ class Saver:
                 "data": self.data,
                 "step": step,
                 "max_steps": self.log.max_steps,
-                "n_steps": ddp.n_steps,  # updates: rl.py makes several in a step
+                "n_steps": ddp.n_updates,  # updates: rl.py makes several in a step
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
                 "scaler": scaler.state_dict(),
@@ -159,6 +159,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for what the thread has to do."""
+        # All ranks have the same work under way, in the same order.
         pending, self.pending = self.pending, []
         for future in pending:
             ranks.wait_together(future, self.timeout_s)
@@ -186,6 +187,7 @@ class Saver:
             ranks.issue("send state", dist.send_object_list, state, 0, group=self.group)
             problem = ranks.gather_objects("", self.group)[0]
 
+        # All ranks know it, so all end together if there is nothing to go back to.
         self.saved = not problem
         if problem:
             text = f"checkpoint: cannot save {final}"
@@ -221,6 +223,7 @@ class Saver:
         temp = free_name(final, "tmp")
         try:
             temp.mkdir()
+            # What a resume needs, then what transformers reads.
             for rank, state in enumerate(states):
                 write_state(temp / rank_file(rank), state)
             write_state(temp / "train_state.pt", copied["state"])
@@ -241,6 +244,7 @@ class Saver:
 
     def _tidy_now(self) -> None:
         """Do the housekeeping on rank 0 while the others wait."""
+        # The others wait: their next save must not begin while steps are removed.
         if ranks.rank() == 0:
             tidy_run_dir(self.out_dir, self.newest_step, self.keep_last, self.log.val_losses())
         ranks.gather_objects(None, self.group)
@@ -256,7 +260,8 @@ def let_training_go_first() -> None:
 class HostMemory:
     """Copies of tensors in host memory. The memory is used again for the next copy."""
 
-    # Copies from a GPU are page-locked, so that they run while the CPU goes on.
+    # To allocate gigabytes takes longer than to copy them. Copies from a GPU are page-locked, so
+    # that they run while the CPU goes on.
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
         self.n_used = 0
@@ -317,6 +322,7 @@ def write_state(path: Path, state: dict) -> None:
 
 def commit(temp: Path, final: Path) -> None:
     """Put a complete checkpoint on the disk, then give it its name."""
+    # The checksums come last: a directory that has them is complete.
     files = [path for path in sorted(temp.rglob("*")) if path.is_file()]
     sums = {path.relative_to(temp).as_posix(): huggingface.checksum(path) for path in files}
     huggingface.write_json(temp / "checksums.json", sums)
@@ -342,6 +348,7 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
     steps = [path for path in step_dirs(out) if step_of(path) <= newest_step]
     if not steps:
         return
+    # Which two are the best?
     evaluated = [path for path in steps if step_of(path) in val_losses]
     # Sorting is stable: of equal losses the earlier is better.
     ranking = sorted(evaluated, key=lambda path: val_losses[step_of(path)])

@@ -1,4 +1,4 @@
-"""best_of.py, and sample.py with a reward model: against rewards by hand arithmetic and reward_model.score."""
+"""best_of.py, and sample.py with a reward model: against rewards by hand arithmetic and of whole conversations."""
 
 import dataclasses
 import json
@@ -148,7 +148,7 @@ def test_rewards_are_those_of_the_texts(home, tuned):
         rewards = [one["reward"] for one in found]
         # By a stop string the whole conversation is text; else the ids are what was said, if text would have others.
         texts = [[*system, {"role": "assistant", "content": one["text"]}] for one in found]
-        of_texts = reward_model.score(judge, tokenizer, texts)
+        of_texts = saved.score_talks(judge, tokenizer, texts)
         of_ids = reward_model.score_ids(judge, [prompt + one["ids"] for one in found], tokenizer.pad_id)
         stopped = [one["stop_reason"] == "。" for one in found]
         want = [a if by_string else b for a, b, by_string in zip(of_texts, of_ids, stopped, strict=True)]

@@ -19,7 +19,7 @@ from groundup.align.rollouts import (
     seed_of,
 )
 from groundup.demo import debug_data
-from groundup.generate import decode
+from groundup.generate import decode, engine
 from groundup.tokens.prompts import Prompt
 from groundup.train import huggingface
 from groundup.train.device import autocast
@@ -163,8 +163,8 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
 
     A CUDA graph reads weights and cache where they were when it was recorded. (Not compiled here.)
     """
-    monkeypatch.setattr(decode, "compiled_step", lambda: decode.decode_step)
-    step_c = decode.step_c
+    monkeypatch.setattr(engine, "can_record", lambda device: True)
+    monkeypatch.setattr(decode, "RecordedStep", lambda view: decode.decode_step)
     monkeypatch.setattr(decode, "step_c", lambda *_: None)
     policy, found = copy.deepcopy(model), []
     set_trainable(policy, trainable, LoRAConfig())
@@ -188,9 +188,8 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
                 p.add_(torch.randn_like(p), alpha=0.03)
     assert found[0] != found[1]
     assert new_sampler(compile=False).engine is None
-    monkeypatch.setattr(decode, "step_c", step_c)
-    if decode.step_c(torch.float32):  # a CPU has its step in C
-        assert new_sampler(torch.float32).engine is None
+    monkeypatch.setattr(engine, "can_record", decode.can_record)
+    assert new_sampler().engine is None  # on a CPU nothing is recorded
 
 
 # ---- batches -------------------------------------------------------------------------------------

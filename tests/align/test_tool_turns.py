@@ -45,7 +45,8 @@ def sampler_of(tokenizer, tools, monkeypatch, scripts: list[str], room: int = 40
     script = deque(token for text in scripts for token in drawn_ids(tokenizer, text))
     monkeypatch.setattr(sampling, "choose", lambda logits, *_: torch.tensor([script.popleft()]))
     f32 = torch.float32
-    return AnswerSampler(model, tokenizer, 1, room, 1.0, f32, False, tools=tools, max_turns=max_turns)
+    monkeypatch.setattr(rollouts, "MAX_TURNS", max_turns)
+    return AnswerSampler(model, tokenizer, 1, room, 1.0, f32, False, tools=tools)
 
 
 def prompt_of(tokenizer, tools, text: str = "2 + 3?") -> Prompt:

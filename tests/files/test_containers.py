@@ -399,3 +399,10 @@ def test_the_head_of_a_large_file_does_not_decide_alone(
     assert report.problems == {"bad_encoding": 900} and report.lost_bytes == len(
         "\n".join(lines).encode("gb18030")
     )
+
+
+def test_a_space_before_the_name_of_a_column_is_no_part_of_it(tmp_path: Path) -> None:
+    """As people type tables: question, answer."""
+    (tmp_path / "a.csv").write_text("question, answer \nWhat?,Tea\n", encoding="utf-8")
+    (row,) = records.read_records(str(tmp_path / "a.csv"))
+    assert row.value == {"question": "What?", "answer": "Tea"}

@@ -580,6 +580,105 @@ CHATS = {
         "this is responses, of kind='text'; prepare.py --text_key='question=KEY,answer=KEY'",
         [],
     ),
+    # ---- layouts of more public sets and services
+    "LIMO: the solution, not its result": (
+        {"question": "2 + 2?", "solution": "Two and two are 4.", "answer": "four"},
+        [u("2 + 2?"), a("Two and two are 4.")],
+        ["answer"],
+    ),
+    "CodeFeedback": (
+        {"query": "2 + 2?", "answer": "4", "lang": "python"},
+        ASKED,
+        ["lang"],
+    ),
+    "MedQuAD, keys in capitals": ({"qtype": "x", "Question": "2 + 2?", "Answer": "4"}, ASKED, ["qtype"]),
+    "a table with headings": (
+        {"Prompt": "2 + 2?", "Response": "4", "Reviewer": "Ann"},
+        ASKED,
+        ["Reviewer"],
+    ),
+    "Alpaca with headings": (
+        {"Instruction": "2 + 2?", "Input": "", "Output": "4", "System": "Be brief."},
+        [s("Be brief."), *ASKED],
+        [],
+    ),
+    "numbers of rows (pandas)": (
+        {"": "0", "Unnamed: 0": "17", "ID": "x1", "prompt": "2 + 2?", "response": "4"},
+        ASKED,
+        [],
+    ),
+    "HuatuoGPT": (
+        {"data": ["\u95ee\uff1a2 + 2?", "\u7b54\uff1a4"]},
+        ASKED,
+        [],
+    ),
+    "roles of ShareGPT and Cohere": (
+        {"conversations": turns(Q, ("bard", "4"), ("User", "Sure?"), ("Chatbot", "Yes"))},
+        [*ASKED, u("Sure?"), a("Yes")],
+        [],
+    ),
+    "smolagents, function-calling-chatml": (
+        {
+            "conversations": turns(
+                Q,
+                ("function-call", '{"name": "weather", "arguments": {"city": "Rome"}}'),
+                ("function-response", "Sun"),
+                A,
+            )
+        },
+        [u("2 + 2?"), a(CALL), t("Sun"), a("4")],
+        [],
+    ),
+    "hermes-function-calling: tools in the system message, too": (
+        {
+            "tools": json.dumps([WEATHER]),
+            "conversations": turns(("system", f"<tools> {WEATHER} </tools>"), Q, A),
+        },
+        [s(f"<tools> {WEATHER} </tools>"), *ASKED],
+        [],
+    ),
+    "Gemini": (
+        {
+            "systemInstruction": {"role": "system", "parts": [{"text": "Be brief."}]},
+            "contents": [
+                {"role": "user", "parts": [{"text": "2 + 2?"}]},
+                {"role": "model", "parts": [{"text": "4"}]},
+            ],
+        },
+        [s("Be brief."), *ASKED],
+        [],
+    ),
+    "Bedrock": (
+        {
+            "system": [{"text": "Be brief."}],
+            "messages": [
+                {"role": "user", "content": [{"text": "2 + "}, {"text": "2?"}]},
+                {"role": "assistant", "content": [{"text": "4", "image": None}]},
+            ],
+        },
+        [s("Be brief."), *ASKED],
+        [],
+    ),
+    "parts that are texts": (
+        {"messages": [{"role": "user", "content": ["2 + ", "2?"]}, a("4")]},
+        ASKED,
+        [],
+    ),
+    "a picture among parts without a type": (
+        {"messages": [{"role": "user", "content": [{"image": {"format": "png"}}]}, a("4")]},
+        "a turn holds 'keys image', not text",
+        [],
+    ),
+    "turns in Python's notation (pandas)": (
+        {"messages": str([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])},
+        ASKED,
+        [],
+    ),
+    "rows within one object": (
+        {"data": [{"messages": [u("2 + 2?"), a("4")]}]},
+        "if these are rows, not turns, give a file of the list alone",
+        [],
+    ),
     "a struct of lists (parquet)": (
         {"conversations": {"from": ["human", "gpt"], "value": ["2 + 2?", "4"]}},
         ASKED,
@@ -671,6 +770,8 @@ BAD_MARKS += [
     {"kto_tag": None, "label": False},
     {"weight": 0},
     {"train": False},
+    {"Label": "0"},
+    {"Weight": 0},
 ]
 GOOD_MARKS = [
     {},
@@ -891,6 +992,25 @@ PAIRS = {
         "--text_key='question=KEY,chosen=KEY,rejected=KEY'",
         [],
     ),
+    "preference tuning (OpenAI)": (
+        {
+            "input": {"messages": [u("Hi")], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": [GOOD],
+            "non_preferred_output": [BAD],
+        },
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "When2Call": (
+        {"messages": [u("Hi")], "chosen_response": GOOD, "rejected_response": BAD},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "a table of pairs with headings": (
+        {"Prompt": "Hi", "Chosen": "good", "Rejected": "bad"},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
     "trl stepwise": (
         {"prompt": "Hi", "completions": ["one", "two"], "labels": [True, False]},
         "these are steps with labels (trl's stepwise)",
@@ -1060,13 +1180,39 @@ def test_binary_columns_of_text(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = {"question": [b"2 + 2?", b"\xff"], "answer": [b"4", b"5"]}
+    rows = {
+        "question": [b"2 + 2?", b"\xff"],
+        "answer": [b"4", b"5"],
+        "history": [[{"role": b"user", "content": b"Hi"}, {"role": b"assistant", "content": b"Ho"}]] * 2,
+    }
     pq.write_table(pa.table(rows), tmp_path / "x.parquet")
     first, second = (
         messages_of(one.value) for one in records.read_records(str(tmp_path / "x.parquet"))
     )
-    assert first == (ASKED, "")
+    assert first == ([u("Hi"), a("Ho"), *ASKED], "")
     assert second[1].startswith("bytes, not text, under 'question'")
+
+
+def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
+    """As {"city": "Rome"} of JSON, not as [["city", "Rome"]]."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.string()
+    calls = pa.list_(pa.struct([("name", text), ("arguments", pa.map_(text, text))]))
+    turn = pa.struct([("role", text), ("content", text), ("tool_calls", calls)])
+    talk = [
+        {"role": "user", "content": "2 + 2?", "tool_calls": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "weather", "arguments": [("city", "Rome")]}],
+        },
+    ]
+    table = pa.table({"messages": pa.array([talk], pa.list_(turn))})
+    pq.write_table(table, tmp_path / "x.parquet")
+    (record,) = records.read_records(str(tmp_path / "x.parquet"))
+    assert messages_of(record.value) == ([u("2 + 2?"), a(CALL)], "")
 
 
 def main() -> None:

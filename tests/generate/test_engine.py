@@ -13,8 +13,8 @@ from test_model import as_transformers, compile_blocks, random_ids, random_model
 
 from groundup.errors import UserError
 from groundup.generate import decode, engine, kv_cache
-from groundup.generate.beam import BeamParams, search_each
-from groundup.generate.completion import begin_prompt, generate, generate_each, never_sampled
+from groundup.generate.beam import BeamParams, BeamSearch
+from groundup.generate.completion import begin_prompt, generate, never_sampled
 from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, Request, Sample, check
 from groundup.generate.kv_cache import CacheStep, KVCache
@@ -137,7 +137,7 @@ def test_samples_wait_for_memory_and_one_that_never_fits_is_refused_with_the_num
     monkeypatch.setattr(engine, "free_bytes", lambda device: 2**12)
     for draw in (
         lambda: generate(net, None, texts, params),
-        lambda: next(search_each(net, None, texts, BeamParams(max_new_tokens=30, temperature=0))),
+        lambda: next(BeamSearch(net, None, 2).answer(texts, BeamParams(max_new_tokens=30, temperature=0))),
     ):
         with pytest.raises(UserError) as caught:
             draw()
@@ -221,7 +221,7 @@ def test_a_file_of_prompts_equals_a_list_and_is_read_as_rows_become_free(net):
             taken.append(ids)
             yield ids
 
-    found = generate_each(net, None, lines(), params, batch_size=2)
+    found = Engine(net, None, 2).answer(lines(), params)
     first = next(found)
     assert len(taken) < 4
     found = [first, *found]
@@ -340,7 +340,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
         results = generate(net, None, [prompt(9)], SamplingParams(max_new_tokens=8, temperature=0, logprobs=97))
         text = prompt(9) + results[0].completions[0].ids
         want = net(torch.tensor([text[:-1]]))[0, 8:].float().log_softmax(dim=-1)
-    assert e.prefixes[0].cache.keys[0].dtype == torch.bfloat16
+    assert next(iter(e.ended.ids)).cache.keys[0].dtype == torch.bfloat16
     assert e.model.lm_head.dtype == e.model.layers[1].mlp.down_proj.dtype == torch.bfloat16
     assert e.model.embed_tokens.weight is net.embed_tokens.weight and net.lm_head.weight.dtype == torch.float32
     assert e.model.norm.weight is net.norm.weight
@@ -351,23 +351,23 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
     assert len(only(generate(half, None, [prompt(4)], SamplingParams(max_new_tokens=5)))[0]) == 5
 
 
-@pytest.mark.slow
-def test_compiled_equals_eager(monkeypatch):
-    """Also across widths, rows that rest, and a cache that grows; without another compilation for each length. Its
-    graph is not made machine code, which takes 15 s of g++ when it is new."""
-    step = torch.compile(decode.decode_step, backend="aot_eager", dynamic=False)
-    monkeypatch.setattr(decode, "compiled_step", lambda: step)
-    monkeypatch.setattr(decode, "step_c", lambda *_: None)
+def test_rows_for_a_recorded_step_equal_others(monkeypatch):
+    """Also across widths, rows that rest, and a cache that grows. (Nothing is recorded here.)"""
     net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1, qkv_bias=True))
     texts = [prompt(n, seed=n) for n in (3, 50, 20, 230)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
-    torch._dynamo.utils.counters.clear()
-    got = dict(generate_each(net, None, texts, params, 2, compile=True))
-    want = dict(generate_each(net, None, texts, params, 2))
+    monkeypatch.setattr(decode, "step_c", lambda *_: None)
+    want = dict(Engine(net, None, 2, compile=True).answer(texts, params))  # not on a CPU
+    widths = set()
+    monkeypatch.setattr(engine, "can_record", lambda device: True)
+    monkeypatch.setattr(decode, "RecordedStep", lambda view: lambda model, tokens, parts: (
+        widths.add((len(parts), len(tokens), len(parts[0].span))) or decode.decode_step(model, tokens, parts)
+    ))  # fmt: skip
+    got = dict(Engine(net, None, 2, compile=True).answer(texts, params))
     for i in want:
         a, b = want[i].completions[0], got[i].completions[0]
         assert a.ids == b.ids and a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert widths == {(1, 2, 64), (1, 2, 128), (1, 2, 256), (1, 2, 300)}
 
 
 # ---- stopping -------------------------------------------------------------------------------------------------------
@@ -575,7 +575,7 @@ def test_beams_equal_transformers(net):
     hf = as_transformers(net)
     texts = [prompt(n, seed=n) for n in (9, 1, 20)]
     params = BeamParams(max_new_tokens=12, temperature=0, num_beams=3, n=2, eos_ids=frozenset({4, 9, 33}))
-    for ids, (_, result) in zip(texts, search_each(net, None, texts, params), strict=True):
+    for ids, (_, result) in zip(texts, BeamSearch(net, None, params.num_beams).answer(texts, params), strict=True):
         want = hf.generate(
             torch.tensor([ids]), do_sample=False, max_new_tokens=12, num_beams=3, num_return_sequences=2,
             eos_token_id=[4, 9, 33], pad_token_id=0, return_dict_in_generate=True, output_scores=True,
@@ -778,7 +778,34 @@ def test_ids_are_the_same_alone_and_among_others_that_come_and_go(monkeypatch):
     assert moves >= 2 and 1 < len(cancelled) < n / 3 and len(finished) + len(cancelled) == n
     assert ids_of([finished[i] for i in sorted(finished)]) == ids_of([alone[i] for i in sorted(finished)])
     assert busy.cache.n_bytes() == 0  # of what has ended only copies are kept, which give way to requests
-    assert len(busy.prefixes) <= rows
+    assert len(busy.ended.ids) <= rows and not busy.prompts.ids and busy.promised_bytes == 0
+
+
+def test_prefix_index_finds_what_comparing_all_texts_finds():
+    draw, index, texts = random.Random(5), kv_cache.PrefixIndex(), {}
+    for _ in range(400):
+        ids = [draw.randrange(3) for _ in range(draw.randrange(7))]
+        found = max((kv_cache.n_shared(text, ids) for text, _ in index.beside(ids)), default=0)
+        assert found == max((kv_cache.n_shared(text, ids) for text in texts.values()), default=0)
+        row = kv_cache.Row()
+        index.add(row, ids)
+        texts[row] = ids
+        if draw.random() < 0.4:
+            row = draw.choice(list(texts))
+            index.remove(row)
+            del texts[row]
+    assert index.ids == texts and [row for _, row in index.sorted] != list(texts)
+
+
+def test_work_grows_with_the_number_of_rows_not_with_its_square(net, monkeypatch):
+    """Prompts that begin alike, all at once: each was compared with all others, three times."""
+    compared = []
+    n_shared = kv_cache.n_shared
+    for module in (kv_cache, engine):
+        monkeypatch.setattr(module, "n_shared", lambda *texts: compared.append(1) or n_shared(*texts))
+    prompts = [prompt(12) + [i % 10, i // 10] for i in range(100)]
+    generate(net, None, prompts, SamplingParams(1, temperature=0))
+    assert len(compared) < 20 * len(prompts)
 
 
 def test_a_long_prompt_lets_the_others_go_on(net, monkeypatch):
@@ -859,7 +886,7 @@ def test_impossible_prompts_are_one_line(net, prompts, words):
     assert all(word in text for word in words), text
     if prompts:
         with pytest.raises(UserError):
-            list(generate_each(net, None, iter(prompts), SamplingParams(max_new_tokens=2), 2))
+            list(Engine(net, None, 2).answer(iter(prompts), SamplingParams(max_new_tokens=2)))
 
 
 def test_impossible_calls_are_one_line(net, monkeypatch):
@@ -871,16 +898,12 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     with pytest.raises(UserError, match="not finite"):
         generate(broken, None, [[1]], SamplingParams())
     with pytest.raises(UserError, match="not finite"):
-        next(search_each(broken, None, [[1]], BeamParams(temperature=0)))
+        next(BeamSearch(broken, None, 2).answer([[1]], BeamParams(temperature=0)))
     for prompt in ("ab", 7, torch.tensor([1, 2]), [1, "a"]):
         with pytest.raises(UserError, match="must be a list of token ids"):
             generate(net, None, [prompt], SamplingParams())
     with pytest.raises(UserError, match="batch_size=-1"):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
-    monkeypatch.setattr(decode.shutil, "which", lambda name: None)
-    monkeypatch.setattr(decode, "step_c", lambda *_: None)
-    with pytest.raises(UserError, match="C\\+\\+ compiler"):
-        generate(net, None, [[1]], SamplingParams(), compile=True)
 
 
 def test_what_may_be_sampled(tokenizer):

@@ -30,12 +30,12 @@ from groundup.kernels.cross_entropy import (
 from groundup.tokens import IGNORE
 
 
-def head_inputs(N: int = 23, C: int = 16, V: int = 97) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def head_inputs(N: int = 23, C: int = 16, V: int = 97) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(N, C, generator=generator), torch.randn(V, C, generator=generator)
     targets = torch.randint(V, (N,), generator=generator)
     targets[::5] = IGNORE
-    return hidden, weight, targets, torch.rand(N, generator=generator) * 3
+    return hidden, weight, targets
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
@@ -102,12 +102,11 @@ def test_a_scale_of_the_loss_is_not_rounded():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpus_chunk_computes_what_a_cpus_does(dtype):
     torch.manual_seed(0)
-    h, w, scale = torch.randn(50, 32).to(dtype), torch.randn(97, 32).to(dtype), torch.rand(50)
+    h, w = torch.randn(50, 32).to(dtype), torch.randn(97, 32).to(dtype)
     targets = torch.randint(97, (50,))
     targets[::7] = IGNORE
-    scale = scale * (targets != IGNORE)
-    nats, grad = kernels.fused_chunk(h, w, targets, scale)
-    want_nats, want = kernels.eager_chunk(h, w, targets, scale, learns=True)
+    nats, grad = kernels.fused_chunk(h, w, targets)
+    want_nats, want = kernels.eager_chunk(h, w, targets, learns=True)
     torch.testing.assert_close(nats, want_nats, rtol=1e-5, atol=1e-6)
     assert grad.dtype == want.dtype == dtype
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
@@ -146,7 +145,7 @@ def test_a_gpus_chunk_is_few_kernels_and_one_graph_for_any_rows():
     metrics.reset()
     chunk, made = torch.compile(kernels.fused_chunk), []
     for n in (64, 48, 40, 33):
-        chunk(torch.randn(n, 32), torch.randn(97, 32), torch.randint(97, (n,)), torch.rand(n))
+        chunk(torch.randn(n, 32), torch.randn(97, 32), torch.randint(97, (n,)))
         made.append(metrics.generated_kernel_count)
     assert made[0] <= 8 and made[1:] == [2 * made[0]] * 3  # for 64 rows, then for any number
 
@@ -170,18 +169,15 @@ def test_loss_without_gradient_equals_loss_with_it():
 
 
 @pytest.mark.parametrize("elements", [1, 7 * 97, 2**22])
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("frozen", ["", "hidden", "weight", "hidden and weight"])
-def test_cross_entropy_agrees_with_the_reference(elements, weighted, frozen, monkeypatch):
+def test_cross_entropy_agrees_with_the_reference(elements, frozen, monkeypatch):
     """In chunks of 1, 7 and all tokens: loss, nats, and the gradients that are asked for."""
     monkeypatch.setattr(kernels, "CHUNK_ELEMENTS", elements)
-    hidden, weight, targets, weights = head_inputs()
-    if not weighted:
-        weights = None
+    hidden, weight, targets = head_inputs()
     hidden.requires_grad_("hidden" not in frozen)
     weight.requires_grad_("weight" not in frozen)
-    want, want_nats = reference_cross_entropy(hidden, weight, targets, weights)
-    loss, nats = cross_entropy(hidden, weight, targets, weights)
+    want, want_nats = reference_cross_entropy(hidden, weight, targets)
+    loss, nats = cross_entropy(hidden, weight, targets)
     assert loss.dtype == nats.dtype == torch.float32
     assert loss.shape == () and not nats.requires_grad
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
@@ -196,18 +192,18 @@ def test_cross_entropy_agrees_with_the_reference(elements, weighted, frozen, mon
 
 
 def test_the_reference_is_torchs_loss_in_float64():
-    hidden, weight, targets, weights = (x.double() for x in head_inputs())
+    hidden, weight, targets = (x.double() for x in head_inputs())
     targets = targets.long()
     logps = (hidden @ weight.T).log_softmax(1)
     each = [-row[t] if t != IGNORE else row[0] * 0 for row, t in zip(logps, targets, strict=True)]
     want = torch.stack(each)
-    loss, nats = reference_cross_entropy(hidden, weight, targets, weights)
+    loss, nats = reference_cross_entropy(hidden, weight, targets)
     torch.testing.assert_close(nats, want.float(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(loss.float(), (want * weights).sum().float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.float(), want.sum().float(), rtol=1e-6, atol=0)
 
 
 def test_a_frozen_head_costs_nothing(monkeypatch):
-    hidden, weight, targets, _ = head_inputs()
+    hidden, weight, targets = head_inputs()
     monkeypatch.setattr(kernels, "add_product", None)  # would make the gradient of the head
     cross_entropy(hidden.requires_grad_(), weight, targets)[0].backward()
     assert hidden.grad is not None
@@ -229,9 +225,7 @@ def test_cross_entropy_of_chosen_positions_equals_that_of_all():
 def test_cross_entropy_of_no_positions_is_zero_with_zero_gradients():
     net = random_model(tiny_config())
     x, none = random_ids(net.cfg, 2, 8), torch.zeros(0, dtype=torch.int64)
-    loss, nats = cross_entropy(
-        net.hidden(x).flatten(0, 1)[none], net.lm_head.weight, none, torch.zeros(0)
-    )
+    loss, nats = cross_entropy(net.hidden(x).flatten(0, 1)[none], net.lm_head.weight, none)
     assert loss.item() == 0.0 and nats.shape == (0,)
     for name, grad in gradients(net, loss).items():
         assert grad is not None and grad.eq(0).all(), name
@@ -242,7 +236,7 @@ def test_cross_entropy_of_no_positions_is_zero_with_zero_gradients():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_scores_equal_those_of_full_logits(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK_ELEMENTS", 7 * 97)
-    hidden, weight, targets, _ = head_inputs(N=200)
+    hidden, weight, targets = head_inputs(N=200)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         logits = F.linear(hidden, weight)
         targets[::3] = logits[::3].argmax(dim=1)

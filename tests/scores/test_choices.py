@@ -21,7 +21,6 @@ from groundup.tokens.training import train
 from groundup.train import huggingface
 from model import ModelConfig, Transformer
 
-CPU = torch.device("cpu"), torch.float32
 LETTERS = "ABCD"
 SPLIT = {"mmlu": "test", "cmmlu": "test", "ceval": "val"}
 EXAMS = ("mmlu", "cmmlu", "ceval")
@@ -112,7 +111,7 @@ def evaluate(base: Path, task: str, shots: int, model: str = "model", **others: 
     folder = base / model
     tokenizer = tok.Tokenizer.load(folder)
     return evaluate_choices(
-        huggingface.load_model(folder), tokenizer, task, data_of(base, task), shots, 3, *CPU, **others
+        huggingface.load_model(folder), tokenizer, task, data_of(base, task), shots, 3, torch.float32, **others
     )
 
 
@@ -190,7 +189,8 @@ def test_sentencepiece_and_any_batch_size(base, tmp_path):
     both = hf(tmp_path)
     for task in ("cmmlu", "mmlu_text"):
         one, many = (
-            evaluate_choices(model, tokenizer, task, data_of(base, task), 1, size, *CPU)["records"] for size in (1, 64)
+            evaluate_choices(model, tokenizer, task, data_of(base, task), 1, size, torch.float32)["records"]
+            for size in (1, 64)
         )
         for a, b, (context, answers, _) in zip(one, many, prompts_of(task, 1), strict=True):
             assert a["logprobs"] == pytest.approx(b["logprobs"], abs=1e-4)
@@ -223,7 +223,7 @@ def test_an_answer_longer_than_the_block_is_an_error(base, tmp_path):
     write_csv(tmp_path / "test" / "x_test.csv", [], [english(0), ["q", "no", "long " * 40, "c", "d", "A"]])
     model, tokenizer = huggingface.load_model(base / "model"), tok.Tokenizer.load(base / "model")
     with pytest.raises(UserError, match=r"x_test.csv:2: an answer of \d+ tokens does not fit in block_size=20"):
-        evaluate_choices(model, tokenizer, "mmlu_text", str(tmp_path), 0, 4, *CPU, block_size=20)
+        evaluate_choices(model, tokenizer, "mmlu_text", str(tmp_path), 0, 4, torch.float32, block_size=20)
 
 
 # ---- the same by lm-eval --------------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_what_is_wrong_in_the_request_is_said(base, tmp_path):
 def test_texts_that_are_letters_have_every_measure(base, tmp_path):
     write_csv(tmp_path / "test" / "x_test.csv", [], [["Which?", *"ABCD", "B"], english(1)])
     model, tokenizer = huggingface.load_model(base / "model"), tok.Tokenizer.load(base / "model")
-    found = evaluate_choices(model, tokenizer, "mmlu_text", str(tmp_path), 0, 4, *CPU)
+    found = evaluate_choices(model, tokenizer, "mmlu_text", str(tmp_path), 0, 4, torch.float32)
     first = found["records"][0]["chosen"]
     assert set(first) == {"acc", "acc_norm", "acc_bytes"} and len(set(first.values())) == 1
     assert found["overall"]["n"] == 2

@@ -20,7 +20,6 @@ from groundup.train import huggingface
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
-CPU = torch.device("cpu"), torch.float32
 BLOCK = 32
 CHINESE = "机器学习是人工智能的一个分支,它研究怎样从数据中得到规律。"
 ENGLISH = "A model of language gives each continuation of a text a probability. "
@@ -53,7 +52,7 @@ def settings(stride: int = BLOCK, batch_size: int = 3, **more) -> Settings:
 
 
 def losses_of(model: Transformer, tokenizer: Tokenizer, texts: list[str], how: Settings) -> list[domains.Loss]:
-    return document_losses(model, tokenizer, iter(texts), how, *CPU)
+    return document_losses(model, tokenizer, iter(texts), how, torch.float32)
 
 
 # ---- windows --------------------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ def test_figures_are_sums_over_documents(model, tokenizer, saved, tmp_path):
     for path, text in zip(paths, TEXTS, strict=True):
         path.write_text(text, encoding="utf-8")
     spec = f"some={tmp_path}/[012].txt,rest={tmp_path}/[345].txt"
-    found = evaluate_domains(model, tokenizer, parse_domains(spec), settings(), *CPU)
+    found = evaluate_domains(model, tokenizer, parse_domains(spec), settings(), torch.float32)
     everything = [nats_by_hand(saved, text, BLOCK) for text in TEXTS]
     nats, n_tokens = (sum(column) for column in zip(*everything[3:], strict=True))
     text = "".join(TEXTS[3:])
@@ -213,7 +212,7 @@ def test_all_encodings_and_containers_give_the_same_figures(model, tokenizer, tm
     (tmp_path / "gbk.txt").write_bytes(text.encode("gbk"))
     (tmp_path / "utf16.txt").write_bytes(text.encode("utf-16"))
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(json.dumps({"content": text}).encode()))
-    found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/*"), settings(), *CPU)["domains"]
+    found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/*"), settings(), torch.float32)["domains"]
     notes = {name: of.pop("notes") for name, of in found.items()}
     assert notes == {
         "gbk": ["read as GB18030 (GBK), not UTF-8: 1 documents"], "utf8": [], "utf16": [], "packed": [],
@@ -225,13 +224,14 @@ def test_what_is_left_out_is_said(model, tokenizer, tmp_path):
     rows = [{"text": "one"}, {"text": " \n"}, {"other": 1}, {"text": "two"}, {"text": "three"}]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "x.jsonl").write_text("\n".join([lines[0], "{broken", *lines[1:]]), encoding="utf-8")
-    found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(), *CPU)["domains"]["x"]
+    found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(), torch.float32)
+    found = found["domains"]["x"]
     assert found["documents"] == 3
     empty, unread = found["notes"]
     assert empty == "empty, left out: 1 documents"
     assert unread.startswith("not read: 2 records (bad_json 1, bad_field 1)")
     assert f"{tmp_path}/x.jsonl:2: bad_json" in unread
-    limited = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(limit=2), *CPU)
+    limited = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(limit=2), torch.float32)
     assert limited["all"]["bytes"] == len("onetwo")
 
 
@@ -243,7 +243,7 @@ def test_what_is_left_out_is_said(model, tokenizer, tmp_path):
 def test_a_domain_without_text_is_an_error(model, tokenizer, tmp_path, content, why):
     (tmp_path / "x.txt").write_bytes(content)
     with pytest.raises(UserError, match=f"domain 'x' has no text in {tmp_path}/x.txt; .*{why}"):
-        evaluate_domains(model, tokenizer, [Domain("x", [str(tmp_path / "x.txt")])], settings(), *CPU)
+        evaluate_domains(model, tokenizer, [Domain("x", [str(tmp_path / "x.txt")])], settings(), torch.float32)
 
 
 def test_perplexity_that_no_float_holds():
@@ -263,8 +263,9 @@ def test_a_wrong_column_is_named_once(model, tokenizer, tmp_path):
     rows = [{"id": "x", "body": f"a text, number {i}"} for i in range(9)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     with pytest.raises(UserError) as caught:
-        evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(), *CPU)
+        evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(), torch.float32)
     error = str(caught.value)
     assert error.count("x.jsonl:") == 1 and len(error) < 400
-    found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(text_key="body"), *CPU)
+    how = settings(text_key="body")
+    found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), how, torch.float32)
     assert found["all"]["documents"] == 9

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import saved
 import test_ddp
 import torch
 from test_model import tiny_config
@@ -24,6 +25,7 @@ from groundup.errors import UserError
 from groundup.files import answer_files
 from groundup.generate.answers import Answers
 from groundup.generate.completion import generate, prompt_ids
+from groundup.generate.engine import Engine
 from groundup.generate.sampling import SamplingParams
 from groundup.scores import judging
 from groundup.scores.client import Endpoint, Reply
@@ -111,7 +113,7 @@ def test_preference_on_several_files_and_few_pairs(judge, tmp_path):
     for i in (*range(5), *range(20, 25)):
         row = pair(i)
         texts = [[*row["prompt"], {"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")]
-        better, worse = reward_model.score(model, tokenizer, texts)
+        better, worse = saved.score_talks(model, tokenizer, texts)
         right.append(better > worse)
     found = evaluate_preference(*judge, ",".join(paths), limit=5)
     assert found["n"] == 10 and found["accuracy"] == pytest.approx(sum(right) / 10)
@@ -133,7 +135,7 @@ def test_answers_of_sample_py_are_read(judge, tmp_path):
     params = SamplingParams(max_new_tokens=9, n=2, logprobs=0, eos_ids=tokenizer.stop_ids)
     writer = Answers(write(tmp_path / "prompts.jsonl", prompts), "", str(tmp_path / "out.jsonl"), {"model": "m"})
     encode = functools.partial(prompt_ids, tokenizer, True, "")
-    writer.write(model, tokenizer, params, encode, 3, False)
+    writer.write(Engine(model, tokenizer, 3), params, encode)
     found = read_answers(str(tmp_path / "out.jsonl"))
     assert [row["prompt"] for row in found] == [ask("Hello"), talk, ask("Once upon"), ask("a" * 40)]
     ids = encode("Hello", False)
@@ -155,7 +157,7 @@ def test_a_judge_never_sees_the_datas_own_answer(judge, tmp_path):
     questions = write(tmp_path / "questions.jsonl", given)
     answers = Answers(questions, "", out := str(tmp_path / "a.jsonl"), {"model": "m"})
     encode = functools.partial(prompt_ids, tokenizer, True, "")
-    answers.write(model, tokenizer, SamplingParams(4, temperature=0), encode, 2, False)
+    answers.write(Engine(model, tokenizer, 2), SamplingParams(4, temperature=0), encode)
     found = read_answers(out)
     assert [row["prompt"] for row in found] == [turns, turns, turns, ask("And 3?")]
     seen = []
@@ -177,7 +179,7 @@ def test_a_judge_sees_the_system_message_that_the_models_were_given(judge, tmp_p
     matches, _ = judging.matches_of(of_a, of_b)
     verdict = judging.reward_judge(matches[:1], *judge)[0]
     talk = [*want[0], {"role": "assistant", "content": ""}]
-    assert verdict.scores[0] == pytest.approx(reward_model.score(*judge, [talk])[0])
+    assert verdict.scores[0] == pytest.approx(saved.score_talks(*judge, [talk])[0])
     assert "Answer in French." in judging.judge_prompt(matches[1], swapped=False)
     other = write_answers(tmp_path / "c.jsonl", lines, system="")
     with pytest.raises(UserError, match="with system='Answer in French.', .*c.jsonl with system=''"):
@@ -314,7 +316,7 @@ def test_the_reward_model_prefers_the_higher_score(judge):
     own = functools.partial(judging.reward_judge, model=model, tokenizer=tokenizer, batch_size=5)
     found, turned = win_rate(of_a, of_b, own), win_rate(of_b, of_a, own)
     talks = [[*row["prompt"], {"role": "assistant", "content": row["answer"]}] for row in of_a[:3] + of_b[:3]]
-    scores = np.array(reward_model.score(model, tokenizer, talks)).reshape(2, 3)
+    scores = np.array(saved.score_talks(model, tokenizer, talks)).reshape(2, 3)
     assert [row["winner"] == "a" for row in found["matches"][:3]] == (scores[0] > scores[1]).tolist()
     assert found["matches"][0]["scores"] == pytest.approx(tuple(scores[:, 0]), rel=1e-5)
     assert list(found["none"]) == ["longer than the reward model's block_size=96"] and found["ties"] == 0

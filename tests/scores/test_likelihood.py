@@ -15,7 +15,6 @@ from groundup.train import huggingface
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
-CPU = torch.device("cpu"), torch.float32
 BLOCK = 24
 
 
@@ -59,7 +58,7 @@ def test_rows_as_transformers_scores_them_one_by_one(model, tokenizer, tmp_path)
     rows = make_rows(40, tokenizer.vocab_size)
     likeliest = hf(torch.tensor([rows[0][0][:5]])).logits[0, -1].argmax().item()
     rows += [(rows[0][0][:5] + [likeliest], 5), (rows[0][0][:5] + [likeliest ^ 1], 5), ([7], 1)]
-    found = score_tokens(model, rows, 7, *CPU)
+    found = score_tokens(model, rows, 7, torch.float32)
     for row, scored in zip(rows, found, strict=True):
         expected = by_hand(hf, *row)
         assert scored.nats == pytest.approx(expected.nats, abs=1e-4)
@@ -71,8 +70,8 @@ def test_rows_as_transformers_scores_them_one_by_one(model, tokenizer, tmp_path)
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
 def test_batch_size_changes_nothing(model, tokenizer, batch_size):
     rows = make_rows(60, tokenizer.vocab_size)
-    alone = [score_tokens(model, [row], 1, *CPU)[0] for row in rows]
-    together = score_tokens(model, rows, batch_size, *CPU)
+    alone = [score_tokens(model, [row], 1, torch.float32)[0] for row in rows]
+    together = score_tokens(model, rows, batch_size, torch.float32)
     assert [scored.nats for scored in together] == pytest.approx([scored.nats for scored in alone], abs=1e-4)
     assert [scored[1:] for scored in together] == [scored[1:] for scored in alone]
 
@@ -89,9 +88,9 @@ def test_rows_that_read_the_same_are_computed_once(model, monkeypatch):
 
     question = [5, 6, 7, 8]
     rows = [([*question, letter], 4) for letter in (1, 2, 3, 4)] + [([*question, 2], 1)]
-    alone = [score_tokens(model, [row], 1, *CPU)[0] for row in rows]
+    alone = [score_tokens(model, [row], 1, torch.float32)[0] for row in rows]
     monkeypatch.setattr(Transformer, "forward", count)
-    together = score_tokens(model, rows, 16, *CPU)
+    together = score_tokens(model, rows, 16, torch.float32)
     assert n_read == 1
     assert [scored.nats for scored in together] == pytest.approx([scored.nats for scored in alone], abs=1e-5)
     assert [scored.n_tokens for scored in together] == [1, 1, 1, 1, 4]
@@ -99,18 +98,18 @@ def test_rows_that_read_the_same_are_computed_once(model, monkeypatch):
 
 def test_scores_need_no_float64_on_the_device(model, monkeypatch):
     rows = [(list(range(1, 9)), 3), (list(range(2, 6)), 1)]
-    want = score_tokens(model, rows, 2, *CPU)
+    want = score_tokens(model, rows, 2, torch.float32)
     monkeypatch.setattr(likelihood, "token_scores", on_device(likelihood.token_scores))
-    assert score_tokens(model, rows, 2, *CPU) == want
+    assert score_tokens(model, rows, 2, torch.float32) == want
 
 
 def test_the_model_is_left_in_its_mode_and_without_dropout_meanwhile(tokenizer):
     torch.manual_seed(1)
     model = Transformer(ModelConfig(tokenizer.vocab_size, BLOCK, 1, 2, 0, 16, dropout=0.5))
     rows = make_rows(4, tokenizer.vocab_size)
-    assert score_tokens(model.train(), rows, 2, *CPU) == score_tokens(model, rows, 2, *CPU)
+    assert score_tokens(model.train(), rows, 2, torch.float32) == score_tokens(model, rows, 2, torch.float32)
     assert model.training
-    score_tokens(model.eval(), rows, 2, *CPU)
+    score_tokens(model.eval(), rows, 2, torch.float32)
     assert not model.training
 
 
@@ -120,12 +119,12 @@ def test_logits_are_never_held_for_all_tokens(model, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 3 * model.cfg.vocab_size)
     monkeypatch.setattr(cross_entropy, "softmax_cross_entropy", lambda z, t: (sizes.append(len(z)), entropy(z, t))[1])
     rows = make_rows(8, model.cfg.vocab_size)
-    score_tokens(model, rows, 8, *CPU)
+    score_tokens(model, rows, 8, torch.float32)
     assert max(sizes) == 3
     assert sum(sizes) == sum(len(ids) - first for ids, first in rows)  # none for what is not scored
 
 
 def test_no_rows_and_a_row_that_does_not_fit(model):
-    assert score_tokens(model, [], 4, *CPU) == []
+    assert score_tokens(model, [], 4, torch.float32) == []
     with pytest.raises(AssertionError, match="row 1"):
-        score_tokens(model, [([1, 2], 1), ([1] * (BLOCK + 2), 1)], 4, *CPU)
+        score_tokens(model, [([1, 2], 1), ([1] * (BLOCK + 2), 1)], 4, torch.float32)

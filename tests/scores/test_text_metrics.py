@@ -207,7 +207,7 @@ def test_who_ended_an_answer(tiny, monkeypatch):
     model, tokenizer = tiny
     ends = [("stop", tokenizer.im_end_id), ("stop", "\n\n"), ("length", None), ("stop", 65)]
     results = [(k, Result([1], [Completion("x", [65] * 4, *end, None, 0.0)], None)) for k, end in enumerate(ends)]
-    monkeypatch.setattr(text_metrics, "generate_each", lambda *arguments: iter(reversed(results)))
+    monkeypatch.setattr(text_metrics.Engine, "answer", lambda *_: iter(reversed(results)))
     found = generate_answers(model, tokenizer, [CHATS[0]["messages"][:1]] * 4, GREEDY, 4)
     assert [answer.stopped for answer in found] == [True, False, False, False]  # 65: a stop id of the user's
     assert [answer.n_tokens for answer in found] == [3, 4, 4, 3]

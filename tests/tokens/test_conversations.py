@@ -15,7 +15,7 @@ from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import ChatCorpus, InMemory, Rows, fit, load_rows, read_chat, tokenize_chat
-from groundup.tokens.corpus import changed_entry
+from groundup.tokens.mixture import changed_entry
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer
@@ -274,7 +274,7 @@ def steps_of(corpus: ChatCorpus, n: int, world_size: int, accum_steps: int, star
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_step_has_the_same_labels_for_any_ranks_and_micro_batches_and_after_a_resume(tok, two_files, pack):
     a, b = two_files
-    corpus = ChatCorpus(f"{a}=0.5,{b}=0.5", tok, 256, pack, 7)
+    corpus = ChatCorpus(f"{a}=0.5,{b}=0.5", tok, 256, 7, pack=pack)
     expected = steps_of(corpus, 4, 1, 1)
     assert steps_of(corpus, 4, 1, 3) == steps_of(corpus, 4, 2, 2) == steps_of(corpus, 4, 4, 1) == expected
     assert steps_of(corpus, 2, 2, 1, start_step=2) == expected[2:]
@@ -282,7 +282,7 @@ def test_a_step_has_the_same_labels_for_any_ranks_and_micro_batches_and_after_a_
 
 def test_the_labels_of_rows_of_two_sources(tok, two_files):
     a, b = two_files
-    corpus = ChatCorpus(f"{a}=3,{b}=1", tok, 256, True, 7)
+    corpus = ChatCorpus(f"{a}=3,{b}=1", tok, 256, 7)
     batch = corpus.load(np.array([0, 1, 1]), np.array([0, 0, 1]))
     per_row = np.bincount(batch.index.numpy() // 256, minlength=3)
     assert per_row.tolist() == [corpus.train[0].n_labels[0], *corpus.train[1].n_labels[:2]]
@@ -294,7 +294,7 @@ def test_the_labels_of_rows_of_two_sources(tok, two_files):
 
 def test_shares_stages_and_epochs(tok, two_files, tmp_path):
     a, b = two_files
-    corpus = ChatCorpus(f"{a},{b}", tok, 256, True, 7)
+    corpus = ChatCorpus(f"{a},{b}", tok, 256, 7)
     n_rows = [rows.n_rows for rows in corpus.train]
     assert corpus.stages == [(0, [float(n) for n in n_rows])] and corpus.names == ["a.jsonl", "b.jsonl"]
     order = corpus.order(1, 4, 10, max_epochs="2")
@@ -303,21 +303,21 @@ def test_shares_stages_and_epochs(tok, two_files, tmp_path):
         corpus.order(1, 4, 1000, max_epochs="2")
     with pytest.raises(UserError, match="max_epochs has 'c.jsonl'; write path=number"):
         corpus.order(1, 4, 10, max_epochs="c.jsonl=2")
-    staged = ChatCorpus(f"0: {a}=1; 10: {a}=1,{b}=1", tok, 256, True, 7)
+    staged = ChatCorpus(f"0: {a}=1; 10: {a}=1,{b}=1", tok, 256, 7)
     order = staged.order(1, 4, 20)
     assert order.starts_of(np.arange(40))[0].max() == 0 and 0.2 < order.starts_of(np.arange(40, 400))[0].mean() < 0.8
     assert staged.val_shares() == [0.5, 0.5] and list(staged.val) == ["a.jsonl", "b.jsonl"]
     assert changed_entry(corpus.record(), corpus.record(), 5) == ""
     assert changed_entry(corpus.record(), staged.record(), 5) == "stages"
     write_talks(tmp_path / "b.jsonl", talks(31, 2))
-    assert changed_entry(corpus.record(), ChatCorpus(f"{a},{b}", tok, 256, True, 7).record(), 5) == "data"
+    assert changed_entry(corpus.record(), ChatCorpus(f"{a},{b}", tok, 256, 7).record(), 5) == "data"
     seen = corpus.tokens_seen(corpus.order(1, 4, 10, "1"), sum(n_rows))
     assert seen == {f"tokens/{rows.name}": rows.n_used.sum() for rows in corpus.train}
 
 
 def test_validation_batches_of_all_ranks_are_the_split_once(tok, tmp_path):
     path = write_talks(tmp_path / "a.jsonl", talks(90))
-    corpus = ChatCorpus(path, tok, 256, False, 7, val_fraction=0.5)
+    corpus = ChatCorpus(path, tok, 256, 7, pack=False, val_fraction=0.5)
     rows = corpus.val["a.jsonl"]
     labels = []
     for rank in range(3):
@@ -329,7 +329,7 @@ def test_validation_batches_of_all_ranks_are_the_split_once(tok, tmp_path):
 
 def test_val_data_and_prompts(tok, two_files):
     a, b = two_files
-    corpus = ChatCorpus(a, tok, 512, True, 7, val_data=b)
+    corpus = ChatCorpus(a, tok, 512, 7, val_data=b)
     assert len(corpus.train[0].conversations) == 80 and len(corpus.val["b.jsonl"].conversations) == 30
     assert corpus.val_shares() == [1.0]
     fitting = [talk for talk in talks(30, 2) if len(tok.render(talk)[0]) <= 512]
@@ -358,7 +358,7 @@ def test_bad_rows_are_counted_by_reason_and_named_by_line(tok, tmp_path):
     named = [place for place in source.reader.places if "two assistant" in place]
     assert named == [f"{path}:{line}: two assistant turns in a row" for line in (11, 14, 17)]
     assert any(f"{path}:16: not understood: a turn has the role 'robot'" in place for place in source.reader.places)
-    report = "\n".join(ChatCorpus(path, tok, 256, True, 1).report())
+    report = "\n".join(ChatCorpus(path, tok, 256, 1).report())
     for part in ("x.jsonl: 4 left out: two assistant turns in a row", ":12: bad_json", "1 lost turns after the last"):
         assert part in report
 
@@ -366,7 +366,7 @@ def test_bad_rows_are_counted_by_reason_and_named_by_line(tok, tmp_path):
 def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, tmp_path):
     def message(path: str) -> str:
         with pytest.raises(UserError) as caught:
-            ChatCorpus(path, tok, 64, True, 1)
+            ChatCorpus(path, tok, 64, 1)
         assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -384,9 +384,9 @@ def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, t
     assert "nothing to train on in f.jsonl: 1 left out: no answer fits in block_size=64" in long
     good = write_talks(tmp_path / "g.jsonl", talks(5))
     with pytest.raises(UserError, match="on in g.jsonl: all 5 rows are for validation; lower val_fraction"):
-        ChatCorpus(good, tok, 256, True, 1, val_fraction=1.0)
+        ChatCorpus(good, tok, 256, 1, val_fraction=1.0)
     with pytest.raises(UserError, match="max_epochs has 'h.jsonl'"):
-        ChatCorpus(good, tok, 256, True, 1).order(1, 4, 10, max_epochs="h.jsonl=2")
+        ChatCorpus(good, tok, 256, 1).order(1, 4, 10, max_epochs="h.jsonl=2")
 
 
 def test_several_containers_and_shapes_in_one_glob(tok, tmp_path):
@@ -420,10 +420,10 @@ def test_raw_files_rows_and_token_files_give_the_same_samples(tok, tok_dir, tmp_
     found.insert(10, [user("two"), user("questions"), assistant("at once")])
     path = write_talks(tmp_path / "a.jsonl", [*found, [user("cut"), assistant("me"), user("off")]])
     assert make(tmp_path / "rows", path) == make(tmp_path / "tokens", path, tokenizer_dir=tok_dir) == 0
-    from_rows, from_tokens = (ChatCorpus(str(tmp_path / name), tok, 256, True, 5) for name in ("rows", "tokens"))
+    from_rows, from_tokens = (ChatCorpus(str(tmp_path / name), tok, 256, 5) for name in ("rows", "tokens"))
     assert isinstance(from_tokens.train[0].conversations.tokens.base, np.memmap)
     assert not isinstance(from_rows.train[0].conversations.tokens.base, np.memmap)
-    raw = ChatCorpus(path, tok, 256, True, 5, val_fraction=0.2)
+    raw = ChatCorpus(path, tok, 256, 5, val_fraction=0.2)
     assert same(from_rows, from_tokens) and same(raw, from_tokens) and len(raw.val["a.jsonl"].conversations) > 2
     # what numpy reads from the files is what the renderer makes of the lines
     for split in ("train", "val"):
@@ -467,12 +467,13 @@ def test_damage_of_token_files_is_noticed_and_another_tokenizer_reads_the_rows(t
             prepare.main(verify)
         file.write_bytes(raw[:-2])
         with pytest.raises(UserError, match=f"{file.name} (ends at byte|is no .npy)"):
-            ChatCorpus(str(out), tok, 256, True, 1)
+            ChatCorpus(str(out), tok, 256, 1)
         file.write_bytes(raw)
     other = train(corpora.debug_texts()[:20], 640)
-    corpus = ChatCorpus(str(out), other, 512, True, 1)
+    corpus = ChatCorpus(str(out), other, 512, 1)
     assert any("another tokenizer's; its rows are tokenized again" in line for line in corpus.report())
-    assert corpus.train[0].conversations.tokens.tolist() == [
+    found = corpus.train[0].conversations
+    assert [i for k in range(len(found)) for i in found.ids(k)[0].tolist()] == [
         i for line in (out / "train.jsonl").read_text("utf-8").splitlines()
         for i in other.render(json.loads(line)["messages"])[0]
     ]  # fmt: skip
@@ -487,7 +488,7 @@ def test_directories_of_other_kinds_are_refused(tok, tok_dir, tmp_path):
     make(tmp_path / "text", text, kind="text", tokenizer_dir=tok_dir)
     for name, kind in (("pairs", "preference"), ("text", "text")):
         with pytest.raises(UserError, match=f"was prepared with kind='{kind}', not 'chat'"):
-            ChatCorpus(str(tmp_path / name), tok, 256, True, 1)
+            ChatCorpus(str(tmp_path / name), tok, 256, 1)
     (tmp_path / "text" / "manifest.json").write_text("{", "utf-8")
     with pytest.raises(UserError, match="manifest.json is damaged"):
-        ChatCorpus(str(tmp_path / "text"), tok, 256, True, 1)
+        ChatCorpus(str(tmp_path / "text"), tok, 256, 1)

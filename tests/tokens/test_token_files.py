@@ -20,8 +20,8 @@ from groundup.errors import UserError
 from groundup.kernels.attention import documents_of as documents_of_ids
 from groundup.tokens import IGNORE, token_files
 from groundup.tokens.batches import Batches, TextCorpus, Windows, load_windows, val_batches
-from groundup.tokens.mixture import Mixture, WindowSampler
-from groundup.tokens.packing import Packing, best_fit, pack, pack_rows
+from groundup.tokens.mixture import Mixture, Packing, WindowSampler, best_fit, pack_rows
+from groundup.tokens.packing import pack
 from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import PackedData, TokenData, npy_header
 from groundup.tokens.token_writer import ShardWriter, verify, write_manifest, write_record

@@ -264,6 +264,47 @@ def test_markers_that_stand_only_in_added_tokens_json(tmp_path):
     assert Tokenizer.load(tmp_path / "saved").render(TALKS[0]) == (ids, mask)
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "added_tokens.json"])
+def test_markers_that_tokenizer_json_lacks(file, tmp_path):
+    """A base model's tokenizer.json, and the markers of its tuned copy beside it."""
+    description = byte_level({})
+    n = 1 + max(token["id"] for token in description["added_tokens"])
+    names = {"<|turn|>": n, "<|stop|>": n + 1}
+    listed = {str(i): added_token(name) for name, i in names.items()}
+    template = "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' + m['content'] + '<|stop|>' }}"
+    template += "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+    more = {"added_tokens_decoder": listed} if file == "tokenizer_config.json" else {}
+    write(tmp_path, description, template, more)
+    if not more:
+        (tmp_path / file).write_text(json.dumps(names))
+    tokenizer = chat_ready(Tokenizer.load(tmp_path))
+    ids, mask = tokenizer.render(TALKS[0])
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALKS[0])["input_ids"]
+    assert ids == theirs and ids.count(n) == ids.count(n + 1) == 2
+    assert tokenizer.turn_end_id == n + 1 and mask[-1] == 1 and tokenizer.vocab_size == n + 2
+    tokenizer.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved").render(TALKS[0]) == (ids, mask)
+
+
+def test_special_tokens_that_stand_only_in_special_tokens_map_json(tmp_path):
+    """As old directories have them; transformers prefers them unless the config lists its tokens."""
+    write(tmp_path, with_names(byte_level({}), ["<s>", "</s>"]), without_tags(VICUNA))
+    config = tmp_path / "tokenizer_config.json"
+    settings = json.loads(config.read_bytes())
+    for key in ("bos_token", "eos_token"):
+        settings.pop(key, None)
+    config.write_bytes(to_json(settings))
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_bytes(to_json(named))
+    tokenizer, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.bos_id == theirs.bos_token_id
+    ids, mask = tokenizer.render(TALKS[0])
+    assert ids == theirs.apply_chat_template(TALKS[0])["input_ids"]
+    assert ids[-1] == theirs.eos_token_id and mask[-1] == 1
+    tokenizer.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved").render(TALKS[0]) == (ids, mask)
+
+
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 
 

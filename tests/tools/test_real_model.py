@@ -82,5 +82,5 @@ def test_perplexity_token_by_token(directory, theirs):
         ours, want = (torch.log_softmax(logits, -1)[0, :-1] for logits in (model(x), theirs(x).logits))
         following = x[0, 1:, None]
         torch.testing.assert_close(ours.gather(1, following), want.gather(1, following), rtol=0, atol=1e-4)
-        [scored] = score_tokens(model, [(ids, 1)], 1, torch.device("cpu"), torch.float32)
+        [scored] = score_tokens(model, [(ids, 1)], 1, torch.float32)
         assert scored.nats == pytest.approx(-want.gather(1, following).double().sum().item(), rel=1e-6)

@@ -50,6 +50,11 @@ def made_up(prompt: str, n: int = 5) -> str:
     return "\n".join(lines)
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # of more clients at once than five, some would ask again after a second
+
+
 class Endpoint:
     """failures: what to do with the k-th request that comes, instead of answering it."""
 
@@ -72,8 +77,7 @@ class Endpoint:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 

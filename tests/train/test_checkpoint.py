@@ -807,14 +807,20 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of pretrain.py that has saved step 3."""
     monkeypatch.setattr("sys.argv", ["pretrain.py"])
     out = tmp_path / "out"
-    checkpoint.make_run_dir(settings(out), "/x/pretrain.py", None)
+    make_run_dir(settings(out), None)
     save(out, 3, tiny(), config={"max_steps": 9, "init_from": "first"}, other={"data": DATA})
     return out
 
 
 def find(out: Path, data: dict = DATA, max_steps: int = 0, n_ids: int = 0, **changes: object) -> Path | None:
     cfg = tiny(**{"vocab_size": n_ids} if n_ids else {}).cfg
-    return checkpoint.find(settings(out, **changes), cfg, data, max_steps)
+    config = settings(out, **changes)
+    return checkpoint.find(config, cfg, data, max_steps or config["max_steps"])[0]
+
+
+def make_run_dir(config: dict, path: Path | None, max_steps: int = 9) -> dict:
+    state = checkpoint.read_state(path / "train_state.pt") if path else {"step": 0}
+    return checkpoint.make_run_dir(config, "/x/pretrain.py", state, max_steps)
 
 
 def config_error(*args: object, **kwargs: object) -> str:
@@ -844,7 +850,7 @@ def test_a_file_of_ones_own_beside_a_log_is_neither_replaced_nor_deleted(tmp_pat
         for changes in ({}, flags) if out != begun else (flags,):
             assert f"{out} holds {name!r}, which no run made" in config_error(out, **changes)
     assert find(begun) == begun / "step_000003"
-    checkpoint.make_run_dir(settings(begun), "pretrain.py", begun / "step_000003")
+    make_run_dir(settings(begun), begun / "step_000003")
     assert (begun / name).read_text(encoding="utf-8") == "mine"
 
 
@@ -855,14 +861,14 @@ def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monk
     changes = {"resume": "never", "overwrite": True}
     path = find(begun, **changes)
     assert path == begun / "step_000003"
-    checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", path)
+    make_run_dir(settings(begun, **changes), path)
     assert names(begun) == ["config.py", "latest", "step_000003"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert find(begun, **changes) is None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.delenv("RANK")  # what another program's torchrun has left is no restart
     assert find(begun, **changes) is None
-    checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", None)
+    make_run_dir(settings(begun, **changes), None)
     assert names(begun) == ["config.py"]
 
 
@@ -882,10 +888,10 @@ def test_a_step_to_resume_from(begun: Path, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the same command, after an error
     assert find(begun, **changes) == begun / "step_000008"
-    checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", begun / "step_000008")
+    make_run_dir(settings(begun, **changes), begun / "step_000008")
     assert len(checkpoint.step_dirs(begun)) == 3
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", path)
+    make_run_dir(settings(begun, **changes), path)
     assert checkpoint.step_dirs(begun) == [path] and not (begun / "README.md").exists()
 
 
@@ -900,10 +906,10 @@ def test_a_damaged_step_to_resume_from_is_refused(begun: Path) -> None:
 def test_a_run_that_goes_on_keeps_its_warm_up(tmp_path: Path) -> None:
     """A share of a longer run would begin to warm up again."""
     before = {"warmup_steps": 0.05}
-    assert checkpoint.warmup_of(before, 100, None) == 5
-    torch.save({"config": before, "warmup_steps": 5}, tmp_path / "train_state.pt")
-    assert checkpoint.warmup_of(before, 1000, tmp_path) == 5
-    assert checkpoint.warmup_of({"warmup_steps": 0.1}, 1000, tmp_path) == 100  # the user has changed it
+    assert checkpoint.warmup_of(before, 100, {"step": 0}) == 5
+    state = {"step": 5, "config": before, "warmup_steps": 5}
+    assert checkpoint.warmup_of(before, 1000, state) == 5
+    assert checkpoint.warmup_of({"warmup_steps": 0.1}, 1000, state) == 100  # the user has changed it
 
 
 def test_what_a_resume_says(begun: Path, capsys: pytest.CaptureFixture) -> None:
@@ -939,7 +945,7 @@ def test_what_would_not_continue_exactly_is_refused(begun: Path, changes: dict, 
 
 def test_another_architecture_is_refused(begun: Path) -> None:
     with pytest.raises(UserError, match=r"has another architecture: n_layer=2 \(asked 3\); use another out_dir"):
-        checkpoint.find(settings(begun), tiny(n_layer=3).cfg, DATA)
+        checkpoint.find(settings(begun), tiny(n_layer=3).cfg, DATA, 9)
 
 
 def test_a_run_of_another_script_is_called_so(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -952,13 +958,13 @@ def test_the_record_is_of_what_a_run_began_with(begun: Path, tmp_path: Path, mon
     record = begun / "config.py"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "first").mkdir()
-    config = checkpoint.make_run_dir(settings(begun, init_from="second"), "pretrain.py", path)
+    config = make_run_dir(settings(begun, init_from="second"), path)
     assert config == settings(begun, init_from="first") and "init_from = 'first'" in record.read_text("utf-8")
     (tmp_path / "first").rename(tmp_path / "moved")
-    config = checkpoint.make_run_dir(settings(begun, init_from="moved"), "pretrain.py", path)
+    config = make_run_dir(settings(begun, init_from="moved"), path)
     assert config["init_from"] == "moved"
     before = record.read_text("utf-8")
-    checkpoint.make_run_dir(settings(begun, seed=7), "pretrain.py", path, max_steps=3)
+    make_run_dir(settings(begun, seed=7), path, max_steps=3)
     assert record.read_text("utf-8") == before  # nothing is trained by these settings
 
 

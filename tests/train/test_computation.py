@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 import model
 from groundup.errors import UserError
 from groundup.tokens.training import train
-from groundup.train import config_json, huggingface
+from groundup.train import checkpoint, config_json, huggingface
 from model import ModelConfig, Transformer
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -115,10 +115,10 @@ def test_an_edited_model_is_not_saved_as_a_plain_one(tmp_path: Path, monkeypatch
             said = "checkpoint: this model.py computes something else than transformers' llama; only it opens what is "
             assert capsys.readouterr().err == said + "saved\n"
             with pytest.raises(UserError, match="else; put .* with --resume=never --overwrite=True"):
-                huggingface.check_same_computation(plain)
+                checkpoint.check_same_computation(plain)
         directory.mkdir()
         huggingface.write_model(directory, Transformer(cfg), tokenizer)
-        huggingface.check_same_computation(directory)
+        checkpoint.check_same_computation(directory)
     assert capsys.readouterr().err == ""
     AutoModelForCausalLM.from_pretrained(plain)
     with pytest.raises(ValueError, match="changed_llama"):

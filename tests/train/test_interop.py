@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
+import saved
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -39,7 +40,6 @@ ON_CPU = ["--device=cpu", "--dtype=float32"]
 TRAINING = [*ON_CPU, "--compile=False", "--peak_tflops=1", "--log_every=20", "--warmup_steps=0", "--learning_rate=1e-2"]
 TUNING = [f"--block_size={BLOCK}", "--batch_size=4", "--val_fraction=0.1"]
 PROMPTS = ["What is 3 plus", "中文：二加二是", "a", "The answer\n"]
-CPU = torch.device("cpu"), torch.float32
 
 
 def talk(i: int) -> list[dict]:
@@ -242,7 +242,7 @@ def test_a_reward_run_scores_texts_in_transformers_as_here(runs, tmp_path):
     assert there.shape == (len(talks), 1)
     assert here == pytest.approx(there[:, 0].tolist(), abs=1e-4)
     assert np.ptp(here) > 0.1
-    assert here == pytest.approx(reward_model.score(reward_model.load(path), Tokenizer.load(path), talks), abs=1e-4)
+    assert here == pytest.approx(saved.score_talks(reward_model.load(path), Tokenizer.load(path), talks), abs=1e-4)
 
 
 # ---- lm-eval --------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_lm_eval_finds_our_numbers(runs, tmp_path, monkeypatch):
     prompts = [tokenizer.encode(row["question"]) for row in QUESTIONS]
     texts = [row["question"] + row["answer"] for row in QUESTIONS]
     whole = [tokenizer.encode(text) for text in texts]
-    scored = score_tokens(model, [(ids, len(p)) for ids, p in zip(whole, prompts, strict=True)], 4, *CPU)
+    scored = score_tokens(model, [(ids, len(p)) for ids, p in zip(whole, prompts, strict=True)], 4, torch.float32)
     likelihoods = responses(found, "ours_likelihood")
     assert [float(nats) for nats, _ in likelihoods] == pytest.approx([-of.nats for of in scored], abs=1e-4)
     assert [greedy in (True, "True") for _, greedy in likelihoods] == [of.greedy for of in scored]

@@ -17,7 +17,6 @@ import torch
 
 from groundup.errors import UserError
 from groundup.train import log as logs
-from groundup.train import track as tracks
 from groundup.train.device import versions
 from groundup.train.log import RunLog, read_events
 from groundup.train.ranks import World
@@ -63,7 +62,7 @@ def test_line_and_event_of_training(tmp_path, capsys, now):
     now[0] += 2.0
     with log.paused():
         now[0] += 100.0
-    assert log.n_steps() == 5 and log.seconds() == 2.0
+    assert log.steps_since_line() == 5 and log.seconds() == 2.0
     log.train(1200, VALUES | {"tokens/zh": 7}, n_tokens=4.0)
     log.close()
     printed = capsys.readouterr().out
@@ -94,7 +93,7 @@ def test_other_ranks_keep_the_clock_and_write_nothing(tmp_path, capsys, now):
     log = RunLog(str(tmp_path / "none"), 9, 0, World(1, 1, 2))
     steps(log, 2)
     now[0] += 1.0
-    assert (log.n_steps(), log.seconds(), log.lacks_evaluation(1), log.val_losses()) == (
+    assert (log.steps_since_line(), log.seconds(), log.lacks_evaluation(1), log.val_losses()) == (
         2,
         1.0,
         False,
@@ -270,7 +269,7 @@ def test_a_card_replaces_no_text_of_ones_own(tmp_path, capsys):
 
 @pytest.mark.parametrize("track", ["tensorboard", "trackio", "wandb"])
 def test_a_tracker_without_its_package_is_one_line(track, tmp_path, monkeypatch):
-    monkeypatch.setattr(tracks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(logs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"track='{track}' needs a package; pip install {track}"):
         RunLog(str(tmp_path), 9, 0, World(1, 1, 2), track=track)
 
@@ -284,7 +283,6 @@ def test_a_tracker_gets_the_numbers_of_every_event(track, tmp_path, monkeypatch)
     )
     init = lambda **given: found.append((given["name"], given["config"])) or run  # noqa: E731
     monkeypatch.setitem(sys.modules, track, SimpleNamespace(init=init))
-    monkeypatch.setattr(tracks, "check_installed", lambda track: None)
     monkeypatch.setattr(logs, "check_installed", lambda track: None)
     out = tmp_path / "mine"
     out.mkdir()

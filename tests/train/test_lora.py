@@ -320,7 +320,7 @@ def ours_and_files(tmp_path: Path, trainable: str, cfg: LoRAConfig, kind: str = 
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.2)
     directory = tmp_path / "adapter"
     directory.mkdir()
-    huggingface.save_adapter(directory, model, str(base))
+    huggingface.save_adapter(directory, model, str(base), huggingface.stored_weights(model))
     return base, model, directory
 
 
@@ -328,7 +328,7 @@ def test_an_adapter_is_saved_as_the_same_bytes(tmp_path: Path) -> None:
     base, model, directory = ours_and_files(tmp_path, "lora,norm", KINDS["all"])
     first = {path.name: path.read_bytes() for path in directory.iterdir()}
     for _ in range(4):
-        huggingface.save_adapter(directory, model, str(base))
+        huggingface.save_adapter(directory, model, str(base), huggingface.stored_weights(model))
         assert first == {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
@@ -509,7 +509,7 @@ def test_adapters_that_do_not_fit_are_refused_and_nothing_is_copied(tmp_path: Pa
     assert "list" in error_line(huggingface.load_adapter, model, directory)
     (directory / huggingface.ADAPTER_CONFIG).write_text("{", encoding="utf-8")
     assert "damaged" in error_line(huggingface.load_adapter, model, directory)
-    assert "no adapters to save" in error_line(huggingface.save_adapter, tmp_path, model, "x")
+    assert "no adapters to save" in error_line(huggingface.save_adapter, tmp_path, model, "x", {})
 
 
 # ---- training -------------------------------------------------------------------------------------------------------

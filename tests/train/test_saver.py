@@ -623,10 +623,11 @@ def test_restore_brings_everything_back(tmp_path: Path, case: str) -> None:
     again = Training(case, base)
     path = tmp_path / "out" / "step_000002"
     huggingface.load_resumed(again.model, path)
-    state = checkpoint.restore(path, again.model, again.ddp, again.opt, again.scaler, seed=0)
+    state = checkpoint.read_state(path / "train_state.pt")
+    checkpoint.restore(path, state, again.model, again.ddp, again.opt, again.scaler, seed=0)
     assert (
         state["step"] == 2
-        and again.ddp.n_steps == training.ddp.n_steps
+        and again.ddp.n_updates == training.ddp.n_updates
         and "optimizer" not in state
     )
     assert again.ddp.skipped.tolist() == [3.0, 1.0] and torch.equal(torch.rand(3), noise)
@@ -649,10 +650,12 @@ def test_a_rank_that_the_saved_run_did_not_have_draws_other_numbers_at_each_resu
     behind.close()
     monkeypatch.setattr(checkpoint.ranks, "rank", lambda: 1)
     for path in (None, tmp_path / "step_000001", tmp_path / "step_000002"):
-        checkpoint.restore(path, training.model, training.ddp, training.opt, training.scaler, 7)
+        state = checkpoint.read_state(path / "train_state.pt") if path else {"step": 0}
+        checkpoint.restore(path, state, training.model, training.ddp, training.opt, training.scaler, 7)
         seen.append(torch.rand(4))
     assert not any(torch.equal(*pair) for pair in combinations(seen, 2))
-    checkpoint.restore(path, training.model, training.ddp, training.opt, training.scaler, 7)
+    state = checkpoint.read_state(path / "train_state.pt")
+    checkpoint.restore(path, state, training.model, training.ddp, training.opt, training.scaler, 7)
     assert torch.equal(torch.rand(4), seen[-1])
 
 
@@ -906,16 +909,16 @@ def test_a_disk_may_be_slower_than_ranks_wait_for_each_other(tmp_path: Path, slo
 
     def action(world: ranks.World) -> None:
         def write_state(path: Path, state: dict) -> None:
-            time.sleep(3 * (path.name == checkpoint.rank_file(slow)))
+            time.sleep(2 * (path.name == checkpoint.rank_file(slow)))
             original(path, state)
 
-        saver.write_state, behind = write_state, open_saver(tmp_path, 1.5)
+        saver.write_state, behind = write_state, open_saver(tmp_path, 1.0)
         begin_save(behind, 1)
         behind.close()
         assert behind.saved
         ranks.close()
 
-    assert in_ranks(2, action, timeout_s=1.5) == [0, 0]
+    assert in_ranks(2, action, timeout_s=1.0) == [0, 0]
     assert checkpoint.find_latest(tmp_path, pytest.fail).name == "step_000001"
 
 
@@ -985,7 +988,8 @@ def test_machines_need_no_shared_disk_to_save_but_each_the_checkpoint_to_resume(
         assert behind.saved
 
         def find() -> Path | None:
-            return checkpoint.find(tc.settings(Path("out"), timeout_s=1), model.cfg, tc.DATA)
+            settings = tc.settings(Path("out"), timeout_s=1)
+            return checkpoint.find(settings, model.cfg, tc.DATA, settings["max_steps"])[0]
 
         with pytest.raises(UserError, match=f"rank 1 cannot read {step}; copy that of rank 0"):
             find()

@@ -1,0 +1,60 @@
+"""client.py with a service that does not take all fields; the rest is in tests/tools/test_self_instruct.py."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from groundup.scores.client import Endpoint, ask
+
+NEEDS = {
+    "max_tokens": "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens'.",
+    "temperature": "Unsupported value: 'temperature' does not support 0.0 with this model. Only the default (1) is.",
+}
+
+
+class Reasoner(BaseHTTPRequestHandler):
+    """As OpenAI's models that think: they name the first field that they do not take."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        wrong = next((name for name in NEEDS if name in body), None)
+        answer = {"choices": [{"message": {"content": "[[A]]"}, "finish_reason": "stop"}]}
+        if wrong:
+            answer = {"error": {"message": NEEDS[wrong], "param": wrong, "code": "unsupported_parameter"}}
+        data = json.dumps(answer).encode()
+        self.send_response(400 if wrong else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_judge_that_takes_no_temperature_and_calls_the_limit_otherwise(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Reasoner)
+    server.bodies = []
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    fields = {"temperature": 0.0, "max_tokens": 2048}
+    judge = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "o9", fields=fields, max_retries=0)
+    reply = ask(judge, "Which?", "request 0")
+    server.shutdown()
+    assert (reply.text, reply.finish) == ("[[A]]", "stop")
+    assert [body.keys() & {*fields, "max_completion_tokens"} for body in server.bodies] == [
+        {"temperature", "max_tokens"}, {"temperature", "max_completion_tokens"}, {"max_completion_tokens"},
+    ]  # fmt: skip
+    assert server.bodies[-1]["max_completion_tokens"] == 2048 and fields == {"temperature": 0.0, "max_tokens": 2048}
+
+
+def test_a_field_that_cannot_be_left_out_is_a_refusal(monkeypatch):
+    """As `messages`, or one that was left out already."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setitem(NEEDS, "messages", "Unsupported value: 'messages'.")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Reasoner)
+    server.bodies = []
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    reply = ask(Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "o9", max_retries=0), "Which?", "request 0")
+    server.shutdown()
+    assert reply.finish == "refused" and "'messages'" in reply.text and len(server.bodies) == 1
