@@ -234,9 +234,14 @@ def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok
     run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", documents), tokenizer_dir=tok, val_fraction=1e-9)
     said = capsys.readouterr().out
     assert "warning: val takes none of so few documents (1e-09 of them); one is moved there, " in said
-    assert " % of the text, and not trained on; " in said and "txt_split=blank or line" in said
+    assert " % of the text, and not trained on\n" in said
     lowest = min(documents, key=lambda t: hashlib.blake2b(t.encode(), key=b"split-v1", digest_size=8).digest()[::-1])
     assert read_back(tmp_path / "out")["val"] == [lowest]
+    for i, text in enumerate(documents):
+        (tmp_path / f"{i}.txt").write_text(text, "utf-8")
+    run(tmp_path / "txt", input=tmp_path / "*.txt", tokenizer_dir=tok, val_fraction=1e-9)
+    said = capsys.readouterr().out
+    assert " % of the text, and not trained on; " in said and "txt_split=blank or line" in said
 
 
 def test_no_val_is_made_where_none_is_wanted(tmp_path, tok):

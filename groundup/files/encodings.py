@@ -260,16 +260,22 @@ def name_of(raw: bytes) -> tuple[str, str]:
         codec = CODECS.get(match.encoding, "")
         if not codec:
             break
-        if codec == "gb18030":
-            # Kana have the same bytes in EUC-JP; Chinese text has hardly any.
-            text = raw.decode(codec, "replace")
-            if len(KANA.findall(text)) > 0.1 * len(NOT_ASCII.findall(text)):
-                codec = "euc_jis_2004"
+        # Chinese text has hardly any kana. In EUC-JP they have the same bytes as in GB18030.
+        if codec == "gb18030" and has_kana(raw, codec):
+            codec = "euc_jis_2004"
+        # In Shift-JIS theirs are those of rare characters elsewhere.
+        if has_kana(raw, "cp932"):
+            codec = "cp932"
         if is_plausible(raw, codec):
             return codec, ""
     likely = matches[0].encoding if matches else ""
     # These cannot be: a text in ASCII is UTF-8, and UTF-16 was looked for before.
     return "", "" if likely.startswith(("ascii", "utf_")) else likely
+
+
+def has_kana(raw: bytes, codec: str) -> bool:
+    text = raw.decode(codec, "replace")
+    return len(KANA.findall(text)) > 0.1 * len(NOT_ASCII.findall(text))
 
 
 def is_plausible(raw: bytes, codec: str) -> bool:

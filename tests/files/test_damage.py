@@ -6,12 +6,13 @@ import os
 import random
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import prepare
 from groundup.errors import UserError
-from groundup.files import readers, records, streams
+from groundup.files import encodings, readers, records, streams
 from groundup.files.records import Report
 from groundup.files.row_formats import messages_of
 from groundup.text.clean import clean
@@ -442,3 +443,13 @@ def test_cleaning_keeps_words_apart_and_counts_what_it_adds(tmp_path: Path, caps
     raw = "\n".join(f'{{"text": "第{i}句很长很长的话,又是一句话."}}' for i in range(50)).encode()
     assert status(tmp_path, "a.jsonl", raw, ("rules", "punctuation=on"), ("near", 0.0)) == 0
     assert "- 100 added by cleaning" in capsys.readouterr().out
+
+
+def test_kana_tell_japanese_whatever_the_detector_says_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of Shift-JIS below a long English head are valid GB18030, too: charset-normalizer takes them for that."""
+    japanese = "このファイルの設定を読み込みます。\n" * 5
+    chinese = "这个文件的设置会被读取，然后使用。\n" * 5
+    monkeypatch.setattr(encodings, "from_bytes", lambda raw: [SimpleNamespace(encoding="gb18030")])
+    assert encodings.name_of(japanese.encode("cp932")) == ("cp932", "")
+    assert encodings.name_of(japanese.encode("euc_jp")) == ("euc_jis_2004", "")
+    assert encodings.name_of(chinese.encode("gb18030")) == ("gb18030", "")
