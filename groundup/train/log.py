@@ -27,7 +27,7 @@ from configurator import defaults_of
 from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches
-from groundup.tokens.corpus import Corpus
+from groundup.tokens.mixture import Corpus
 from groundup.train import ranks
 from groundup.train.checkpoint import is_of_a_run
 from groundup.train.device import hardware, peak_memory_gib, versions
