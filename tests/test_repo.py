@@ -10,7 +10,7 @@ import forks
 import pytest
 
 from configurator import comments_of, defaults_of, is_key, read_file
-from groundup.demo import debug_data
+from groundup.demo import debug_data, debug_model
 from model import ModelConfig
 
 ROOT = Path(__file__).parent.parent
@@ -109,6 +109,7 @@ def test_configs_set_known_keys_and_say_how_to_run(path, monkeypatch):
     """And open with a docstring that gives the command."""
     for name in ("make_debug_data", "make_debug_rows"):  # test_startup.py lets them
         monkeypatch.setattr(debug_data, name, lambda *args: None)
+    monkeypatch.setattr(debug_model, "make_debug_model", lambda *args: None)
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     script = next(name for name in TRAINERS if f"{name}.py config/{path.name}" in doc)
     defaults = {k: v for k, v in defaults_of(ROOT / f"{script}.py").items() if is_key(k, v)}
