@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_bit(tmp_path: Path) -> None:
-    assert kills.try_kills("rl_ppo", tmp_path, n_kills=1, rng=random.Random(1), run=forks.run) == []
+    assert kills.try_kills("reward_lora", tmp_path, n_kills=1, rng=random.Random(1), run=forks.run) == []
 
     # the comparison sees a line that is lost, and another state
     out = tmp_path / "straight" / kills.OUT
@@ -18,6 +18,6 @@ def test_a_killed_run_continues_to_the_bit(tmp_path: Path) -> None:
     lines = log.read_text(encoding="utf-8").splitlines()
     log.write_text("\n".join(lines[:3] + lines[4:]), encoding="utf-8")
     first, *_, last = sorted(out.glob("step_*"))
-    (first / "train_state.pt").write_bytes((last / "train_state.pt").read_bytes())
+    (first / "rank_00000.pt").write_bytes((last / "rank_00000.pt").read_bytes())
     (first / "checksums.json").write_text("{}", encoding="utf-8")
-    assert kills.differences(usual, kills.left(out)) == ["log", f"{first.name}/train_state.pt"]
+    assert kills.differences(usual, kills.left(out)) == ["log", f"{first.name}/rank_00000.pt"]

@@ -173,7 +173,7 @@ def test_fused_eager_and_cached_attention_agree(shape, monkeypatch):
 def test_cache_refuses_more_than_it_holds():
     cfg = tiny_config()
     cache = KVCache(cfg, 1, 4, "cpu", torch.float32)
-    with pytest.raises(AssertionError, match="4 positions, 5 asked"):
+    with pytest.raises(AssertionError, match="5 of 4 positions"):
         Transformer(cfg)(random_ids(cfg, 1, 5), cache=cache.chunk(0, 5))
 
 

@@ -500,10 +500,11 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok)
     before = content(tmp_path / "out")
     settings = {"input": str(corpus), "tokenizer_dir": tok, "overwrite": True}
-    process = forks.Popen(command(tmp_path / "out", workers=1, **settings), cwd=ROOT)
-    wait_for(lambda: list(tmp_path.glob(".out.work.tmp/out/train_00000.npy.tmp")))
-    process.kill()
-    process.wait()
+    python, c, code = command(tmp_path / "out", workers=1, **settings)
+    dies = "import os; from groundup.text import prepared_dir; "
+    dies += "prepared_dir.publish = lambda *_: os.kill(os.getpid(), 9); "
+    assert forks.run([python, c, dies + code], cwd=ROOT).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob(".out.work.tmp/out/train_00000.npy"))  # all but the last step was done
     assert content(tmp_path / "out") == before
     run(tmp_path / "out", **settings)
     assert content(tmp_path / "out") != before and verify(tmp_path / "out")
