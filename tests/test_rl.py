@@ -788,7 +788,8 @@ def test_every_shipped_config_trains(run, tmp_path):
         if f" rl.py config/{path.name}" in path.read_text(encoding="utf-8"):
             small = [
                 "--max_steps=1",
-                "--prompts_per_step=8",
+                "--prompts_per_step=2",
+                "--group_size=4",
                 "--eval_prompts=2",
                 "--max_new_tokens=8",
                 "--warmup_steps=1",

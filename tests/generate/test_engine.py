@@ -248,14 +248,14 @@ def test_different_prompts_draw_independently():
     texts = [[i // 96, i % 96] for i in range(200)]
     first = torch.tensor([
         [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed), batch_size=64))]
-        for seed in range(20)
+        for seed in range(12)
     ])  # fmt: skip
     pairs = [(row[:, None] == row).float().sum().item() - 200 for row in first]  # of 200 * 199 ordered ones
-    assert sum(pairs) / (20 * 200 * 199) == pytest.approx(1 / 96, rel=0.05)
+    assert sum(pairs) / (12 * 200 * 199) == pytest.approx(1 / 96, rel=0.05)
     means = (first < 48).double().mean(dim=1)
-    assert 0.3 < means.var().item() / (0.25 / 200) < 2  # of 20 runs: 1 +- 0.3
-    between = (first[:, None] == first).float().mean().item() - 1 / 20  # runs with other seeds
-    assert between == pytest.approx(19 / 20 / 96, rel=0.15)
+    assert 0.3 < means.var().item() / (0.25 / 200) < 2  # of 12 runs: 1 +- 0.4
+    between = (first[:, None] == first).float().mean().item() - 1 / 12  # runs with other seeds
+    assert between == pytest.approx(11 / 12 / 96, rel=0.15)
 
 
 def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
