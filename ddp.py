@@ -3,8 +3,8 @@
 Every rank updates with g = (g_0 + ... + g_{N-1}) / N. On a slow network sending takes as long as
 computing, so it is hidden behind backward. In the order of this file:
 
-1. Layout. The parameters of a few consecutive blocks are views of one flat tensor, a bucket, and so
-   are their gradients: sent without a copy, and for the optimizer one long tensor.
+1. Layout. The parameters of a few consecutive blocks are views of one flat tensor, a bucket. Their
+   gradients are gathered in another: sent as one tensor, and for the optimizer one long tensor.
 2. Communication hook. How one bucket travels: `Average` here, PowerSGD in
    groundup/train/powersgd.py.
 3. Gradients arrive, buckets leave. Autograd calls us when a gradient is final. A complete bucket is
@@ -58,8 +58,8 @@ NamedParams = list[tuple[str, nn.Parameter]]
 #   forward    send                      receive, norm             update
 #   backward   send, receive, update     those still on their way
 # "backward" needs expect_step(). With ZeRO-1 a rank receives, in backward already, and updates its
-# shard; the others' shards come before the next use. step() ends by starting the last column for
-# the PREFETCH buckets that forward needs first. An update on a side stream is waited for there.
+# shard; the others' shards come before the next use. step() ends by starting what the table's last
+# column lists, for the PREFETCH buckets that forward needs first. An update on a side stream is waited for there.
 
 
 class State(Enum):
@@ -98,7 +98,7 @@ class Bucket:
     more: bool = False  # in flight: the hook will launch another collective
     square: Tensor | None = None  # squared norm of the mean gradient in this rank's shard
     collective: tuple[str, dist.Work] | None = None  # under way: its name for errors, its handle
-    updated: torch.cuda.Event | None = None  # recorded after an update on the side stream
+    update_done: torch.cuda.Event | None = None  # recorded after an update on the side stream
 
     def view(self, flat: Tensor, i: int) -> Tensor:
         """Return the slot of params[i] in `flat`, which is laid out like `param`, in its shape."""
@@ -154,8 +154,9 @@ def make_buckets(model: nn.Module, bucket_bytes: float, world_size: int) -> list
         )
         for i, p in enumerate(params):
             bucket.view(bucket.param, i).copy_(p.detach())
-            # The Parameter object stays, and with it tied weights, names and references. Backward
-            # adds into the slot of the gradient.
+            # The Parameter object stays, and with it tied weights, names and references. In the
+            # first step backward adds into this slot. Later p.grad is None (`_apply`), and
+            # `_on_grad` copies the tensor that autograd brings.
             p.data = bucket.view(bucket.param, i)
             p.grad = bucket.view(bucket.grad, i)
         buckets.append(bucket)
@@ -234,15 +235,15 @@ Hook = Callable[[Bucket], Generator[Sent | Reduced, Tensor, None]]
 
 
 class Average:
-    """The plain mean. `wire` is how gradients travel: fp16 and bf16 halve the bytes of float32."""
+    """The plain mean. With compress="fp16" or "bf16" gradients travel in half the bytes."""
 
-    def __init__(self, wire: str = "none") -> None:
-        self.compress = wire
+    def __init__(self, compress: str = "none") -> None:
+        self.compress = compress
 
     def __call__(self, bucket: Bucket) -> Generator[Sent | Reduced, Tensor, None]:
         """Reduce `bucket`; with ZeRO-1 this rank receives the mean of its shard alone."""
-        wire = WIRES[self.compress]
-        sent = bucket.grad if wire is None else bucket.grad.to(wire)
+        wire_dtype = WIRES[self.compress]
+        sent = bucket.grad if wire_dtype is None else bucket.grad.to(wire_dtype)
         begin, end = bucket.shard
         mine = bucket.grad[begin:end]
         if bucket.sharded:
@@ -253,7 +254,7 @@ class Average:
         yield Sent.LAST
         if received.ndim == 2:  # this shard's terms, added in the order of the ranks
             torch.sum(received, dim=0, dtype=mine.dtype, out=mine)
-        elif wire is not None:
+        elif wire_dtype is not None:
             mine.copy_(received)
         if received.is_cuda:  # the current stream is the side stream if updates run in backward
             received.record_stream(torch.cuda.current_stream())
@@ -431,7 +432,7 @@ class DDP:
                 f"ddp: {name} received its gradient twice in one synced backward: step() was not "
                 "called after it, or a reentrant checkpoint uses a block twice"
             )
-        if bucket.state in (State.READY, State.STALE) or bucket.updated is not None:
+        if bucket.state in (State.READY, State.STALE) or bucket.update_done is not None:
             raise UserError(
                 f"ddp: {name} was used before its update: call modules, model(...), not their "
                 "weights or their forward(); or call flush() before"
@@ -474,7 +475,7 @@ class DDP:
             bucket.state, bucket.square = State.REDUCED, reached.square
 
     def _finish_bucket(self, bucket: Bucket) -> None:
-        """Compute the bucket's norm, and update the bucket if nothing else must be known."""
+        """Compute the bucket's norm and, with overlap_step="backward", update the bucket."""
         with self._on_side_stream() if self._expected else nullcontext():
             self._resume_hook(bucket)
             if self._expected:
@@ -615,7 +616,7 @@ class DDP:
             p.grad = None  # adding into zeros would cost two more passes over the memory
         bucket.state = State.STALE if bucket.sharded else State.WAITING
         if self._stream is not None:
-            bucket.updated = self._stream.record_event()
+            bucket.update_done = self._stream.record_event()
 
     # ---- 5. optional: a deferred or overlapped update --------------------------------------------
     # No update can start before the last bucket has arrived, since clipping needs the norm of all
@@ -673,9 +674,9 @@ class DDP:
         if bucket.state is State.STALE and bucket.collective is not None:
             bucket.wait()
             bucket.state = State.WAITING
-        if bucket.updated is not None:
-            torch.cuda.current_stream().wait_event(bucket.updated)
-            bucket.updated = None
+        if bucket.update_done is not None:
+            torch.cuda.current_stream().wait_event(bucket.update_done)
+            bucket.update_done = None
 
     def _begin_refresh(self, bucket: Bucket) -> None:
         """Run the bucket's deferred update; with ZeRO-1 start to fetch the other ranks' shards."""

@@ -135,7 +135,7 @@ def reference_of(
 ) -> Tensor:
     """Return the reference's log-probabilities of the answers, (2, B) as of `pair_logps`.
 
-    table: of `compute_reference`. Without one they are 0, or those of the model without adapters.
+    table: (n_pairs, 2), of `compute_reference`. Without one they are 0, or those of the model without adapters.
     """
     if loss in REFERENCE_FREE:
         return torch.zeros(2, len(batch.number), device=torch_device)
@@ -327,7 +327,7 @@ if __name__ == "__main__":
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, state)  # steps
     reference_path = Path(out_dir, "reference.safetensors")
-    table = None  # the reference's log-probabilities of all pairs
+    table = None  # (n_pairs, 2) float32: the reference's log-probabilities of both answers
     if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
         table = read_reference(reference_path, made_of)
     # The reference is of the start's weights, in a resumed run too: its own weights come after it.
@@ -354,7 +354,7 @@ if __name__ == "__main__":
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
         check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
-        hook = make_hook(compress, warmup, seed, scaler)
+        hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
@@ -401,7 +401,7 @@ if __name__ == "__main__":
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
 
         # forward and backward
-        # of the step's losses, row 0, and metrics
+        # (M,) sums over the step's pairs, as in `metric_names`: the first is the loss
         sums = torch.zeros(len(metric_names(config)), device=torch_device)
         kl = None
         if loss == "kto":
@@ -439,8 +439,8 @@ if __name__ == "__main__":
             values |= {"skipped": int(ddp.skipped[0]), "pairs_per_s": pairs_per_s}
             values |= {"epoch": float(order.epochs(step * pairs_per_step).max())}
             values |= {"accuracy": means["rewards/accuracies"], "margin": means["rewards/margins"]}
-            n_tokens = ranks.all_reduce_sum(n_tokens_seen).item()
-            log.train(step, values | means, n_tokens)
+            n_tokens_of_all = ranks.all_reduce_sum(n_tokens_seen).item()
+            log.train(step, values | means, n_tokens_of_all)
             n_tokens_seen.zero_()
             if ddp.skipped[1] >= MAX_SKIPPED:
                 saver.wait()

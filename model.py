@@ -143,7 +143,10 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         index: Tensor | None = None,
     ) -> Tensor:
-        """Return what the top of the file lists. idx (B, T) int64; targets (B, T) or IGNORE."""
+        """With targets return the summed loss, 0-d; with index hidden states (n, C); else logits.
+
+        idx, targets (B, T) int64, targets may be IGNORE. See the top of this file.
+        """
         x = self.hidden(idx, cache, documents)
         # Only some positions, whose logits the caller computes: prompts and padding need none.
         if index is not None:

@@ -195,12 +195,12 @@ def sample(model: Transformer, tokenizer: TextTokenizer, prompt: str, n_tokens: 
     return tokenizer.decode(ids)
 
 
-def report(log: RunLog, step: int, losses: dict[str, float], samples: list[str]) -> None:
+def report(log: RunLog, step: int, scores: dict[str, float], samples: list[str]) -> None:
     """Write an evaluation to the log, with the loss of each source if there are several."""
-    line = [f"val loss {losses['val_loss']:.4f}", f"{losses['val_bpb']:.4f} bits per byte"]
-    for name in (key.partition("/")[2] for key in losses if key.startswith("val_loss/")):
-        line.append(f"{name} {losses[f'val_loss/{name}']:.4f}, {losses[f'val_bpb/{name}']:.4f}")
-    log.report(step, losses, line, [f"    {text!r}" for text in samples])
+    line = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
+    for name in (key.partition("/")[2] for key in scores if key.startswith("val_loss/")):
+        line.append(f"{name} {scores[f'val_loss/{name}']:.4f}, {scores[f'val_bpb/{name}']:.4f}")
+    log.report(step, scores, line, [f"    {text!r}" for text in samples])
 
 
 if __name__ == "__main__":
@@ -315,7 +315,11 @@ if __name__ == "__main__":
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
         check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
-        hook = InTree() if reproducible else make_hook(compress, warmup, seed, scaler)
+        hook = (
+            InTree()
+            if reproducible
+            else make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
+        )
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
@@ -330,6 +334,7 @@ if __name__ == "__main__":
     # ---- restore, and make the run directory
     checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
+    # As recorded: a resumed run keeps its init_from.
     config = checkpoint.make_run_dir(config, __file__, state, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
@@ -338,13 +343,13 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
     stages = order.changes(rows_per_step) if len(corpus.names) > 1 else {}
-    extra_state = {"warmup_steps": warmup}  # part of each checkpoint
+    extra_state = {"warmup_steps": warmup}  # of each checkpoint; in steps, config has a share
     n_averaged = 1 if reproducible else world_size  # ranks whose mean ddp takes
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        losses = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
-        report(log, steps_done, losses, [sample(model, tokenizer, prompt) for prompt in prompts])
+        scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+        report(log, steps_done, scores, [sample(model, tokenizer, prompt) for prompt in prompts])
         saver.tidy()
     stop_signal.begin()
     log.begin()
@@ -362,7 +367,7 @@ if __name__ == "__main__":
 
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # on all ranks; Batches counts steps from 0
-        # of the step; with reproducible=True one for each micro-batch, added in their order
+        # This rank's sums: one for the step, or with reproducible=True one per micro-batch.
         losses = torch.zeros(n_micro_batches if reproducible else 1, device=torch_device)
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
@@ -404,12 +409,12 @@ if __name__ == "__main__":
             if saving:
                 saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
-                losses = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+                scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
                 texts = [sample(model, tokenizer, prompt) for prompt in prompts]
                 stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
-                    report(log, step, losses, texts)
-                    saver.tidy()
+                    report(log, step, scores, texts)
+                    saver.tidy()  # point best and best2, remove old steps
         if stopping:
             break
 

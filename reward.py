@@ -282,7 +282,7 @@ if __name__ == "__main__":
             part.forward = torch.compile(part.forward)
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
-    hook = make_hook(compress, warmup, seed, scaler)
+    hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
     ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
     opt = Optimizer(
         ddp.buckets,

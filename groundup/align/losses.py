@@ -155,7 +155,7 @@ def losses_and_metrics(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each pair (B,), and its METRICS (M, B) float32 without gradient.
 
-    The first three are as in `pair_losses`. labels, kl: for loss="kto", see the function."""
+    The first three are as in `pair_losses`. labels, kl: of `kto_losses_and_metrics`."""
     if config["loss"] == "kto":
         return kto_losses_and_metrics(logps[0], reference[0], n_tokens[0], labels, kl, config)
     losses = pair_losses(logps, reference, n_tokens, config)
@@ -303,7 +303,7 @@ def compute_reference(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the tensor of `read_reference`, on the CPU. Each rank computes a part of it."""
+    """Return what `read_reference` reads, (n_pairs, 2) float32 on the CPU, each rank a part."""
     began = time.perf_counter()
     table = torch.zeros(corpus.n_pairs, 2)
     batches = corpus.all_batches(batch_size, ranks.rank(), ranks.world_size())

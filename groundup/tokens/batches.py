@@ -231,10 +231,11 @@ def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int)
     length = block_size + 1
     rows = np.stack([split.window(int(start), length) for split, start in pairs])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
-    # behind the last document of a packed row nothing is learned
+    # Behind the last document of a packed row nothing is learned. A row of n_text tokens of text
+    # has n_text - 1 targets.
     one_by_one = [split.tokens_to_learn(np.array([start]), length) for split, start in pairs]
-    ends = np.concatenate(one_by_one)
-    y[np.arange(block_size) >= ends[:, None] - 1] = IGNORE  # the first token is no target
+    n_text = np.concatenate(one_by_one)
+    y[np.arange(block_size) >= n_text[:, None] - 1] = IGNORE
     return Windows(torch.from_numpy(x), torch.from_numpy(y))
 
 
@@ -362,6 +363,7 @@ class Batches:
         for begin in itertools.count(first, 32):
             micro_steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
             samples = np.stack([self.samples(*micro_step) for micro_step in micro_steps])
+            # Two matrices (32, batch_size), whose rows are micro-batches.
             for sources, starts in zip(*self.order.starts_of(samples), strict=True):
                 batch = self.corpus.load(sources, starts)
                 if pinned:

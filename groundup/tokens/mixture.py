@@ -209,7 +209,7 @@ class Sampler:
         self.per_epoch = per_epoch
         self.seed = seed
         # a single source has the same order as the first of several
-        self.source = (source,) if source else ()
+        self.source_words = (source,) if source else ()
 
     def starts_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return where these samples start, int64 of the same shape."""
@@ -219,7 +219,7 @@ class Sampler:
         for epoch in np.unique(epochs):
             now = epochs == epoch
             # eight keys of the permutation, and a number that moves the borders of windows
-            words = hash_words(9, "windows", self.seed, int(epoch), *self.source)
+            words = hash_words(9, "windows", self.seed, int(epoch), *self.source_words)
             chosen = permute(positions[now], self.per_epoch, words[:8])
             starts[now] = self.place_of(chosen, int(words[8]))
         return starts
@@ -337,19 +337,19 @@ class Mixture:
         return before
 
     def _segment(self, first: int, weights: np.ndarray, before: np.ndarray) -> Segment:
-        share = quotas(weights)
+        n_samples = quotas(weights)  # of each source in CYCLE samples
         for source in np.flatnonzero(weights):
-            if not share[source]:
+            if not n_samples[source]:
                 small = f"weight {weights[source] / weights.sum():.2g} of {self.names[source]}"
                 why = f"is too small: shares are multiples of 1/{CYCLE}"
                 raise UserError(f"data: {small} {why}; raise it or leave the source out")
         keys = hash_words(8, "pattern", self.seed, len(self.segments))
         order = permute(np.arange(CYCLE), CYCLE, keys)
-        pattern = np.repeat(np.arange(len(share)), share)[order]
+        pattern = np.repeat(np.arange(len(n_samples)), n_samples)[order]
         nth = np.empty(CYCLE, dtype=np.int64)
-        for source, n in enumerate(share):
+        for source, n in enumerate(n_samples):
             nth[pattern == source] = np.arange(n)
-        return Segment(first, share, before, pattern, nth)
+        return Segment(first, n_samples, before, pattern, nth)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, numbers within them), int64, of samples of any shape."""

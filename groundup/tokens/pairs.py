@@ -49,9 +49,9 @@ class Tokenized(NamedTuple):
     chosen: np.ndarray  # the answer and what ends the turn
     rejected: np.ndarray
     margin: float = 0.0
-    # ids at the head of each answer that are not learned: a template may open a block of thoughts,
-    # or another form of it, for one of the answers
-    given: tuple[int, int] = (0, 0)
+    # ids at the head of each answer that belong to its prompt: a template may write the prompt
+    # differently for the two answers, and `prompt` ends at the first difference
+    n_unlearned: tuple[int, int] = (0, 0)
 
 
 def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> Tokenized:
@@ -65,7 +65,7 @@ def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> Tokenized:
         prompt[:shared],
         np.concatenate([prompt[shared:], chosen]),
         np.concatenate([other_prompt[shared:], rejected]),
-        given=(len(prompt) - shared, len(other_prompt) - shared),
+        n_unlearned=(len(prompt) - shared, len(other_prompt) - shared),
     )
 
 
@@ -85,7 +85,7 @@ def read_pair(row: object) -> turns.Pair:
     try:
         pair = row_formats.read_pair(row)
     except BadRow as problem:
-        # with a detail, the reason is one to count rows under
+        # With a detail, `reason` is a class to count rows under; without, it is a whole sentence.
         raise BadRow(problem.reason) if problem.detail else BadRow(STRANGE, str(problem)) from None
     if problem := turns.pair_problem(row, pair):
         raise BadRow(problem)
@@ -140,7 +140,7 @@ class Pairs:
         self.tokens = np.concatenate([np.zeros(0, token_dtype(tokenizer.vocab_size)), *parts])
         self.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
         self.margin = np.array([pair.margin for pair in found], np.float32)
-        self.given = np.array([pair.given for pair in found], np.int64).reshape(-1, 2)
+        self.n_unlearned = np.array([pair.n_unlearned for pair in found], np.int64).reshape(-1, 2)
 
         sizes = np.diff(self.offsets).reshape(-1, 3)
         self.lengths = sizes[:, :1] + sizes[:, 1:]
@@ -148,11 +148,11 @@ class Pairs:
         if found:
             self.columns = columns_for(self.lengths.max(1), block_size)
         self.n_rows = len(found)
-        self.n_labels = (sizes[:, 1:] - self.given).sum(1)
+        self.n_labels = (sizes[:, 1:] - self.n_unlearned).sum(1)
         self.n_used = self.lengths.sum(1)
         arrays = [self.tokens, self.offsets, self.margin]
-        if self.given.any():
-            arrays.append(self.given.ravel())
+        if self.n_unlearned.any():
+            arrays.append(self.n_unlearned.ravel())
         digests = [sha256_of(array.dtype, [array]) for array in arrays]
         self.fingerprint = fingerprint_of([*digests, str(block_size)], tokenizer.chat_fingerprint())
 
@@ -194,17 +194,17 @@ def load_pairs(
     found = [(splits[source], row) for source, row in places]
     ids = [pairs.ids(row) for pairs, row in found]
     n_columns = max(int(pairs.columns[row]) for pairs, row in found)
-    texts = [(of_pair[0], of_pair[side]) for side in sides for of_pair in ids]
-    given = [pairs.given[row, side - 1] for side in sides for pairs, row in found]
+    answers = [(of_pair[0], of_pair[side]) for side in sides for of_pair in ids]
+    n_unlearned = [pairs.n_unlearned[row, side - 1] for side in sides for pairs, row in found]
 
-    x = np.full((len(texts), n_columns), splits[0].pad_id, np.int64)
+    x = np.full((len(answers), n_columns), splits[0].pad_id, np.int64)
     learned = np.zeros(x.shape, bool)
-    lengths = np.empty(len(texts), np.int64)
-    for b, (prompt, answer) in enumerate(texts):
+    lengths = np.empty(len(answers), np.int64)
+    for b, (prompt, answer) in enumerate(answers):
         begin, end = len(prompt), len(prompt) + len(answer)
         x[b, :begin] = prompt
         x[b, begin:end] = answer
-        learned[b, begin + given[b] - 1 : end - 1] = True
+        learned[b, begin + n_unlearned[b] - 1 : end - 1] = True
         lengths[b] = end
     index = np.flatnonzero(learned)
     number = np.array([pairs.first + row for pairs, row in found], np.int64)
@@ -267,6 +267,8 @@ class LengthSampler(Sampler):
         sizes = np.diff(borders.clip(begin, end))
         keys = hash_words(8, "lengths", self.seed, self.source_number, begin)
         order = permute(np.arange(len(sizes)), len(sizes), keys)
+        # The k-th shortest group becomes step order[k]. The first and last step may be smaller, so
+        # a group is as large as its step.
         steps = np.split(rows, np.cumsum(sizes[order])[:-1])
         return np.concatenate([steps[k] for k in np.argsort(order)])
 
@@ -347,7 +349,7 @@ class LabelReader(PairReader):
         if label is None:
             text, pair = super().item(row, place)
             answers = []
-            for ids, n, label in zip(pair[1:3], pair.given, (1.0, -1.0), strict=True):
+            for ids, n, label in zip(pair[1:3], pair.n_unlearned, (1.0, -1.0), strict=True):
                 prompt = np.concatenate([pair.prompt, ids[:n]])
                 answers.append(Tokenized(prompt, ids[n:], ids[:0], label))
             return text, answers

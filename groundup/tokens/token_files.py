@@ -361,7 +361,7 @@ class TokenData:
         return 1 + int(within.max())  # and one that began before the window
 
     def tokens_to_learn(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return (n,) int64: how many of each window's tokens, from its first on, are text: all."""
+        """Return (n,) int64: how many tokens at the start of each window are text: here all."""
         return np.full(len(starts), length)
 
 

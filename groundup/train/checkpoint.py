@@ -19,11 +19,11 @@ and sends what it read; the others read small files alone, and with ZeRO-1 and F
 
 Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
 
-    resume_dir, state = find(config, model_config, data, max_steps)   # None: a new run
+    resume_dir, state = find(config, model_config, data_record, max_steps)   # None: a new run
     huggingface.load_resumed(model, resume_dir)                       # or load_start
     restore(resume_dir, state, model, ddp, opt, scaler, seed)
     config = make_run_dir(config, __file__, state, max_steps)
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record)
 """
 
 import dataclasses
@@ -217,11 +217,11 @@ def is_restarted() -> bool:
 
 
 def find(
-    config: dict, model_config: ModelConfig, data: dict, max_steps: int
+    config: dict, model_config: ModelConfig, data_record: dict, max_steps: int
 ) -> tuple[Path | None, dict]:
     """Return the checkpoint of out_dir to continue and its training state. All ranks call it.
 
-    data: all that decides which samples a step sees. A new run has None and {"step": 0}. The
+    data_record: all that decides which samples a step sees. A new run has None and {"step": 0}. The
     state's tensors are mapped from a file: drop them once they are loaded.
     """
     path = choose(config)
@@ -230,7 +230,7 @@ def find(
     # Rank 0 has chosen. Each rank must be able to read it, from a disk that they share or its own.
     check_visible(path, config["timeout_s"])
     state = read_state(path / "train_state.pt")
-    check_continues(path, state, config, model_config, data)
+    check_continues(path, state, config, model_config, data_record)
     if ranks.rank() == 0:
         print(describe_resume(path, state, config, max_steps), flush=True)
     return path, state
@@ -245,11 +245,11 @@ def choose(config: dict) -> Path | None:
     # Another run could delete the checkpoint while we read it.
     if (out / ".lock").exists() or (out / "log.jsonl").exists():
         lock(out)
-    used = bool(own_names(out))
+    used = bool(run_files(out))
     if resume == "never":
         if used:
             check_overwrite(config, out)
-        check_own(out)
+        check_nothing_foreign(out)
         return None
 
     # Another stage's run, or files of the user, are not ours to continue.
@@ -263,7 +263,7 @@ def choose(config: dict) -> Path | None:
         path = find_latest(out)
     if path is None:
         refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
-        check_own(out)
+        check_nothing_foreign(out)
     return path
 
 
@@ -280,11 +280,11 @@ def check_resume_settings(config: dict) -> None:
 
 @ranks.on_rank_0
 def check_continues(
-    path: Path, state: dict, config: dict, model_config: ModelConfig, data: dict
+    path: Path, state: dict, config: dict, model_config: ModelConfig, data_record: dict
 ) -> None:
     """Raise UserError unless the run can continue exactly."""
     # The same samples, ...
-    check_data(path, state["data"], data, state["step"])
+    check_data(path, state["data"], data_record, state["step"])
     # ... the same model.py, ...
     check_same_computation(path)
     # ... the same model (another corpus may have brought another vocab_size), ...
@@ -348,15 +348,15 @@ def check_overwrite(config: dict, out: Path) -> None:
     refuse(inside, f"init_from={source!r} lies in the out_dir that overwrite=True deletes")
 
 
-def own_names(out: Path) -> list[str]:
+def run_files(out: Path) -> list[str]:
     """Return the names in `out` that a run writes."""
     # A config.py or README.md in the way counts only if its first line is a run's.
     names = os.listdir(out) if out.exists() else []
     own = [name for name in names if OWN_FILES.fullmatch(name)]
-    return sorted(name for name in own if name not in FIRST_LINES or is_of_a_run(out / name))
+    return sorted(name for name in own if name not in FIRST_LINES or made_by_a_run(out / name))
 
 
-def is_of_a_run(path: Path) -> bool:
+def made_by_a_run(path: Path) -> bool:
     """Return whether a run has written this config.py or README.md."""
     if not path.is_file():
         return False
@@ -364,16 +364,16 @@ def is_of_a_run(path: Path) -> bool:
         return FIRST_LINES[path.name] in file.readline(1000)
 
 
-def check_own(out: Path) -> None:
+def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
     # Other names than those of a run do not matter: nothing is written under them.
-    suspects = [*NO_RUN, *(name for name in FIRST_LINES if not is_of_a_run(out / name))]
+    suspects = [*NO_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
     # The first file of a run is config.py, the second log.jsonl.
-    begun = is_of_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
+    begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
     if not (begun or (out / "log.jsonl").exists()):
         # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
         # that it is not computed again: dpo.py checks it.
-        own = [name for name in own_names(out) if name[0] != "." and not name.endswith(".tmp")]
+        own = [name for name in run_files(out) if name[0] != "." and not name.endswith(".tmp")]
         suspects += [name for name in own if name != "reference.safetensors"]
     foreign = [name for name in sorted(suspects) if (out / name).exists()]
     for name in foreign:
@@ -523,7 +523,7 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
     try:
         # The directory may have come into being since `find`, by a run that began at the same time.
         out.mkdir(parents=True, exist_ok=True)
-        other_run = not is_ours(out) and (out / "log.jsonl").exists()  # `find` saw no log
+        other_run = not is_locked_here(out) and (out / "log.jsonl").exists()  # `find` saw no log
         lock(out)
         refuse(other_run, f"another run has begun in {out}; run the same command again")
         delete_overwritten(out, config, state["step"])
@@ -539,20 +539,20 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
 
     # config.py repeats the run, but must not delete it, so overwrite is False there. A run that is
     # complete keeps its own, because no step would have the new settings.
-    own = out / "config.py"
-    if own.exists() and not is_of_a_run(own):
-        text = f"config: {own} was not written by a run; it stays, and this run has none"
+    record = out / "config.py"
+    if record.exists() and not made_by_a_run(record):
+        text = f"config: {record} was not written by a run; it stays, and this run has none"
         print(text, flush=True)
-    elif state["step"] < max_steps or not own.exists():
+    elif state["step"] < max_steps or not record.exists():
         again = recorded | {"resume": "auto", "resume_from": 0, "overwrite": False}
-        write_config(again, str(own), f"python {Path(script).name} {own}")
+        write_config(again, str(record), f"python {Path(script).name} {record}")
     return recorded
 
 
 def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
     """Delete what overwrite=True gives up. `find` has looked at what is there."""
     # With resume='never' it is the run ...
-    for name in own_names(out) if resume_mode(config) == "never" else ():
+    for name in run_files(out) if resume_mode(config) == "never" else ():
         path = out / name
         if path.is_dir() and not path.is_symlink():
             discard(path)
@@ -561,7 +561,7 @@ def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
     # ... and with resume_from the steps after it, with the card that tells of them.
     later = [path for path in step_dirs(out) if steps_done and step_of(path) > steps_done]
     if later and config["resume_from"] and not is_restarted():
-        if is_of_a_run(out / "README.md"):
+        if made_by_a_run(out / "README.md"):
             (out / "README.md").unlink()
         for path in reversed(later):
             print(f"deleting {path}, a step after resume_from", flush=True)
@@ -575,7 +575,7 @@ LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
 
 def lock(out: Path) -> None:
     """Keep `out` for this process as long as it lives."""
-    if is_ours(out):  # since `find`
+    if is_locked_here(out):  # since `find`
         return
     # The lock is the system's: it ends with the process, however that ends. The file stays open.
     file = open(out / ".lock", "a+", encoding="utf-8")
@@ -592,7 +592,7 @@ def lock(out: Path) -> None:
     LOCKS[out.resolve()] = file, os.stat(out)
 
 
-def is_ours(out: Path) -> bool:
+def is_locked_here(out: Path) -> bool:
     """Return whether `out` is the directory that this process has locked."""
     # Not a new one in its place: a user may have moved the run.
     if out.resolve() not in LOCKS or not out.exists():
@@ -627,7 +627,7 @@ def restore(
     generators. The optimizer's part of the state is taken out, so that its memory is freed.
     """
     # Dropout differs by rank.
-    seed_everything(seed + 1_000_003 * state["step"], ranks.rank())
+    seed_everything(seed + 1_000_003 * state["step"], ranks.rank())  # far apart: it adds the rank
 
     # What all ranks share. The scaler's state is empty unless the run was in float16.
     if path:
@@ -645,12 +645,12 @@ def restore(
 
 def restore_rank(path: Path, model: Transformer, hook: Any) -> None:
     """Restore what differs between ranks: random generators, and the errors of PowerSGD."""
-    own, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
+    own_file, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
     # A rank that the saved run did not have keeps the seeds of `restore`.
-    if own.exists():
-        set_rng_state(read_state(own)["rng"], next(model.parameters()).device)
+    if own_file.exists():
+        set_rng_state(read_state(own_file)["rng"], next(model.parameters()).device)
     # With another number of ranks each takes the mean of all errors, see powersgd.py.
     if isinstance(hook, PowerSGD):
         same = len(saved_ranks) == ranks.world_size()
-        states = [read_state(file) for file in ([own] if same else saved_ranks)]
+        states = [read_state(file) for file in ([own_file] if same else saved_ranks)]
         hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in states])

@@ -29,7 +29,7 @@ from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches
 from groundup.tokens.mixture import Corpus
 from groundup.train import ranks
-from groundup.train.checkpoint import is_of_a_run
+from groundup.train.checkpoint import made_by_a_run
 from groundup.train.device import hardware, peak_memory_gib, versions
 
 # ---- the log -------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class RunLog:
             self.write_card(script, config, data)
         # 4. What to do next, as the last line, after a tracker's own.
         if saved and not stopped:
-            card = ", with a card, README.md" if is_of_a_run(out / "README.md") else ""
+            card = ", with a card, README.md" if made_by_a_run(out / "README.md") else ""
             self.print(f"saved in {out}{card}; next: {next_command}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
@@ -283,7 +283,7 @@ class RunLog:
         )
         # Not over a text of the user.
         path, tmp = out / "README.md", out / "README.md.tmp"
-        if path.exists() and not is_of_a_run(path):
+        if path.exists() and not made_by_a_run(path):
             self.print(f"log: {path} was not written by a run; it stays, and this run has no card")
             return
         with warn_if_unwritable(path):

@@ -175,7 +175,9 @@ def make_hook(
     seed: int = 0,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Hook:
-    """Return the hook for the setting `compress`: none, fp16, bf16 or powersgd (of rank 4)."""
+    """Return the hook for the setting `compress`: `Average` of ddp.py for none, fp16 and bf16.
+
+    "powersgd" is PowerSGD of rank 4, from start_step on, the end of the warm-up."""
     if compress == "powersgd":
         return PowerSGD(start_step=start_step, seed=seed, scaler=scaler)
     return Average(compress)

@@ -3,7 +3,7 @@
 Training waits for the save before this one, and for a copy of weights and state in host
 memory. A thread writes the copy.
 
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record)
     saver.save(step, model, ddp, opt, scaler)
     saver.tidy()     # after an evaluation
     saver.close()    # saver.saved tells whether the last save succeeded
@@ -34,7 +34,7 @@ from groundup.train.checkpoint import (
     BEST,
     LINKS,
     discard,
-    is_ours,
+    is_locked_here,
     rank_file,
     step_dirs,
     step_of,
@@ -54,7 +54,7 @@ class Saver:
     says so, and `saved` is False on all ranks until a later save succeeds. A run without any
     checkpoint ends: the first save is waited for, and raises UserError if it fails.
 
-    config, data: as for `checkpoint.find`; every checkpoint holds them. base: directory of the
+    config, data_record: as for `checkpoint.find`; every checkpoint holds them. base: directory of the
     frozen weights that LoRA adapters need. model_format: the module with `stored_weights` and
     `write_model` for this kind of model, huggingface or reward_model.
     """
@@ -66,13 +66,13 @@ class Saver:
         tokenizer: TextTokenizer,
         log: RunLog,
         config: dict,
-        data: dict,
+        data_record: dict,
         base: str | Path = "",
         model_format: ModuleType = huggingface,
     ) -> None:
         self.out_dir, self.keep_last = Path(out_dir), keep_last
         self.tokenizer, self.log = tokenizer, log
-        self.config, self.data = config, data
+        self.config, self.data_record = config, data_record
         self.base, self.model_format = base, model_format
         self.saved = True  # False if the last save failed
         self.timeout_s = config["timeout_s"]
@@ -103,7 +103,7 @@ class Saver:
         self.wait()
         ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
         # Training on would write into a directory that nobody looks at.
-        if ranks.any_rank(ranks.rank() == 0 and not is_ours(self.out_dir)):
+        if ranks.any_rank(ranks.rank() == 0 and not is_locked_here(self.out_dir)):
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
@@ -134,9 +134,9 @@ class Saver:
         optimizer = opt.state_dict(ddp.gather if self.config["zero1"] else None, keep=is_main)
         if is_main:
             content["weights"] = weights
-            content["state"] = {
+            content["train_state"] = {
                 "config": self.config,
-                "data": self.data,
+                "data": self.data_record,
                 "step": step,
                 "max_steps": self.log.max_steps,
                 "n_steps": ddp.n_updates,  # updates: rl.py makes several in a step
@@ -183,8 +183,8 @@ class Saver:
         if ranks.rank() == 0:
             problem = self._write_on_rank_0(final, model, copied)
         else:
-            state = [copied["rank_state"]]
-            ranks.issue("send state", dist.send_object_list, state, 0, group=self.group)
+            rank_state = [copied["rank_state"]]  # send_object_list takes a list
+            ranks.issue("send state", dist.send_object_list, rank_state, 0, group=self.group)
             problem = ranks.gather_objects("", self.group)[0]
 
         # All ranks know it, so all end together if there is nothing to go back to.
@@ -201,22 +201,22 @@ class Saver:
 
     def _write_on_rank_0(self, final: Path, model: Transformer, copied: dict[str, dict]) -> str:
         """Write a checkpoint and tell the other ranks. Return what went wrong, "" if nothing."""
-        states = self._rank_states(copied["rank_state"])
-        problem = "a mistake in the code"
+        rank_states = self._rank_states(copied["rank_state"])
+        problem = "a mistake in the code"  # what the others hear if another error leaves the try
         try:
-            self._write_files(final, model, copied, states)
+            self._write_files(final, model, copied, rank_states)
             problem = ""
         # What Python, torch, safetensors and we raise for a bad disk; others are bugs.
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
-            for _ in states:  # the others send theirs, also after an error
+            for _ in rank_states:  # the others send theirs, also after an error
                 pass
             ranks.gather_objects(problem, self.group)
         return problem
 
     def _write_files(
-        self, final: Path, model: Transformer, copied: dict[str, dict], states: Iterator[dict]
+        self, final: Path, model: Transformer, copied: dict[str, dict], rank_states: Iterator[dict]
     ) -> None:
         """Write a checkpoint, on rank 0."""
         # Nothing has the final name before it is whole.
@@ -224,9 +224,9 @@ class Saver:
         try:
             temp.mkdir()
             # What a resume needs, then what transformers reads.
-            for rank, state in enumerate(states):
-                write_state(temp / rank_file(rank), state)
-            write_state(temp / "train_state.pt", copied["state"])
+            for rank, rank_state in enumerate(rank_states):
+                write_state(temp / rank_file(rank), rank_state)
+            write_state(temp / "train_state.pt", copied["train_state"])
             weights = copied["weights"]
             self.model_format.write_model(temp, model, self.tokenizer, self.base, weights=weights)
             commit(temp, final)

@@ -97,11 +97,11 @@ def test_an_answer_has_the_same_ids_in_every_stage(name):
 
         # dpo.py and reward.py, beside an answer of another kind on either side
         found = pairs.tokenize_pair(Pair(QUESTION, answer, other), tokenizer)
-        given = found.given[0]
+        given = found.n_unlearned[0]
         assert [*found.prompt, *found.chosen[:given]] == before
         assert found.chosen[given:].tolist() == learned
         found = pairs.tokenize_pair(Pair(QUESTION, other, answer), tokenizer)
-        assert found.rejected[found.given[1] :].tolist() == learned
+        assert found.rejected[found.n_unlearned[1] :].tolist() == learned
 
         # dpo.py --loss=kto, of a label and of a pair
         row = {"prompt": QUESTION[0]["content"], "completion": answer, "label": True}
