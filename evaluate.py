@@ -200,13 +200,14 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     wants_rewards = kind == "reward model"
     directory = config["init_from"] or checkpoint.newest_run(rewards=wants_rewards)
     directory = checkpoint.resolve(directory)
-    tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
     if wants_rewards:
         model = reward_model.load(directory, device, dtype)
+        tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
         return Loaded(device, dtype, directory, tokenizer, model)
     what = f"holds a reward model, which is for the tasks {' and '.join(JUDGED)}"
     refuse(reward_model.is_reward_model(directory), f"{directory} {what}")
     cfg = huggingface.load_config(directory)
+    tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
     tokenizer = tokenizer.with_template_settings(config["chat_template_kwargs"])
     sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
     is_foreign = tokenizer.vocab_size > cfg.vocab_size

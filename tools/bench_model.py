@@ -6,15 +6,21 @@ plain loop with torch's fused attention, autocast and fused AdamW; it is compile
 ours is compiled. nanoGPT runs as it ships: bfloat16 and compiled on a GPU, float32 and not compiled
 on a CPU (the command of its README). The limit counts the full square of attention
 (flops_per_token), half of which a causal kernel skips: with long texts the share shown is above the
-share of time in which the device multiplies. head: head and loss alone, forward and backward,
-beside all logits at once, torch's linear_cross_entropy in chunks, and on a GPU Liger and Apple's
-cut cross-entropy where they are installed (pip install liger-kernel cut-cross-entropy). The limit:
-three products at the device's rate. generate: tokens/s of whole calls, the prompt included, with
-the same random weights. The limit: every step reads each matrix and the cached keys and values
-once, at the rate at which a sum reads as many bytes. transformers has its static cache, with which
-it compiles itself on a GPU; on a CPU it does not. checkpoint: the bare disk writes as many bytes
-into the same directory and waits until they are stored. Training waits for the copy in memory that
-saver.py then saves from. The model is on the CPU, also on a machine with a GPU.
+share of time in which the device multiplies.
+
+head: head and loss alone, forward and backward, beside all logits at once, torch's
+linear_cross_entropy in chunks, and on a GPU Liger and Apple's cut cross-entropy where they are
+installed (pip install liger-kernel cut-cross-entropy). The limit: three products at the device's
+rate.
+
+generate: tokens/s of whole calls, the prompt included, with the same random weights. The limit:
+every step reads each matrix and the cached keys and values once, at the rate at which a sum reads
+as many bytes. transformers has its static cache, with which it compiles itself on a GPU; on a CPU
+it does not.
+
+checkpoint: the bare disk writes as many bytes into the same directory and waits until they are
+stored. Training waits for the copy in memory that saver.py then saves from. The model is on the
+CPU, also on a machine with a GPU.
 """
 
 import importlib.util
@@ -417,7 +423,7 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
     checkpoint.lock(run)
     log = RunLog(str(run), max_steps=1, steps_done=0)
     names = train(["Three letters, and a few more: abc."], 384)
-    saver = Saver(run, 1, names, log, config={"zero1": False, "timeout_s": 300.0}, data={})
+    saver = Saver(run, 1, names, log, config={"zero1": False, "timeout_s": 300.0}, data_record={})
     scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def save() -> None:

@@ -1,8 +1,8 @@
 """Adapters into their weights: a plain Hugging Face directory from a run with LoRA, or from an
 adapter of peft's.
 
-python tools/merge.py --init_from=out/lora --out_dir=out/merged python tools/merge.py
---init_from=out/lora --out_dir=out/merged --dtype=bfloat16     # half the size, rounded once
+python tools/merge.py --init_from=out/lora --out_dir=out/merged
+python tools/merge.py --init_from=out/lora --out_dir=out/merged --dtype=bfloat16   # half the size
 
 The sum W + alpha/r B A is computed in float32. The directory appears whole or not at all. From a
 checkpoint without adapters the same command makes a directory of the model alone, without the

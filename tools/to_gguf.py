@@ -2,8 +2,7 @@
 llama.cpp.
 
 python tools/to_gguf.py --init_from=out/demo_sft --out=demo.gguf               # matrices in float16
-python tools/to_gguf.py --init_from=out/demo_sft --out=demo.gguf --dtype=q8_0  # 8 bits, and a scale
-per 32
+python tools/to_gguf.py --init_from=out/demo_sft --out=demo.gguf --dtype=q8_0  # 8 bits
 
 Beside it comes demo.Modelfile: `ollama create demo -f demo.Modelfile`.
 

@@ -53,9 +53,8 @@ def rows_of(cfg: ModelConfig, B: int, T: int) -> list[tuple[str, tuple[int, ...]
         counted.add(module.weight)
         flops = 2 * module.weight.numel() if isinstance(module, nn.Linear) else 0
         last = name.rpartition(".")[2]
-        if (
-            last == "o_proj"
-        ):  # scores and their sums of values, over T positions: the causal half is not subtracted
+        # Scores and their sums of values, over T positions: the causal half is not subtracted.
+        if last == "o_proj":
             D, H = cfg.head_dim, cfg.n_head
             rows.append(("layers.0.scores", (B, H, T, T), 0, 4 * H * D * T, SAYS["scores"]))
         rows.append((name, tuple(result.shape), own, flops, SAYS.get(last, "RMSNorm of each head")))

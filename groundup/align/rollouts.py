@@ -75,7 +75,7 @@ class AnswerSampler:
         self.model, self.tokenizer, self.stop = model, tokenizer, stop
         self.n_rows, self.dtype = n_rows, dtype
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
-        self.engine = None  # with compiled steps; kept, because compiling takes long
+        self.engine = None  # with recorded steps; kept, because recording takes long
         if compile:
             with autocast(model.embed_tokens.weight.device, dtype):
                 engine = Engine(model, tokenizer, n_rows, compile=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from groundup.demo.python_docs import library_sources, python_docs
 
-# Words of a description: shorter says nothing, longer does not fit a small model's window
+# Of a description: fewer words say nothing, more characters do not fit a small model's window
 MIN_WORDS, MAX_CHARS = (3, 600)
 # One subject in 12 is asked about in Chinese, one in 3 in two turns
 CHINESE_EVERY, FOLLOW_UP_EVERY = (12, 3)
@@ -293,9 +293,8 @@ def flow(paragraph: str) -> str:
 
 # ---- preference pairs ----------------------------------------------------------------------------
 
-SIMILAR = (
-    0.2  # two answers have similar lengths if they differ by at most this fraction of the longer
-)
+# Two answers have similar lengths if they differ by at most this fraction of the longer
+SIMILAR = 0.2
 SENTENCE = re.compile(r"\S.*?(?:[.!?](?=\s)|$)", re.DOTALL)
 MAX_SENTENCE = 200  # characters of a sentence that is repeated
 

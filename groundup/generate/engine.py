@@ -281,8 +281,8 @@ class Engine:
     """The rows of a cache and the requests that have them, or wait for them.
 
     A prompt is read in pieces, between which the others go on. What the cache has of it already
-    is copied: the beginning of a text that runs, or of one of the last that ended; requests that
-    begin alike wait for the first of them to read it. A text's cache grows as it does, and
+    is copied: the beginning of a prompt that runs, or of one of the last texts that ended; requests
+    that begin alike wait for the first of them to read it. A text's cache grows as it does, and
     serves others as soon as it ends."""
 
     def __init__(
@@ -323,7 +323,7 @@ class Engine:
         self.seen: Seen | None = None
 
     def update(self, model: Transformer) -> None:
-        """Take the weights that `model` has now, between requests, with compiled steps. They
+        """Take the weights that `model` has now, between requests, with recorded steps. They
         stay in their place: a CUDA graph reads them, and the cache, where they were when it was
         recorded."""
         # An answer would begin with one model and end with another
@@ -420,11 +420,11 @@ class Engine:
                 self.ended.remove(next(iter(self.ended.ids)))
             if short and (self.reading or self.running):
                 break
-            self.waiting.popleft()
-            self.promised_bytes += n_bytes
             generator = torch.Generator(self.device)
             generator.manual_seed(request.seed_of(s))
+            self.waiting.popleft()
             self.reading.append(Sample(request, s, self.tokenizer, generator))
+            self.promised_bytes += n_bytes
         if any(sample.row is None for sample in self.reading):
             self.assign_rows()
 
@@ -534,10 +534,8 @@ class Engine:
 
     def score(self, request: Request, hidden: Tensor, following: list[int]) -> None:
         """Append the log-probabilities of the tokens that follow in the prompt. hidden (T, C)."""
-        size, k = (
-            max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size),
-            request.params.prompt_logprobs,
-        )
+        size = max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size)
+        k = request.params.prompt_logprobs
         targets = torch.tensor(following, device=self.device).split(size)
         for h, t in zip(hidden[: len(following)].split(size), targets, strict=True):
             ids, logps = sampling.top_logprobs(self.model.lm_head(h).float(), t, k)

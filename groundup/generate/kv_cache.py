@@ -177,7 +177,7 @@ def attention_of(part: Part, at: Tensor) -> Callable:
     """Return a function of q, keys and values: the attention of each row up to its place at (n,
     1)."""
     keys = part.keys[0]
-    # See `empty`; to ask the device would break a compiled graph
+    # See `empty`
     if keys.stride(1) > keys.stride(2):
         mask = additive_mask(part.span <= at, keys.dtype)[:, None, None]  # (n, 1, 1, width)
         return partial(attend_by_mask, mask=mask)
@@ -224,7 +224,7 @@ class Rows:
     """The caches of texts, by their max_length. Texts that end leave no gap: a decoding step
     computes no idle rows.
 
-    fixed: this many rows in one cache, with gaps, for a compiled step; 0 = as many as there are
+    fixed: this many rows in one cache, with gaps, for a recorded step; 0 = as many as there are
     texts."""
 
     def __init__(

@@ -230,7 +230,7 @@ class CallReader:
         said, calls, end = "", [], 0
         while begin:
             try:
-                found, after = calls_at(text, begin.end(), is_bare)
+                found, after = calls_at(text, begin.end(), "" if is_bare else begin[0])
             except (ValueError, RecursionError):
                 found = []
             if not found:
@@ -251,26 +251,42 @@ def refuse_constant(name: str) -> None:
 
 # Without NaN, but with the line breaks that some models write into their strings
 JSON = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
-NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
-OPENING = re.compile(r"\s*;?\s*(?=[\[{])")  # of the first value, or of one that follows
+NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\{)")  # Mistral's
+OPENING = re.compile(r"\s*(?:;\s*)?(?=[\[{])")  # of the first value, or of one that follows
 
 
-def calls_at(text: str, begin: int, is_bare: bool) -> tuple[list[dict], int]:
+def calls_at(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
     """Return (the calls that stand there in a text, where they end), ([], ...) = no calls do.
 
-    Raise ValueError or RecursionError for what is no JSON."""
-    if named := NAMED.match(text, begin):
+    mark: what stands before them, or "". Raise ValueError or RecursionError if the first is no
+    JSON."""
+    if mark == "[TOOL_CALLS]" and (named := NAMED.match(text, begin)):
         arguments, end = JSON.raw_decode(text, named.end())
         return [call_of({"name": named[1], "arguments": arguments, "id": named[2]})], end
     calls, end = [], begin
     while opening := OPENING.match(text, end):
-        value, end = JSON.raw_decode(text, opening.end())
-        for one in value if isinstance(value, list) else [value]:
-            has_name = isinstance(one, dict) and isinstance(one.get("name"), str)
-            # Other objects have names, too: only a mark makes one without arguments a call
-            if not has_name or is_bare and not {"arguments", "parameters"} & one.keys():
-                return [], end
-            calls.append(call_of(one))
+        try:
+            found, after = calls_of(text, opening.end(), mark)
+        except (ValueError, RecursionError):
+            if not calls:
+                raise
+            break  # a rest that only begins like JSON
+        if not found:
+            break
+        calls, end = calls + found, after
+    return calls, end
+
+
+def calls_of(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
+    """Return the calls of the JSON value that begins there, none if it is something else; its end."""
+    value, end = JSON.raw_decode(text, begin)
+    calls = []
+    for one in value if isinstance(value, list) else [value]:
+        has_name = isinstance(one, dict) and isinstance(one.get("name"), str)
+        # Other objects have names, too: only a mark makes one without arguments a call
+        if not has_name or not mark and not {"arguments", "parameters"} & one.keys():
+            return [], end
+        calls.append(call_of(one))
     return calls, end
 
 

@@ -29,6 +29,7 @@ from groundup.files.disk import lock
 MAX_WAIT = 600.0  # seconds before a retry
 # Fields that some models do not take (OpenAI's that think), and what is sent instead
 INSTEAD = {"max_tokens": "max_completion_tokens", "temperature": None}
+REFUSED: dict[tuple[str, str], list[str]] = {}  # those that (base_url, model) has refused
 
 
 class Endpoint(NamedTuple):
@@ -102,14 +103,20 @@ def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> R
     rng = random.Random(name)  # so that threads that failed together do not retry together
     messages = [{"role": "user", "content": prompt}]
     body = {"model": endpoint.model, "messages": messages, **endpoint.fields}
+    refused = REFUSED.setdefault((endpoint.base_url, endpoint.model), [])
     attempt = 0
     while attempt <= endpoint.max_retries:
+        for field in refused:
+            without(body, field)
         try:
             return post(endpoint, body)
         except Unsupported as problem:
             (field,) = problem.args
-            value, other = body.pop(field), INSTEAD[field]
-            body |= {other: value} if other else {}
+            without(body, field)
+            if field not in refused:
+                refused.append(field)
+                said = f"{INSTEAD[field]} is sent" if INSTEAD[field] else "the service's own holds"
+                tqdm.write(f"chat: {endpoint.model} takes no {field}; {said}", file=sys.stderr)
             continue
         except Trouble as trouble:
             what, least_pause = trouble.args
@@ -124,6 +131,14 @@ def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> R
         attempt += 1
     what = f"{endpoint.base_url}: {what}, {endpoint.max_retries + 1} times"
     raise UserError(f"chat: {what}; give the same command when it answers again")
+
+
+def without(body: dict, field: str) -> None:
+    """Take a field out, and send its value under the name that it has instead."""
+    if field in body:
+        value, other = body.pop(field), INSTEAD[field]
+        if other:
+            body.setdefault(other, value)
 
 
 def post(endpoint: Endpoint, body: dict) -> Reply:

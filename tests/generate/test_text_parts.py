@@ -64,6 +64,7 @@ NO_CALLS = [
     CALL.replace('"北京"', "NaN"), CALL.replace('"北京"', "1e999"),
     f"<tool_call>{CALL[:-9]}", f"{HERMES} <tool_call>no",
     CALL.replace('{"ort": "北京"}', '"no JSON"'), CALL.replace('{"ort": "北京"}', '"[]"'),
+    'the mark <tool_call> like {"a": 1} is how', 'write <tool_call>f{"x": 1} there', '[TOOL_CALLS] f {"x": 1}',
 ]  # fmt: skip
 
 
@@ -74,6 +75,8 @@ NO_CALLS = [
     (f"{CALL}; {CALL}", "", 2), (f"{CALL}\n{CALL}", "", 2), (f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>", "", 2),
     ('[TOOL_CALLS]wetter[ARGS]{"ort": "北京"}', "", 1), ('a [TOOL_CALLS]wetter{"ort": "北京"}', "a", 1),
     ('[TOOL_CALLS]wetter[CALL_ID]abcdefghi[ARGS]{"ort": "北京"}' * 2, "", 2), (f"a\n\n{HERMES}", "a", 1),
+    (f"[TOOL_CALLS][{CALL}] [见下]", "[见下]", 1), (f"<tool_call>{CALL}\n{{完", "{完", 1),
+    (f"{HERMES}\n[1, 2]", "[1, 2]", 1),
     (f"{ONE_LINE} 完", "完", 1), (f"{HERMES} 完 {HERMES}", "完", 2), (f"\n{CALL}\n", "", 1),
     *((answer, answer.rstrip(), 0) for answer in NO_CALLS),
 ])  # fmt: skip
@@ -94,6 +97,13 @@ def test_calls_are_found_in_an_answer_however_it_comes(answer, said, calls, size
 def test_a_call_without_arguments(answer):
     said, (call,) = CallReader().push(answer, True)
     assert not said and call["function"] == {"name": "now", "arguments": "{}"}
+
+
+@pytest.mark.parametrize("text", ["<tool_call>" + "\n" * 200_000 + "x", f"<tool_call>{CALL}" + " " * 200_000 + "x"])
+def test_a_model_that_repeats_blanks_takes_no_time(text):
+    begin = time.process_time()
+    CallReader().push(text, True)
+    assert time.process_time() - begin < 2  # hours, if each blank began a search of its own
 
 
 def test_a_line_break_within_a_string_of_a_call():

@@ -40,8 +40,12 @@ def test_a_judge_that_takes_no_temperature_and_calls_the_limit_otherwise(monkeyp
     fields = {"temperature": 0.0, "max_tokens": 2048}
     judge = Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "o9", fields=fields, max_retries=0)
     reply = ask(judge, "Which?", "request 0")
+    n_asked = len(server.bodies)
+    ask(judge, "And now?", "request 1")  # what it refuses is known
     server.shutdown()
     assert (reply.text, reply.finish) == ("[[A]]", "stop")
+    assert server.bodies.pop().keys() == {"model", "messages", "max_completion_tokens"}
+    assert len(server.bodies) == n_asked
     assert [body.keys() & {*fields, "max_completion_tokens"} for body in server.bodies] == [
         {"temperature", "max_tokens"}, {"temperature", "max_completion_tokens"}, {"max_completion_tokens"},
     ]  # fmt: skip
@@ -49,7 +53,6 @@ def test_a_judge_that_takes_no_temperature_and_calls_the_limit_otherwise(monkeyp
 
 
 def test_a_field_that_cannot_be_left_out_is_a_refusal(monkeypatch):
-    """As `messages`, or one that was left out already."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setitem(NEEDS, "messages", "Unsupported value: 'messages'.")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Reasoner)
