@@ -59,7 +59,8 @@ NamedParams = list[tuple[str, nn.Parameter]]
 #   backward   send, receive, update     those still on their way
 # "backward" needs expect_step(). With ZeRO-1 a rank receives, in backward already, and updates its
 # shard; the others' shards come before the next use. step() ends by starting what the table's last
-# column lists, for the PREFETCH buckets that forward needs first. An update on a side stream is waited for there.
+# column lists, for the PREFETCH buckets that forward needs first. An update on a side stream is
+# waited for there.
 
 
 class State(Enum):

@@ -135,7 +135,8 @@ def reference_of(
 ) -> Tensor:
     """Return the reference's log-probabilities of the answers, (2, B) as of `pair_logps`.
 
-    table: (n_pairs, 2), of `compute_reference`. Without one they are 0, or those of the model without adapters.
+    table: (n_pairs, 2), of `compute_reference`. Without one they are 0, or those of the model
+    without adapters.
     """
     if loss in REFERENCE_FREE:
         return torch.zeros(2, len(batch.number), device=torch_device)

@@ -54,8 +54,8 @@ class Saver:
     says so, and `saved` is False on all ranks until a later save succeeds. A run without any
     checkpoint ends: the first save is waited for, and raises UserError if it fails.
 
-    config, data_record: as for `checkpoint.find`; every checkpoint holds them. base: directory of the
-    frozen weights that LoRA adapters need. model_format: the module with `stored_weights` and
+    config, data_record: as for `checkpoint.find`; every checkpoint holds them. base: directory of
+    the frozen weights that LoRA adapters need. model_format: the module with `stored_weights` and
     `write_model` for this kind of model, huggingface or reward_model.
     """
 
