@@ -166,11 +166,11 @@ def evaluate(
     model.train()
     if ranks.any_rank(stop_signal()):
         return {}
-    losses = {}
+    scores = {}
     for end, row in sums_by_source(sums, "tokens", corpus).items():
-        losses[f"val_loss{end}"] = (row["nats"] / row["tokens"]).item()
-        losses[f"val_bpb{end}"] = (row["nats"] / math.log(2) / row["bytes"]).item()
-    return losses
+        scores[f"val_loss{end}"] = (row["nats"] / row["tokens"]).item()
+        scores[f"val_bpb{end}"] = (row["nats"] / math.log(2) / row["bytes"]).item()
+    return scores
 
 
 @torch.no_grad()
@@ -315,11 +315,9 @@ if __name__ == "__main__":
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
         check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
-        hook = (
-            InTree()
-            if reproducible
-            else make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
-        )
+        hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
+        if reproducible:
+            hook = InTree()
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
@@ -343,7 +341,7 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
     stages = order.changes(rows_per_step) if len(corpus.names) > 1 else {}
-    extra_state = {"warmup_steps": warmup}  # of each checkpoint; in steps, config has a share
+    extra_state = {"warmup_steps": warmup}  # in steps: the setting may be a share
     n_averaged = 1 if reproducible else world_size  # ranks whose mean ddp takes
 
     # ---- the loop

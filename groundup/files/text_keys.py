@@ -11,13 +11,8 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import BadRow, keys_of, listed
 
-THREADS = (
-    "messages",
-    "conversations",
-    "conversation",
-    "thread",
-    "contents",
-)  # keys of lists of turns
+# keys of lists of turns
+THREADS = ("messages", "conversations", "conversation", "thread", "contents")
 OF_TURNS = ("role", "content")  # names that mean keys of turns
 OF_ROLES = ("system", "user", "assistant", "tool")  # names that mean roles of turns
 

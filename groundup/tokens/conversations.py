@@ -114,23 +114,23 @@ class InMemory:
             begins, ends = begins[chosen], ends[chosen]
         tokens, mask = np.frombuffer(self.ids, self.dtype), np.frombuffer(self.mask, np.uint8)
         # the digests of the files in which prepare.py would write them
-        places = list(zip(begins.tolist(), ends.tolist(), strict=True))
-        digests = [
-            sha256_of(whole.dtype, [whole[begin:end] for begin, end in places])
-            for whole in (tokens, mask)
-        ]
-        offsets = np.cumsum([0, *(ends - begins)], dtype=np.int64)
-        digests.append(sha256_of(offsets.dtype, [offsets]))
+        offsets = np.concatenate([[0], np.cumsum(ends - begins)])
+        digests = [sha256_of(tokens, begins, ends), sha256_of(mask, begins, ends)]
+        digests.append(sha256_of(offsets))
         fingerprint = fingerprint_of(digests, self.tokenizer.chat_fingerprint())
         pad_id = max(self.tokenizer.pad_id, 0)
         return Conversations(tokens, mask, begins, ends, pad_id, fingerprint)
 
 
-def sha256_of(dtype: np.dtype, parts: Sequence[np.ndarray]) -> str:
-    """Return the sha256 of the .npy file that holds these arrays, one behind the other."""
-    digest = hashlib.sha256(npy_header(dtype, sum(map(len, parts))))
-    for part in parts:
-        little = part.astype(dtype.newbyteorder("<"), copy=False)
+def sha256_of(
+    array: np.ndarray, begins: np.ndarray | None = None, ends: np.ndarray | None = None
+) -> str:
+    """Return the sha256 of the .npy file that holds these parts of an array (n,), None = all."""
+    if begins is None:
+        begins, ends = np.array([0]), np.array([len(array)])
+    digest = hashlib.sha256(npy_header(array.dtype, int((ends - begins).sum())))
+    for begin, end in zip(begins, ends, strict=True):
+        little = array[begin:end].astype(array.dtype.newbyteorder("<"), copy=False)
         digest.update(np.ascontiguousarray(little).data)
     return digest.hexdigest()
 

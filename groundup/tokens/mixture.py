@@ -9,8 +9,9 @@ offset of its first token or, if the source consists of rows, the number of its 
 same on any number of processes and takes equally long to find for any i, so a run resumes anywhere
 without stored state.
 
-`Corpus` is what all trainers share. batches.py has the one of pretrain.py, conversations.py of
-sft.py, pairs.py those of dpo.py and reward.py, prompts.py the one of rl.py.
+`pack_rows` says which documents share a row. `Corpus` is what all trainers share: batches.py has
+the one of pretrain.py, conversations.py of sft.py, pairs.py those of dpo.py and reward.py,
+prompts.py the one of rl.py.
 """
 
 import hashlib

@@ -153,7 +153,7 @@ class Pairs:
         arrays = [self.tokens, self.offsets, self.margin]
         if self.n_unlearned.any():
             arrays.append(self.n_unlearned.ravel())
-        digests = [sha256_of(array.dtype, [array]) for array in arrays]
+        digests = [sha256_of(array) for array in arrays]
         self.fingerprint = fingerprint_of([*digests, str(block_size)], tokenizer.chat_fingerprint())
 
     def ids(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ and sends what it read; the others read small files alone, and with ZeRO-1 and F
 Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
 
     resume_dir, state = find(config, model_config, data_record, max_steps)   # None: a new run
-    huggingface.load_resumed(model, resume_dir)                       # or load_start
+    huggingface.load_resumed(model, resume_dir)                              # or load_start
     restore(resume_dir, state, model, ddp, opt, scaler, seed)
     config = make_run_dir(config, __file__, state, max_steps)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record)
