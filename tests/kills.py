@@ -206,7 +206,10 @@ def try_kills(kind: str, folder: Path, n_kills: int, rng: random.Random, run: Ca
         if first == 0 or "Traceback" in done.stderr or done.returncode:
             wrong.append(f"{where}: exit {first}, then {done.returncode}: {done.stderr[-2000:]}")
             continue
-        differ = differences(usual, left(killed / OUT))
+        try:
+            differ = differences(usual, left(killed / OUT))
+        except (ValueError, OSError) as error:  # a line or a file that cannot be read
+            differ = [repr(error)]
         if differ:
             wrong.append(f"{where}: {', '.join(differ)} differ; see {killed}")
         else:
