@@ -420,15 +420,21 @@ def save_sum(event: dict, crc: int) -> str:
 
 
 def keep_events_until(path: Path, step: int) -> None:
-    """Drop the events of `path` after `step`. Lines that cannot be read are named and stay.
+    """Drop the events of `path` after `step`, and what a kill has left of a last line.
 
-    Say so if the lines up to a save are not those that were there."""
+    Other lines that cannot be read are named and stay. Say so if the lines up to a save are not
+    those that were there."""
     check_regular(path)
     kept, damaged, changed = [], [], []
     # Of the lines so far: as they are in the file, and as they will be. Each save's event holds the
     # first, written when it was true.
     found_crc = kept_crc = 0
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    content = path.read_bytes()
+    lines = content.splitlines()
+    if content and not content.endswith(b"\n") and event_of(lines[-1]) is None:
+        print(f"log: {path}:{len(lines)}: this line was cut, perhaps by a kill, and goes")
+        lines.pop()
+    for number, line in enumerate(lines, 1):
         event = event_of(line)
         new = line
         if event is None:
@@ -445,8 +451,8 @@ def keep_events_until(path: Path, step: int) -> None:
             kept_crc = zlib.crc32(kept[-1], kept_crc)
     # A person may have edited the log, and should know that plots show it.
     if damaged:
-        lines = f"{path}:{', '.join(damaged[:5])}"
-        print(f"log: {lines}: {len(damaged)} lines cannot be read; they are left as they are")
+        where = f"{path}:{', '.join(damaged[:5])}"
+        print(f"log: {where}: {len(damaged)} lines cannot be read; they are left as they are")
     if changed:
         print(f"log: {path}: the lines up to {changed[0]} have changed since they were written")
     # Renamed when complete, so that a kill leaves the old log or the new one.
