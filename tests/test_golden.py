@@ -25,8 +25,11 @@ def check(found: list[list], golden: list[list]) -> None:
         different = [pair for pair in zip(found, golden, strict=True) if pair[0] != pair[1]]
         assert not different, different[0]
         return
+    # Other rounding grows with each step, and a norm moves far more than its loss: reward.py's, with
+    # its high learning rate, by 0.4 % within 12 steps.
     for row, want in zip(found, golden, strict=True):
-        assert row[2:] == pytest.approx(want[2:], rel=1e-4, abs=1e-4)
+        assert row[2] == pytest.approx(want[2], rel=1e-4, abs=1e-4)
+        assert row[3:] == pytest.approx(want[3:], rel=1e-2)
 
 
 @pytest.mark.slow
