@@ -7,10 +7,11 @@ into thoughts, what is said and calls of tools, and says which log-probabilities
 import asyncio
 import contextlib
 
+from groundup.generate.call_forms import CallReader
 from groundup.generate.engine import Request, Sample, Token, n_pending
 from groundup.generate.http import Metrics
 from groundup.generate.openai_format import THOUGHT, ParsedRequest
-from groundup.generate.tools import CallReader, ToolTurn
+from groundup.generate.tools import ToolTurn
 from tokenizer import StreamDecoder, Tokenizer
 
 
@@ -74,7 +75,7 @@ class Choice:
         prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
         thinks = asked.chat and not asked.params.json_object
         self.thinker = ThoughtReader(prompt_end.endswith(ThoughtReader.OPEN)) if thinks else None
-        self.caller = CallReader() if asked.tools or asked.runs_tools else None
+        self.caller = CallReader(asked.tools) if asked.tools or asked.runs_tools else None
         self.calls: list[dict] = []
 
     def push(self, token: Token) -> dict | None:

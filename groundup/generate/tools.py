@@ -13,8 +13,6 @@ that were not drawn. Results and whatever the template writes around them are ap
 import dataclasses
 import json
 import math
-import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,8 +21,9 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
+from groundup.generate.call_forms import CallReader
 from groundup.generate.completion import asked_messages, call_ids
-from groundup.generate.engine import Engine, Result, check, n_pending
+from groundup.generate.engine import Engine, Result, check
 from groundup.generate.rendering import LineProcess, tool_ids
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.templates import CALL_ID
@@ -91,7 +90,7 @@ class Tools:
         messages: before the turn. ids: of the turn as drawn, without the one that ended it. room:
         tokens that may follow the turn. follow: `tool_ids` of the tokenizer, or what does the same
         in another process."""
-        content, calls = read_calls(tokenizer, ids)
+        content, calls = read_calls(tokenizer, ids, self.schemas)
         if not calls:
             return None
         results, n_failed = self.run(calls)
@@ -129,9 +128,7 @@ class ToolAnswers:
         self.talks[tuple(ids)] = messages
         return ids
 
-    def draw(
-        self, prompts: Iterable[list[int]], params: SamplingParams
-    ) -> Iterator[tuple[int, Result]]:
+    def draw(self, prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[tuple[int, Result]]:
         """Yield (index of the prompt, Result with the last turn of its answer).
 
         An answer that calls a tool waits until the others have ended."""
@@ -158,18 +155,19 @@ class ToolAnswers:
         yield from self.engine.finish(waiting)
 
 
-def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict]]:
+def read_calls(tokenizer: Tokenizer, ids: Sequence[int], schemas: Sequence[dict] = ()) -> tuple[str, list[dict]]:
     """Return the text of an answer and its calls [{"name", "arguments"}, ...], [] = none.
 
-    ids: as drawn, without the one that ended it. The text is as our own models write calls. A call
-    has an "id" if the model wrote one as Mistral's do."""
+    ids: as drawn, without the one that ended it. schemas: of the tools, for forms that write their
+    arguments without types. The text is as our own models write calls. A call has an "id" if the
+    model wrote one as Mistral's do."""
     marks, parts, begin = call_ids(tokenizer), [], 0
     for place, token in enumerate([*ids, None]):
         if token is None or token in marks:  # a special token that begins a call has no text
             parts.append(tokenizer.decode(list(ids[begin:place])))
             parts.append(tokenizer.decode([token]) if token is not None else "")
             begin = place + 1
-    said, found = CallReader().push("".join(parts), last=True)
+    said, found = CallReader(schemas).push("".join(parts), last=True)
     calls = []
     for one in found:
         function = one["function"]
@@ -187,122 +185,3 @@ def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
     talk += [{"role": "assistant", "content": call}, {"role": "tool", "content": "7 swans"}]
     if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):
         raise UserError("tools: the chat template does not write the results of tools")
-
-
-# ---- calls in the text of an answer --------------------------------------------------------------
-
-
-class CallReader:
-    """Divides an answer into what is said and what is called.
-
-    These are calls: <tool_call>{...}</tool_call> (Hermes, Qwen, ours), {...} as the whole answer
-    (Llama 3), [TOOL_CALLS] and a list, or a name and its arguments (Mistral). A list may also be
-    the whole answer, and some models write one object behind another."""
-
-    MARKS = ("<tool_call>", "[TOOL_CALLS]")
-    INNER_MARKS = ("[CALL_ID]", "[ARGS]")  # Mistral's, between a name and its arguments
-    MARK = re.compile("|".join(map(re.escape, MARKS)))
-    CLOSE, SPACE = re.compile(r"\s*(?:</tool_call>)?\s*"), re.compile(r"\s*")
-
-    def __init__(self) -> None:
-        self.pending = ""
-        self.said = False  # whether something was said already
-
-    def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
-        """Return (more of what is said, calls); calls come with the last piece only."""
-        self.pending += text
-        if last:
-            return self.divide(self.pending)
-        if not self.said and self.pending.lstrip()[:1] in ("", "{", "["):
-            return "", []
-        mark = self.MARK.search(self.pending)
-        cut = mark.start() if mark else len(self.pending) - n_pending(self.pending, self.MARKS)
-        text = self.pending[:cut].rstrip()  # before a call no space is said
-        self.pending = self.pending[len(text) :]
-        self.said |= bool(text)
-        return text, []
-
-    def divide(self, text: str) -> tuple[str, list[dict]]:
-        """Return (what is said, calls). A call that cannot be read makes all of it text."""
-        first = "" if self.said else text.lstrip()
-        is_bare = first[:1] in ("{", "[") and not self.MARK.match(first)
-        begin = self.SPACE.match(text) if is_bare else self.MARK.search(text)
-        said, calls, end = "", [], 0
-        while begin:
-            try:
-                found, after = calls_at(text, begin.end(), "" if is_bare else begin[0])
-            except (ValueError, RecursionError):
-                found = []
-            if not found:
-                return text, []
-            said += text[end : begin.start()]
-            calls += found
-            end = self.CLOSE.match(text, after).end()
-            begin = None if is_bare else self.MARK.search(text, end)
-        rest = text[end:]
-        if not calls or is_bare and rest:
-            return text, []
-        return said + rest if rest else said.rstrip(), calls
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-# Without NaN, but with the line breaks that some models write into their strings
-JSON = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
-NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\{)")  # Mistral's
-OPENING = re.compile(r"\s*(?:;\s*)?(?=[\[{])")  # of the first value, or of one that follows
-
-
-def calls_at(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
-    """Return (the calls that stand there in a text, where they end), ([], ...) = no calls do.
-
-    mark: what stands before them, or "". Raise ValueError or RecursionError if the first is no
-    JSON."""
-    if mark == "[TOOL_CALLS]" and (named := NAMED.match(text, begin)):
-        arguments, end = JSON.raw_decode(text, named.end())
-        return [call_of({"name": named[1], "arguments": arguments, "id": named[2]})], end
-    calls, end = [], begin
-    while opening := OPENING.match(text, end):
-        try:
-            found, after = calls_of(text, opening.end(), mark)
-        except (ValueError, RecursionError):
-            if not calls:
-                raise
-            break  # a rest that only begins like JSON
-        if not found:
-            break
-        calls, end = calls + found, after
-    return calls, end
-
-
-def calls_of(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
-    """Return the calls of the JSON value that begins there, none if it is something else; its end."""
-    value, end = JSON.raw_decode(text, begin)
-    calls = []
-    for one in value if isinstance(value, list) else [value]:
-        has_name = isinstance(one, dict) and isinstance(one.get("name"), str)
-        # Other objects have names, too: only a mark makes one without arguments a call
-        if not has_name or not mark and not {"arguments", "parameters"} & one.keys():
-            return [], end
-        calls.append(call_of(one))
-    return calls, end
-
-
-def call_of(found: dict) -> dict:
-    """Return a call in OpenAI's form. Raise ValueError for arguments that are no object."""
-    arguments = found.get("arguments", found.get("parameters"))
-    if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own form
-        arguments = JSON.decode(arguments or "{}")
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments must be an object")
-    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
-    own = found.get("id")  # Mistral's models write one, which the result is to have
-    is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
-    return {
-        "id": own if is_own else f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": found["name"], "arguments": written},
-    }

@@ -1,20 +1,26 @@
 """Stop strings against a plain search, thoughts and calls in every form, however the text comes."""
 
 import json
+import os
 import random
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from test_templates import SPECIALS as NAMES
 from test_templates import TAGGED
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from groundup.generate.call_forms import CallReader
 from groundup.generate.completion import call_ids, never_sampled
 from groundup.generate.engine import StopStrings
 from groundup.generate.openai_answer import ThoughtReader
-from groundup.generate.tools import CallReader
 from groundup.tokens.foreign import to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, with_specials
+
+TRL = Path(find_spec("trl").origin).parent / "chat_templates"
 
 
 def test_stop_strings_are_those_of_a_plain_search():
@@ -59,7 +65,16 @@ def test_thoughts_are_divided_from_what_is_said(text, opened, thoughts, said, si
 CALL = '{"name": "wetter", "arguments": {"ort": "北京"}}'
 STRING = json.dumps({"name": "wetter", "arguments": '{"ort": "北京"}'})
 HERMES, ONE_LINE = f"<tool_call>\n{CALL}\n</tool_call>", f"<tool_call>{CALL}</tool_call>"
+# As the chat templates of these models write them
+CODER = "<tool_call>\n<function=wetter>\n<parameter=ort>\n北京\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>wetter\n<arg_key>ort</arg_key>\n<arg_value>北京</arg_value>\n</tool_call>"
+V31_ONE = '<｜tool▁call▁begin｜>wetter<｜tool▁sep｜>{"ort": "北京"}<｜tool▁call▁end｜>'
+V31 = f"<｜tool▁calls▁begin｜>{V31_ONE}<｜tool▁calls▁end｜>"
+R1 = V31.replace("wetter<｜tool▁sep｜>", "function<｜tool▁sep｜>wetter\n```json\n").replace("}<", "}\n```<")
 NO_CALLS = [
+    CODER[:30], "<function=wetter>", 'like <function=f>{"x": 1} there', "<tool_call>never</tool_call>", "[f(1)]",
+    "<｜tool▁calls▁begin｜>", "[wetter(ort={1, 2})]", "[wetter(ort=1)] done", "[f(a=b)]", "[f(**{})]", "[f(a=1e999)]",
+    "[a.b['c'](d=1)]",
     "a < b, <tool", '{"name": 1}', "<tool_call>{</tool_call>", f"see {CALL}", "", "[" * 5000, "[1]", f"{CALL} and more",
     CALL.replace('"北京"', "NaN"), CALL.replace('"北京"', "1e999"),
     f"<tool_call>{CALL[:-9]}", f"{HERMES} <tool_call>no",
@@ -78,6 +93,11 @@ NO_CALLS = [
     (f"[TOOL_CALLS][{CALL}] [见下]", "[见下]", 1), (f"<tool_call>{CALL}\n{{完", "{完", 1),
     (f"{HERMES}\n[1, 2]", "[1, 2]", 1),
     (f"{ONE_LINE} 完", "完", 1), (f"{HERMES} 完 {HERMES}", "完", 2), (f"\n{CALL}\n", "", 1),
+    (f"好。{CODER}\n{CODER}", "好。", 2), (CODER[11:-13], "", 1), (f"{GLM}{GLM}完", "完", 2),
+    (f"好。{R1}", "好。", 1), (V31, "", 1), (V31.replace(V31_ONE, f"{V31_ONE}\n{V31_ONE}"), "", 2),
+    ('<function=wetter>{"ort": "北京"}</function>', "", 1), (f"<|tool_call|>[{CALL}]<|/tool_call|>", "", 1),
+    ("[wetter(ort='北京'), wetter(ort=\"北京\")]", "", 2), ("a<|python_start|>[wetter(ort='北京')]", "a", 1),
+    ("<|tool_call_start|>[wetter(ort='北京')]<|tool_call_end|>完", "完", 1),
     *((answer, answer.rstrip(), 0) for answer in NO_CALLS),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [1, 3, 10_000])
@@ -92,14 +112,72 @@ def test_calls_are_found_in_an_answer_however_it_comes(answer, said, calls, size
 
 @pytest.mark.parametrize("answer", [
     '<tool_call>{"name": "now"}</tool_call>', '{"name": "now", "arguments": null}', "[TOOL_CALLS]now[ARGS]{}",
-    '[TOOL_CALLS][{"name": "now", "parameters": ""}]',
+    '[TOOL_CALLS][{"name": "now", "parameters": ""}]', "<tool_call>now\n</tool_call>", "[now()]",
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>",
 ])  # fmt: skip
 def test_a_call_without_arguments(answer):
-    said, (call,) = CallReader().push(answer, True)
+    said, (call,) = CallReader([{"function": {"name": "now"}}]).push(answer, True)
     assert not said and call["function"] == {"name": "now", "arguments": "{}"}
 
 
-@pytest.mark.parametrize("text", ["<tool_call>" + "\n" * 200_000 + "x", f"<tool_call>{CALL}" + " " * 200_000 + "x"])
+@pytest.mark.parametrize("form", [
+    "<tool_call><function=f><parameter=name>\n{}\n</parameter></function></tool_call>",
+    "<tool_call>f<arg_key>name</arg_key><arg_value>{}</arg_value></tool_call>",
+])  # fmt: skip
+def test_a_value_between_tags_has_the_type_of_its_parameter(form):
+    """A text stays one, "12" too; what cannot be read as JSON is text."""
+    kinds = {"text": {"type": "string"}, "number": {"type": "integer"}, "none": {"enum": ["a", "b"]}}
+    kinds |= {"list": {"type": "array"}, "either": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+    kinds |= {"some": {"type": ["number", "null"]}}
+    schema = {"function": {"name": "f", "parameters": {"properties": kinds}}}
+    for name, text, value in [
+        ("text", "12", "12"), ("number", "12", 12), ("none", "1", "1"), ("list", '["一", 2]', ["一", 2]),
+        ("either", "null", "null"), ("some", "null", None), ("number", "twelve", "twelve"), ("unknown", "12", "12"),
+        ("text", "a\n\n b", "a\n\n b"), ("number", "[" * 5000, "[" * 5000),
+    ]:  # fmt: skip
+        _, (call,) = CallReader([schema]).push(form.replace("name", name).format(text), True)
+        assert json.loads(call["function"]["arguments"]) == {name: value}
+
+
+# Of trl's templates: those that write no calls, and those whose form is not read
+WRITE_NONE = "cohere cohere2 gemma gemma3 idefics3 lfm2 llama3 llava_next phi3 phi3_5 qwen2_5_vl smolvlm".split()
+UNREAD = "diffusion_gemma gemma4 gptoss".split()
+WEATHER = {"text": "北京 3", "days": 3, "what": ["a", "二"]}
+
+
+def call_as_written(source: str, schema: dict) -> str:
+    """The text that a chat template writes for a call, up to what ends the turn."""
+    question = {"role": "user", "content": "q"}
+    arguments = json.dumps(WEATHER, ensure_ascii=False) if "```json" in source else WEATHER  # DeepSeek's wants text
+    call = {"type": "function", "id": "a" * 9, "function": {"name": "wetter", "arguments": arguments}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    plain, called = (
+        render_jinja_template([[question, last]], tools=[schema], chat_template=source, eos_token="</s>")[0][0]
+        for last in ({"role": "assistant", "content": "plain"}, turn)
+    )
+    begin, end = (len(os.path.commonprefix(both)) for both in ([plain, called], [plain[::-1], called[::-1]]))
+    begin = called.rfind("<", 0, begin) if called[:begin].endswith(("<", "<\uff5c")) else begin
+    return called[begin : len(called) - end].removesuffix("<|eot_id|>")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TRL.glob("*.jinja") if "_training" not in path.stem))
+def test_calls_are_read_as_published_templates_write_them(name):
+    if name in WRITE_NONE + UNREAD:
+        pytest.skip("it writes no calls, or in a form that is not read")
+    kinds = {"text": {"type": "string"}, "days": {"type": "integer"}, "what": {"type": "array"}}
+    parameters = {"type": "object", "properties": kinds}
+    schema = {"type": "function", "function": {"name": "wetter", "description": "", "parameters": parameters}}
+    text = call_as_written((TRL / f"{name}.jinja").read_text(encoding="utf-8"), schema)
+    _, (call,) = CallReader([schema]).push(text, True)
+    assert json.loads(call["function"]["arguments"]) == WEATHER
+
+
+@pytest.mark.parametrize("text", [
+    "<tool_call>" + "\n" * 200_000 + "x", f"<tool_call>{CALL}" + " " * 200_000 + "x",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f" + " " * 200_000 + "x", f"{V31[:-30]}" + " " * 200_000 + "x",
+    "<tool_call>f" + " " * 200_000 + "x", "<function=f><parameter=a>" + "\n" * 200_000 + "x",
+    "[f(" + " " * 200_000 + "x",
+])  # fmt: skip
 def test_a_model_that_repeats_blanks_takes_no_time(text):
     begin = time.process_time()
     CallReader().push(text, True)

@@ -1,0 +1,279 @@
+"""Calls of tools in the text of an answer, in the forms that public models write.
+
+    Hermes, Qwen, ours   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+    Qwen3-Coder          <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    GLM-4.5              <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
+    Mistral              [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], [TOOL_CALLS]add{"a": 1}
+    Granite, Phi-4       <|tool_call|>[{"name": "add", "arguments": {"a": 1}}]
+    DeepSeek             its own special characters around a name and {"a": 1}
+    Llama 3.1            {"name": "add", "parameters": {"a": 1}}, <function=add>{"a": 1}</function>
+    Llama 3.2            [add(a=1)]; LFM2 and Llama 4 between marks
+
+A form without a mark is a call only as the whole answer. What cannot be read stays text.
+"""
+
+import ast
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+
+from groundup.generate.engine import n_pending
+from groundup.tokens.templates import CALL_ID
+
+# ---- the text of an answer is divided ------------------------------------------------------------
+
+DEEPSEEK = "<\uff5ctool\u2581{}\uff5c>"
+DEEPSEEK_MARKS = ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = map(DEEPSEEK.format, DEEPSEEK_MARKS)
+PYTHON_MARKS = {
+    "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
+    "<|python_start|>": "<|python_end|>",  # Llama 4
+}
+
+
+class CallReader:
+    """Divides an answer into what is said and what is called.
+
+    schemas: of the tools, in OpenAI's form; they tell text from numbers where a form does not."""
+
+    MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "<function=", CALLS_BEGIN)
+    MARKS += tuple(PYTHON_MARKS)
+    # That stand within a call: Mistral's between a name and its arguments, DeepSeek's
+    INNER_MARKS = ("[CALL_ID]", "[ARGS]", CALL_BEGIN, SEP, CALL_END, CALLS_END)
+    INNER_MARKS += tuple(PYTHON_MARKS.values())
+    MARK = re.compile("|".join(map(re.escape, MARKS)))
+    CLOSE = re.compile(rf"\s*(?:</tool_call>|<\|/tool_call\|>|{CALLS_END})?\s*")
+    SPACE = re.compile(r"\s*")
+
+    def __init__(self, schemas: Sequence[dict] = ()) -> None:
+        functions = [one["function"] for one in schemas]
+        self.types = {one["name"]: types_of(one) for one in functions}
+        self.pending = ""
+        self.said = False  # whether something was said already
+
+    def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
+        """Return (more of what is said, calls); calls come with the last piece only."""
+        self.pending += text
+        if last:
+            return self.divide(self.pending)
+        if not self.said and self.pending.lstrip()[:1] in ("", "{", "["):
+            return "", []
+        mark = self.MARK.search(self.pending)
+        cut = mark.start() if mark else len(self.pending) - n_pending(self.pending, self.MARKS)
+        text = self.pending[:cut].rstrip()  # before a call no space is said
+        self.pending = self.pending[len(text) :]
+        self.said |= bool(text)
+        return text, []
+
+    def divide(self, text: str) -> tuple[str, list[dict]]:
+        """Return (what is said, calls). A call that cannot be read makes all of it text."""
+        first = "" if self.said else text.lstrip()
+        is_bare = first[:1] in ("{", "[") and not self.MARK.match(first)
+        begin = self.SPACE.match(text) if is_bare else self.MARK.search(text)
+        said, calls, end = "", [], 0
+        while begin:
+            try:
+                found, after = calls_at(text, begin, "" if is_bare else begin[0], self.types)
+            except (ValueError, RecursionError):
+                found = []
+            if not found:
+                return text, []
+            said += text[end : begin.start()]
+            calls += found
+            end = self.CLOSE.match(text, after).end()
+            begin = None if is_bare else self.MARK.search(text, end)
+        rest = text[end:]
+        if not calls or is_bare and rest:
+            return text, []
+        return said + rest if rest else said.rstrip(), calls
+
+
+Types = Mapping[str, Mapping[str, bool]]  # {function: {parameter: whether it is a text}}
+
+
+def calls_at(text: str, begin: re.Match, mark: str, types: Types) -> tuple[list[dict], int]:
+    """Return (the calls that stand there in a text, where they end), ([], ...) = no calls do.
+
+    begin: where the mark was found; mark "" = the whole answer. Raise ValueError or RecursionError
+    if they cannot be read."""
+    at = begin.end()
+    if mark == CALLS_BEGIN:
+        return deepseek_calls(text, at)
+    if mark == "[TOOL_CALLS]" and (named := NAMED.match(text, at)):
+        arguments, end = JSON.raw_decode(text, named.end())
+        return [call_of({"name": named[1], "arguments": arguments, "id": named[2]})], end
+    function = FUNCTION.match(text, begin.start() if mark == "<function=" else at)
+    if function and mark in ("<function=", "<tool_call>"):
+        return function_call(text, function, types)
+    if mark == "<tool_call>" and (name := KEYED.match(text, at)):
+        return keyed_call(text, name, types)
+    if mark in ("", *PYTHON_MARKS) and PYTHON.match(text, at):
+        close = PYTHON_MARKS.get(mark)
+        written, closed, _ = text[at:].partition(close) if close else (text[at:], "", "")
+        return python_calls(written), at + len(written) + len(closed)
+    return json_calls(text, at, mark)
+
+
+def call_of(found: dict) -> dict:
+    """Return a call in OpenAI's form. Raise ValueError for arguments that are no object."""
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own form
+        arguments = JSON.decode(arguments or "{}")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments must be an object")
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
+    own = found.get("id")  # Mistral's models write one, which the result is to have
+    is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
+    return {
+        "id": own if is_own else f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": found["name"], "arguments": written},
+    }
+
+
+# ---- arguments as JSON ---------------------------------------------------------------------------
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Without NaN, but with the line breaks that some models write into their strings
+JSON = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
+OPENING = re.compile(r"\s*(?:;\s*)?(?=[\[{])")  # of the first value, or of one that follows
+NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\{)")  # Mistral's
+# DeepSeek-V3 and R1: function SEP name ```json {...} ```; DeepSeek-V3.1: name SEP {...}
+DEEPSEEK_CALL = re.compile(rf"\s*{CALL_BEGIN}(?:function{SEP})?([\w.-]+)\s*(?:(?:{SEP}|```json)\s*)?(?=\{{)")
+DEEPSEEK_END = re.compile(rf"\s*(?:```\s*)?{CALL_END}")
+
+
+def json_calls(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
+    """Return the calls of the JSON values that stand there one behind another, and their end."""
+    calls, end = [], begin
+    while opening := OPENING.match(text, end):
+        try:
+            found, after = calls_of(text, opening.end(), mark)
+        except (ValueError, RecursionError):
+            if not calls:
+                raise
+            break  # a rest that only begins like JSON
+        if not found:
+            break
+        calls, end = calls + found, after
+    return calls, end
+
+
+def calls_of(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
+    """Return the calls of the JSON value that begins there, none if it is something else; its end."""
+    value, end = JSON.raw_decode(text, begin)
+    calls = []
+    for one in value if isinstance(value, list) else [value]:
+        has_name = isinstance(one, dict) and isinstance(one.get("name"), str)
+        # Other objects have names, too: only a mark makes one without arguments a call
+        if not has_name or not mark and not {"arguments", "parameters"} & one.keys():
+            return [], end
+        calls.append(call_of(one))
+    return calls, end
+
+
+def deepseek_calls(text: str, end: int) -> tuple[list[dict], int]:
+    """Return the calls behind DeepSeek's mark, and their end."""
+    calls = []
+    while one := DEEPSEEK_CALL.match(text, end):
+        arguments, end = JSON.raw_decode(text, one.end())
+        calls.append(call_of({"name": one[1], "arguments": arguments}))
+        if closed := DEEPSEEK_END.match(text, end):
+            end = closed.end()
+    return calls, end
+
+
+# ---- arguments between tags ----------------------------------------------------------------------
+
+FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>\s*")
+PARAMETER = re.compile(r"<parameter=([^<>]+)>\n?(.*?)\n?</parameter>\s*", re.S)
+FUNCTION_END = re.compile(r"\s*</function>")
+KEYED = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>)")  # the latter: no arguments
+KEY_AND_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.S)
+
+
+def function_call(text: str, begin: re.Match, types: Types) -> tuple[list[dict], int]:
+    """Return the call of <function=name>..., with Llama's JSON or Qwen3-Coder's tags; its end."""
+    if text[begin.end() : begin.end() + 1] == "{":
+        arguments, end = JSON.raw_decode(text, begin.end())
+    else:
+        arguments, end = tagged(text, begin.end(), PARAMETER, types.get(begin[1], {}))
+    closed = FUNCTION_END.match(text, end)
+    if not closed:  # the model was cut off within it, or tells of the form
+        return [], end
+    return [call_of({"name": begin[1], "arguments": arguments})], closed.end()
+
+
+def keyed_call(text: str, begin: re.Match, types: Types) -> tuple[list[dict], int]:
+    """Return the call of GLM's name, keys and values, and its end."""
+    arguments, end = tagged(text, begin.end(), KEY_AND_VALUE, types.get(begin[1], {}))
+    if not arguments and begin[1] not in types:  # a word between the tags
+        return [], end
+    return [call_of({"name": begin[1], "arguments": arguments})], end
+
+
+def tagged(text: str, end: int, pattern: re.Pattern, is_text: Mapping[str, bool]) -> tuple[dict, int]:
+    """Return the arguments that are written as `pattern`, a key and a value each, and their end."""
+    arguments = {}
+    while one := pattern.match(text, end):
+        arguments[one[1]], end = value_of(one[2], is_text.get(one[1], True)), one.end()
+    return arguments, end
+
+
+def value_of(text: str, is_text: bool) -> object:
+    """Return a value that stands between tags: JSON, if its parameter is no text and it can be."""
+    if is_text:
+        return text
+    try:
+        return JSON.decode(text.strip())
+    except (ValueError, RecursionError):
+        return text
+
+
+def types_of(function: dict) -> dict[str, bool]:
+    """Return {parameter: whether its schema lets it be a text} of a tool."""
+    parameters = function.get("parameters")
+    known = parameters.get("properties") if isinstance(parameters, dict) else None
+    known = known if isinstance(known, dict) else {}
+    return {name: may_be_text(schema) for name, schema in known.items()}
+
+
+def may_be_text(schema: object) -> bool:
+    """Return whether a JSON schema has a string among its types. One that does not say has."""
+    if not isinstance(schema, dict):
+        return True
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return any(map(may_be_text, options))
+    return "string" in schema.get("type", "string")  # a name, or a list of names
+
+
+# ---- calls as Python writes them -----------------------------------------------------------------
+
+PYTHON = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\(")
+NAME = re.compile(r"[\w.]+")
+
+
+def python_calls(text: str) -> list[dict]:
+    """Return the calls of a list like [add(a=1, b=2)], none if it is something else."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        calls = [python_call(one) for one in tree.elts] if isinstance(tree, ast.List) else []
+    except (SyntaxError, TypeError, MemoryError) as error:
+        raise ValueError("not Python") from error
+    return calls
+
+
+def python_call(node: ast.expr) -> dict:
+    """Return a call whose arguments are named literals. Raise ValueError or TypeError for others."""
+    if not isinstance(node, ast.Call) or node.args or not NAME.fullmatch(ast.unparse(node.func)):
+        raise ValueError("not a call with named arguments")
+    arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
+    if None in arguments:  # **
+        raise ValueError("not a named argument")
+    return call_of({"name": ast.unparse(node.func), "arguments": arguments})
