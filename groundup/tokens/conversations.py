@@ -32,8 +32,9 @@ from groundup.files import row_formats, turns
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens import IGNORE
-from groundup.tokens.batches import map_tensors
-from groundup.tokens.mixture import Mixture, pack_rows, spread
+from groundup.tokens.batches import map_tensors, spread
+from groundup.tokens.mixture import Mixture
+from groundup.tokens.packing import pack_rows
 from groundup.tokens.rows import (
     STRANGE,
     RowCorpus,

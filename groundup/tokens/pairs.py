@@ -29,9 +29,9 @@ from groundup.errors import UserError
 from groundup.files import row_formats, text_keys, turns
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
-from groundup.tokens.batches import map_tensors
+from groundup.tokens.batches import map_tensors, spread
 from groundup.tokens.conversations import columns_for, fingerprint_of, sha256_of
-from groundup.tokens.mixture import Sampler, hash_words, permute, spread
+from groundup.tokens.mixture import Sampler, hash_words, permute
 from groundup.tokens.rows import STRANGE, RowCorpus, RowReader
 from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer, split_answer

@@ -17,16 +17,11 @@ import numpy as np
 
 from groundup.errors import UserError, say
 from groundup.files import readers, records, row_formats, streams
+from groundup.files.paths import Stage, parse_data_dir, parse_weights
 from groundup.files.splits import assign, split_position
 from groundup.files.turns import BadRow
-from groundup.tokens.mixture import (
-    Corpus,
-    Sampler,
-    Stage,
-    names_of,
-    parse_data_dir,
-    parse_weights,
-)
+from groundup.tokens.batches import Corpus, names_of
+from groundup.tokens.mixture import Sampler
 from groundup.tokens.token_files import read_manifest, verify_sha256
 from tokenizer import Tokenizer
 
