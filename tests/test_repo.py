@@ -19,7 +19,7 @@ FLOORS = (
     ("configurator", "groundup.errors"),
     ("groundup.files", "groundup.demo"),
     ("groundup.compile_c",),
-    ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign", "groundup.tokens.templates",
+    ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.engines", "groundup.tokens.templates",
      "groundup.tokens.text_tokenizer", "groundup.tokens.training"),
     ("groundup.tokens",),
     ("groundup.kernels",),

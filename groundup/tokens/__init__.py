@@ -5,7 +5,7 @@ in a seeded order.
 
 Text, for pretrain.py: read batches, mixture, token_files; token_writer and packing write
 what these read. Rows, for sft, dpo, reward and rl: rows, then conversations, pairs, prompts.
-Tokenizers: text_tokenizer and foreign, templates; bpe and training make new ones.
+Tokenizers: text_tokenizer and engines, templates; bpe and training make new ones.
 """
 
 IGNORE = -100  # a target with this value is not trained on

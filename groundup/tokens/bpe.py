@@ -25,7 +25,7 @@ import sentencepiece
 from groundup.compile_c import compile_c
 from groundup.errors import UserError
 from groundup.files.untrusted import scrub
-from groundup.tokens.foreign import MAX_CHARS, PATTERNS, SIZE_STEP, blocks
+from groundup.tokens.engines import MAX_CHARS, PATTERNS, SIZE_STEP, blocks
 
 PATTERN = PATTERNS["qwen"]
 MIN_COUNT = 2  # a pair seen once is not worth an id

@@ -8,7 +8,7 @@ import tiktoken
 
 from groundup.errors import UserError
 from groundup.tokens import bpe
-from groundup.tokens.foreign import (
+from groundup.tokens.engines import (
     PATTERNS,
     SIZE_STEP,
     added_token,
@@ -237,7 +237,7 @@ def with_all_splits(
 ) -> list[list[str]]:
     """Return the merges with every split of a word into two tokens, in the order of the ids.
 
-    New tokens may lead to old ones to which no merges led, see foreign.check_merges."""
+    New tokens may lead to old ones to which no merges led, see engines.check_merges."""
     listed = {(left, right) for left, right in pairs}
     for word in words:
         for i in range(1, len(word)):

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.tokens.conversations import ChatReader
-from groundup.tokens.foreign import to_json
+from groundup.tokens.engines import to_json
 from groundup.tokens.templates import BEGIN, GUARD, ChatTemplate, Piece
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, chat_ready, with_specials
