@@ -37,9 +37,10 @@ from groundup.tokens.mixture import Mixture
 from groundup.tokens.packing import pack_rows
 from groundup.tokens.rows import (
     STRANGE,
+    ItemList,
     RowCorpus,
     RowReader,
-    SourceRows,
+    Source,
     read_source,
 )
 from groundup.tokens.token_files import (
@@ -107,12 +108,10 @@ class InMemory:
         self.mask += mask.tobytes()
         self.lengths.append(len(ids))
 
-    def conversations(self, chosen: np.ndarray | None = None) -> Conversations:
-        """Return those that chosen (n,) bool marks, None = all."""
+    def take(self, chosen: np.ndarray) -> Conversations:
+        """Return the conversations that chosen (n,) bool marks."""
         borders = np.cumsum([0, *self.lengths], dtype=np.int64)
-        begins, ends = borders[:-1], borders[1:]
-        if chosen is not None:
-            begins, ends = begins[chosen], ends[chosen]
+        begins, ends = borders[:-1][chosen], borders[1:][chosen]
         tokens, mask = np.frombuffer(self.ids, self.dtype), np.frombuffer(self.mask, np.uint8)
         # the digests of the files in which prepare.py would write them
         offsets = np.concatenate([[0], np.cumsum(ends - begins)])
@@ -148,13 +147,8 @@ class ChatReader(RowReader):
 
     An item is (ids, mask), or the messages if the reader has no tokenizer."""
 
-    def new_store(self) -> "list | InMemory":
-        return InMemory(self.tokenizer) if self.tokenizer else []
-
-    def split(self, store: "list | InMemory", held_out: np.ndarray) -> tuple[Sequence, Sequence]:
-        if isinstance(store, list):
-            return super().split(store, held_out)
-        return store.conversations(~held_out), store.conversations(held_out)
+    def new_store(self) -> "ItemList | InMemory":
+        return InMemory(self.tokenizer) if self.tokenizer else ItemList()
 
     def item(
         self, row: object, place: str
@@ -173,7 +167,7 @@ class ChatReader(RowReader):
         return dialogue_text(answered), tokenize_chat(answered, self.tokenizer)
 
 
-def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRows:
+def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> Source:
     """Return the Conversations of raw files or of a directory of prepare.py --kind=chat.
 
     Use the directory's token files if they are this tokenizer's, else its rows. Raise UserError."""
@@ -185,7 +179,7 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
             train = map_split(directory, manifest, "train", tokenizer)
             val = map_split(directory, manifest, "val", tokenizer)
             reader.check(path, len(train) + len(val))
-            return SourceRows(train, val, reader)
+            return Source(train, val, reader)
         if "tokenizer_fingerprint" in manifest:
             why = "its token files are another tokenizer's; its rows are tokenized again"
             reader.places.append(f"{directory}: {why}")
@@ -195,7 +189,7 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
 def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer) -> Conversations:
     """Return the Conversations in the token files of a split; none if there is no such split."""
     if split not in manifest["splits"]:
-        return InMemory(tokenizer).conversations()
+        return InMemory(tokenizer).take(np.zeros(0, bool))
     check_shape(directory / "manifest.json", manifest["splits"][split], {"tokens": dict}, AGAIN)
     entry = manifest["splits"][split]["tokens"]
     tokens, mask, borders = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)
@@ -225,7 +219,7 @@ def fit(ids: np.ndarray, mask: np.ndarray, limit: int) -> tuple[np.ndarray, np.n
     return ids[:n], mask[:n]
 
 
-class Rows:
+class ChatRows:
     """Conversations laid out in rows of block_size inputs.
 
     n_labels: (n_rows,) int64, labels of each row. n_used: (n_rows,) int64, inputs that are no
@@ -323,7 +317,7 @@ def columns_for(length: np.ndarray | int, block_size: int) -> np.ndarray:
     return np.minimum(block_size, -(-length // step) * step)
 
 
-def load_rows(rows: Sequence[Rows], sources: np.ndarray, numbers: np.ndarray) -> Batch:
+def load_rows(rows: Sequence[ChatRows], sources: np.ndarray, numbers: np.ndarray) -> Batch:
     """Return the batch whose row i is row numbers[i] of rows[sources[i]].
 
     All are packed, or none. Without packing T is the longest row's length, rounded up by
@@ -362,16 +356,16 @@ def load_rows(rows: Sequence[Rows], sources: np.ndarray, numbers: np.ndarray) ->
 
 @dataclass(eq=False)
 class ChatCorpus(RowCorpus):
-    """The conversations that `data` names. train, val: Rows. Raise UserError."""
+    """The conversations that `data` names. train, val: ChatRows. Raise UserError."""
 
     pack: bool = True  # several conversations in a row
     many_epochs = 30.0  # a hundred conversations are learned well in twenty epochs
 
-    def read(self, path: str, val_fraction: float) -> SourceRows:
+    def read(self, path: str, val_fraction: float) -> Source:
         return read_chat(path, self.tokenizer, val_fraction)
 
-    def lay_out(self, name: str, items: Conversations) -> Rows:
-        return Rows(items, self.block_size, self.pack, self.seed, name)
+    def lay_out(self, name: str, items: Conversations) -> ChatRows:
+        return ChatRows(items, self.block_size, self.pack, self.seed, name)
 
     def most_documents(self) -> int:
         """Return an upper bound on the documents in a row, for attention within documents."""
@@ -400,7 +394,7 @@ class ChatCorpus(RowCorpus):
         return {f"tokens/{rows.name}": round(n * rows.n_used.sum()) for rows, n in pairs}
 
     def val_batches_of(
-        self, data: Rows, batch_size: int, eval_steps: int, rank: int, world_size: int
+        self, data: ChatRows, batch_size: int, eval_steps: int, rank: int, world_size: int
     ) -> Iterator[Batch]:
         for numbers in spread(data.n_rows, batch_size, eval_steps, rank, world_size):
             yield load_rows([data], np.zeros_like(numbers), numbers)
@@ -414,7 +408,7 @@ class ChatCorpus(RowCorpus):
         turns = itertools.zip_longest(*of_each)
         return [prompt for turn in turns for prompt in turn if prompt][:n]
 
-    def prompts_of(self, rows: Rows) -> Iterator[tuple[list[int], str]]:
+    def prompts_of(self, rows: ChatRows) -> Iterator[tuple[list[int], str]]:
         """Yield (ids up to the last answer, that answer) of one source."""
         for i in range(len(rows.conversations)):
             ids, mask = rows.conversations.ids(i)

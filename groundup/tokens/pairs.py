@@ -80,7 +80,7 @@ def tokenize_answer(
     return np.array(before, dtype), np.array(learned, dtype)
 
 
-def read_pair(row: object) -> turns.Pair:
+def pair_of(row: object) -> turns.Pair:
     """Return the pair in a row of any format. Raise BadRow."""
     try:
         pair = row_formats.read_pair(row)
@@ -98,7 +98,7 @@ class PairReader(RowReader):
     kind, noun, split_by_prompt = "preference", "preference pair", True
 
     def item(self, row: object, place: str) -> tuple[str, Tokenized]:
-        pair = read_pair(row)
+        pair = pair_of(row)
         ids = tokenize_pair(pair, self.tokenizer)
         self.check_length(len(ids.prompt) + max(len(ids.chosen), len(ids.rejected)))
         if np.array_equal(ids.chosen, ids.rejected):

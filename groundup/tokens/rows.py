@@ -1,8 +1,15 @@
 """Rows of files as training data: read, counted, held out, weighted. For sft, dpo, reward and rl.
 
-Rows are conversations, pairs or prompts, from raw files or from a directory of prepare.py. What is
-left out is counted, with the reason. A raw file has no validation split of its own: a hash of the
-text decides which rows are held out, as in prepare.py.
+One word for each thing, on the way from a file to a batch:
+
+    record   what stands at one place of a file, with that place (files/records.py)
+    row      its content, such as a JSON object (files/row_formats.py)
+    item     what training takes from a row: a tokenized conversation or pair, or a prompt
+    sample   what the order of samples counts (mixture.py): one or more items, a line of a batch
+
+A `RowReader` makes items of rows and counts the rows that it cannot use, with the reason. A raw file
+has no validation split of its own: a hash of the text decides which items are held out, as in
+prepare.py. The files are raw ones, or a directory of prepare.py.
 """
 
 import math
@@ -27,6 +34,14 @@ from tokenizer import Tokenizer
 
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
+
+
+class ItemList(list):
+    """Items of one source, as they are read. Another store has these two methods: append, take."""
+
+    def take(self, chosen: np.ndarray) -> list:
+        """Return the items that chosen (n,) bool marks."""
+        return [item for item, own in zip(self, chosen.tolist(), strict=True) if own]
 
 
 class RowReader:
@@ -54,13 +69,8 @@ class RowReader:
         self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
 
     def new_store(self) -> Any:
-        """Return an empty list, or another store with `append`, for the items of a source."""
-        return []
-
-    def split(self, store: Any, held_out: np.ndarray) -> tuple[Sequence, Sequence]:
-        """Return the items of a store for training, and those that held_out (n,) bool marks."""
-        pairs = list(zip(store, held_out.tolist(), strict=True))
-        return [item for item, out in pairs if not out], [item for item, out in pairs if out]
+        """Return an empty collection for the items of a source: see ItemList."""
+        return ItemList()
 
     def read(self, path: str) -> Iterator[tuple[str, Any]]:
         """Yield what `item` returns for each usable row of a file."""
@@ -114,15 +124,15 @@ class RowReader:
         return lines
 
 
-class SourceRows(NamedTuple):
-    """The usable rows of one source."""
+class Source(NamedTuple):
+    """The items of one source."""
 
     train: Sequence
     val: Sequence
     reader: RowReader  # what was left out
 
 
-def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows:
+def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
     """Return the items of a raw file, a glob, a directory of raw files, or one of prepare.py.
 
     The last has its own splits; of the others val_fraction is held out."""
@@ -148,7 +158,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
         split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
         held_out = split_of != 0
     reader.check(path, len(held_out))
-    return SourceRows(*reader.split(store, held_out), reader)
+    return Source(store.take(~held_out), store.take(held_out), reader)
 
 
 # ---- the sources of a run --------------------------------------------------------------------
@@ -178,11 +188,11 @@ class RowCorpus(Corpus):
         """Read and lay out all sources. Raise UserError."""
         self._open_train()
         self._open_val()
-        # laid out, the items are there a second time
-        self.found = [rows._replace(train=(), val=()) for rows in self.found]
-        self.val_found = [rows._replace(train=(), val=()) for rows in self.val_found]
+        # laid out, the items are there a second time: free them
+        self.found = [source._replace(train=(), val=()) for source in self.found]
+        self.val_found = [source._replace(train=(), val=()) for source in self.val_found]
 
-    def read(self, path: str, val_fraction: float) -> SourceRows:
+    def read(self, path: str, val_fraction: float) -> Source:
         return read_source(path, self.reader(), val_fraction)
 
     def _open_train(self) -> None:
@@ -191,14 +201,14 @@ class RowCorpus(Corpus):
         val_fraction = 0.0 if self.val_data else self.val_fraction
         self.found = [self.read(path, val_fraction) for path in self.paths]
         pairs = zip(self.names, self.found, strict=True)
-        self.train = [self.lay_out(name, rows.train) for name, rows in pairs]
-        for data, rows in zip(self.train, self.found, strict=True):
+        self.train = [self.lay_out(name, source.train) for name, source in pairs]
+        for data, source in zip(self.train, self.found, strict=True):
             if not data.n_rows:
                 reasons = ", ".join(f"{n} {reason}" for reason, n in data.counts.items())
                 why = f"{data.name}: {reasons or 'no row for training'}"
                 how = "give more, or raise block_size"
-                if not reasons and len(rows.val):
-                    why = f"{data.name}: all {len(rows.val)} rows are for validation"
+                if not reasons and len(source.val):
+                    why = f"{data.name}: all {len(source.val)} rows are for validation"
                     how = "lower val_fraction"
                 raise UserError(f"data: nothing to train on in {why}; {how}")
         self.n_rows = sum(data.n_rows for data in self.train)
@@ -209,10 +219,10 @@ class RowCorpus(Corpus):
         weights = parse_weights(self.val_data, self.val_data, "val_data") if self.val_data else {}
         self.val_names = names_of(list(weights))
         self.val_found = [self.read(path, 0.0) for path in weights]
-        held_out = dict(zip(self.names, (rows.val for rows in self.found), strict=True))
+        held_out = dict(zip(self.names, (source.val for source in self.found), strict=True))
         if self.val_data:
-            # of a directory of prepare.py its validation split, of a raw file all rows
-            items = (rows.val if len(rows.val) else rows.train for rows in self.val_found)
+            # of a directory of prepare.py its validation split, of a raw file all items
+            items = (one.val if len(one.val) else one.train for one in self.val_found)
             held_out = dict(zip(self.val_names, items, strict=True))
         self.all_val = [self.lay_out(name, items) for name, items in held_out.items()]
         self.val = {data.name: data for data in self.all_val if data.n_rows}
@@ -226,7 +236,7 @@ class RowCorpus(Corpus):
         """Raise UserError if no row is held out, with what was left out and why."""
         if self.val:
             return
-        readers = [rows.reader for rows in self.val_found or self.found]
+        readers = [source.reader for source in self.val_found or self.found]
         lost = left_out(readers, self.all_val)
         if not self.val_found and (self.n_rows > 1 or not val_fraction):
             how = f"raise val_fraction above {val_fraction:g}"
@@ -239,7 +249,7 @@ class RowCorpus(Corpus):
 
     def left_out(self) -> str:
         """Return what was left out of the training data, see the function."""
-        return left_out([rows.reader for rows in self.found], self.train)
+        return left_out([source.reader for source in self.found], self.train)
 
     def weights_of(self, stage: Stage) -> list[float]:
         """Return the weight of each source in a stage: by default its number of rows.
@@ -275,8 +285,8 @@ class RowCorpus(Corpus):
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
                 lines += [f"{data.name}: {n:,} {what}" for what, n in data.counts.items()]
         every = zip([*self.names, *self.val_names], [*self.found, *self.val_found], strict=True)
-        for name, rows in every:
-            lines += rows.reader.report(name)
+        for name, source in every:
+            lines += source.reader.report(name)
         return lines
 
 
