@@ -7,7 +7,7 @@ One word for each thing, on the way from a file to a batch:
     item     what training takes from a row: a tokenized conversation or pair, or a prompt
     sample   what the order of samples counts (mixture.py): one or more items, a line of a batch
 
-A `RowReader` makes items of rows and counts the rows that it cannot use, with the reason. A raw file
+A `RowReader` makes items of rows and counts those that it cannot use, with the reason. A raw file
 has no validation split of its own: a hash of the text decides which items are held out, as in
 prepare.py. The files are raw ones, or a directory of prepare.py.
 """
