@@ -67,8 +67,10 @@ class Batches:
         self.samples_per_step = batch_size * accum_steps * world.world_size
         self.first_step = first_step
         self.device = torch.device(device)
+        # "cuda" means another device in another thread, so name the number of this rank's
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
+        # At most `ahead` micro-batches wait in the queue, so the thread uses little memory.
         self.error: Exception | None = None
         self.stop = threading.Event()
         self.queue: queue.Queue = queue.Queue(maxsize=ahead)
@@ -81,18 +83,21 @@ class Batches:
 
     def count_targets(self, step: int) -> int:
         """Return the targets of a step (from 0) over all ranks, computed without communication."""
+        # Each rank computes the samples of all ranks: their order is a function of numbers.
         samples = np.arange(self.position(step), self.position(step + 1))
         sources, starts = self.order.starts_of(samples)
         return int(self.corpus.count_targets(sources, starts).sum())
 
     def samples(self, step: int, micro_step: int) -> np.ndarray:
         """Return the sample numbers of this rank's micro-batch, (batch_size,) int64."""
+        # the step's samples: all micro-batches of rank 0, then all of rank 1, ...
         batch = self.rank * self.accum_steps + micro_step
         first = self.position(step) + batch * self.batch_size
         return np.arange(first, first + self.batch_size)
 
     def next(self) -> tuple:
         """Return the next micro-batch, on the device. Raise what the thread raised."""
+        # an error stays: whoever asks again gets it again instead of waiting for ever
         item = self.error or self.queue.get()
         if isinstance(item, Exception):
             self.error = item
@@ -124,7 +129,7 @@ class Batches:
             torch.cuda.set_device(self.device)
         first = self.first_step * self.accum_steps
         # find the samples of 32 micro-batches at once: numpy is slow on few numbers
-        for begin in itertools.count(first, 32):
+        for begin in itertools.count(first, 32):  # micro-batches, counted from the run's first step
             micro_steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
             samples = np.stack([self.samples(*micro_step) for micro_step in micro_steps])
             # Two matrices (32, batch_size), whose rows are micro-batches.
@@ -153,7 +158,7 @@ class Corpus:
         sampler(source, seed, samples_per_step)     the order of one source
         load(sources, starts)            a micro-batch of these samples: a NamedTuple of tensors
         count_targets(sources, starts)   (n,) int64: how many targets each sample has
-        by_source(values, key)      {number of a source: value} of a setting, given by path or name
+        by_source(max_epochs)       {number of a source: most epochs}, from paths or names
         val_batches_of(data, batch_size, eval_steps, rank, world_size)      for `val_batches`
     """
 
@@ -165,9 +170,10 @@ class Corpus:
     ) -> Mixture:
         """Return the order of samples. Raise UserError if max_epochs ends it before max_steps."""
         samplers = [self.sampler(k, seed, samples_per_step) for k in range(len(self.train))]
-        limits = [math.inf] * len(samplers)
+        limits = [math.inf] * len(samplers)  # in samples of each source
         for k, epochs in self._most_epochs(max_epochs).items():
             limits[k] = max(1, int(epochs * samplers[k].per_epoch))
+        # the settings count steps, the order counts samples
         stages = [(step * samples_per_step, weights) for step, weights in self.stages]
         order = Mixture(samplers, seed, stages, self.names, limits)
         if order.end is not None and order.end < max_steps * samples_per_step:
@@ -183,10 +189,11 @@ class Corpus:
             return {}
         if number := parse_number(max_epochs):
             return dict.fromkeys(range(len(self.train)), number)
-        return self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"), "max_epochs")
+        return self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"))
 
     def record(self) -> dict[str, list]:
         """Return what decides the order of samples besides the settings, for `changed_entry`."""
+        # Quotas instead of weights: 0.7 and 0.70001 give the same order.
         stages = [[step, quotas(np.array(weights)).tolist()] for step, weights in self.stages]
         return {"data": [data.fingerprint for data in self.train], "stages": stages}
 
@@ -195,6 +202,7 @@ class Corpus:
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
         """Return the epochs of each source in n_samples samples, and warnings, for people."""
+        # with one source its name says nothing new
         several = len(self.names) > 1
         advice = "lower its weight or set max_epochs" if several else "train for fewer steps"
         parts, warnings = [], []
@@ -213,6 +221,7 @@ class Corpus:
         """Return the weight of each of `val` in the validation loss, adding up to 1.
 
         They are the user's weights, else those of the last training stage."""
+        # the last stage is what the finished model is meant for
         last = dict(zip(self.names, self.stages[-1][1], strict=True))
         weights = list(self.val_weights.values()) or [last[name] for name in self.val]
         if not any(weights):
@@ -228,7 +237,7 @@ class Corpus:
         `val_shares` says how to average the losses."""
         found = {}
         for k, (name, data) in enumerate(self.val.items()):
-            share, extra = divmod(eval_steps, len(self.val))
+            share, extra = divmod(eval_steps, len(self.val))  # the first sources get one more
             steps = max(1, share + (k < extra)) if eval_steps else 0
             # the last, small batches of the sources go to different ranks
             first = (rank + k) % world_size
@@ -251,6 +260,7 @@ def spread(
 ) -> Iterator[np.ndarray]:
     """Yield this rank's part of eval_steps batches (0 = all) of evenly spread window numbers."""
     n = min(eval_steps * batch_size, n_windows) if eval_steps else n_windows
+    # from the whole split, because its beginning may be all of one kind
     chosen = np.arange(n) * n_windows // max(n, 1)
     for first in range(rank * batch_size, n, world_size * batch_size):
         yield chosen[first : first + batch_size]
@@ -260,9 +270,11 @@ def changed_entry(saved: dict[str, list], now: dict[str, list], step: int) -> st
     """Compare two `Corpus.record`s: return which entry changes the first `step` steps, or "".
 
     Stages that begin later may change or be added, with new sources behind the others."""
+    # Compare only what has been used so far. Stages that have not begun may change.
     stages = []
     for record in (saved, now):
         begun = [stage for stage in record["stages"] if stage[0] < max(step, 1)]
+        # a source that comes later has the quota 0 until then: cut it off, to compare equal
         stages.append([[first, np.trim_zeros(quotas, "b")] for first, quotas in begun])
     used = max(len(quotas) for _, quotas in stages[0])
     if saved["data"][:used] != now["data"][:used]:
@@ -322,6 +334,7 @@ class TextCorpus(Corpus):
         stages = parse_data_dir(spec)
         paths = [path for stage in stages for path in stage.weights]
         self.by_path = {path: sources_of(path, "train") for path in paths}
+        # a source that several stages name is opened once
         keys = [key for found in self.by_path.values() for key in found]
         self.keys = list(dict.fromkeys(keys))
         self.names = log_names(self.keys)
@@ -331,6 +344,7 @@ class TextCorpus(Corpus):
         else:
             self.train = [TokenData(directory, "train", name) for directory, name in self.keys]
         self.dir = self.train[0].dir  # the directory of the tokenizer
+        # the ids of another tokenizer would mean other text
         for data in self.train:
             data.check_tokenizer(self.train[0].tokenizer_fingerprint)
         self._open_val(val_data)
@@ -353,6 +367,7 @@ class TextCorpus(Corpus):
                 self.val[name] = data
             except NoSplit as error:
                 self.no_val[name] = error
+        # A source that is only trained on may lack a split. One that val_data names must have it.
         if not self.val or (val_data and self.no_val):
             raise next(iter(self.no_val.values()))
         self.val_weights = dict(zip(self.val, weights.values(), strict=True)) if val_data else {}
@@ -364,7 +379,7 @@ class TextCorpus(Corpus):
         found = dict.fromkeys(self.keys, 0.0)
         for path, weight in weights.items():
             sources = self.by_path[path]
-            if weight is None:
+            if weight is None:  # then no path of this stage has one
                 several = len(weights) > 1
                 weight = sum(tokens for _, tokens in sources.values()) if several else 1.0
             for key, (share, _) in sources.items():
@@ -376,22 +391,22 @@ class TextCorpus(Corpus):
 
     def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
         data = self.train[source]
-        if isinstance(data, PackedData):
+        if isinstance(data, PackedData):  # its samples are rows
             return Sampler(data.n_rows, seed, source)
         return window_sampler(data.n_tokens, self.block_size, seed, source, self.names[source])
 
-    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
+    def by_source(self, max_epochs: dict[str, float | None]) -> dict[int, float]:
         found = {}
-        for path, value in values.items():
+        for path, value in max_epochs.items():
             if value is None:
-                raise UserError(f"data: {key} has {path!r}; write '4' or 'data/a=2,data/b=8'")
+                raise UserError(f"data: max_epochs has {path!r}; write '4' or 'data/a=2,data/b=8'")
             for source in self.by_path.get(path) or sources_of(path, "train"):
                 name = source[0] / source[1]
                 if source not in self.keys:
-                    raise UserError(f"data: {key} names {name}, which data_dir does not name")
+                    raise UserError(f"data: max_epochs names {name}, which data_dir does not name")
                 number = self.keys.index(source)
                 if number in found:
-                    raise UserError(f"data: {key} names {name}, twice")
+                    raise UserError(f"data: max_epochs names {name}, twice")
                 found[number] = value
         return found
 
@@ -436,6 +451,7 @@ class TextCorpus(Corpus):
         found = np.empty(len(starts), dtype=np.int64)
         for k in np.unique(sources):
             own = sources == k
+            # a window of n tokens has n - 1 targets: the first token has nothing before it
             found[own] = self.train[k].tokens_to_learn(starts[own], self.block_size + 1) - 1
         return found
 
@@ -455,7 +471,7 @@ def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int)
     pairs = list(zip(data, starts, strict=True))
     length = block_size + 1
     rows = np.stack([split.window(int(start), length) for split, start in pairs])
-    x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
+    x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each; y is x one token later
     # Behind the last document of a packed row nothing is learned. A row of n_text tokens of text
     # has n_text - 1 targets.
     one_by_one = [split.tokens_to_learn(np.array([start]), length) for split, start in pairs]
@@ -473,6 +489,7 @@ def val_batches(
     world_size: int = 1,
 ) -> Iterator[Windows]:
     """Yield this rank's part of eval_steps batches (0 = all), spread evenly, on the CPU."""
+    # Windows lie side by side, so every token but the first is a target once. None is shuffled.
     n_windows = count_val_windows(data, block_size)
     for windows in spread(n_windows, batch_size, eval_steps, rank, world_size):
         yield load_windows([data] * len(windows), windows * block_size, block_size)

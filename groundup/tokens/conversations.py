@@ -54,8 +54,6 @@ from groundup.tokens.token_files import (
 )
 from tokenizer import Tokenizer
 
-COUNTED = 1000  # conversations whose labels are counted at once
-
 
 def tokenize_chat(messages: list[dict], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids (n,) of the vocabulary's type, mask (n,) uint8); see `Tokenizer.render`."""
@@ -113,7 +111,8 @@ class InMemory:
         borders = np.cumsum([0, *self.lengths], dtype=np.int64)
         begins, ends = borders[:-1][chosen], borders[1:][chosen]
         tokens, mask = np.frombuffer(self.ids, self.dtype), np.frombuffer(self.mask, np.uint8)
-        # the digests of the files in which prepare.py would write them
+        # The digests of the files in which prepare.py would write them: a run may be continued with
+        # the same conversations from a directory, or from the raw file.
         offsets = np.concatenate([[0], np.cumsum(ends - begins)])
         digests = [sha256_of(tokens, begins, ends), sha256_of(mask, begins, ends)]
         digests.append(sha256_of(offsets))
@@ -176,6 +175,7 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> Source:
     if (directory / "manifest.json").exists():
         manifest = read_manifest(directory, "chat")
         if manifest.get("tokenizer_fingerprint") == tokenizer.chat_fingerprint():
+            # nothing is read twice, and the processes of one machine share the mapped memory
             train = map_split(directory, manifest, "train", tokenizer)
             val = map_split(directory, manifest, "val", tokenizer)
             reader.check(path, len(train) + len(val))
@@ -210,6 +210,7 @@ def fit(ids: np.ndarray, mask: np.ndarray, limit: int) -> tuple[np.ndarray, np.n
     """
     if len(ids) <= limit:
         return ids, mask
+    # an answer ends where the mask falls from 1 to 0, or at the last id
     ends = 1 + np.flatnonzero(mask > np.append(mask[1:], 0))
     if not len(ends) or ends[0] > limit:
         return ids[:0], mask[:0]
@@ -234,7 +235,7 @@ class ChatRows:
         self.pack = pack
         self.name = name
         lengths, labels = self._measure()
-        kept = np.flatnonzero(labels)
+        kept = np.flatnonzero(labels)  # the conversations with something to learn
         if pack:
             packing = pack_rows(lengths[kept] - 1, block_size, seed)  # none is longer than a row
             row, self.n_rows = packing.row, packing.n_rows
@@ -247,9 +248,11 @@ class ChatRows:
         self.lengths = lengths[self.members]  # ids of each conversation that are used
         # row r has the members from borders[r] on
         self.borders = np.searchsorted(row, np.arange(self.n_rows + 1))
+        # sums over the members of each row
         n_labels = np.bincount(row, labels[self.members], self.n_rows)
         self.n_labels = n_labels.astype(np.int64)
         self.n_used = np.bincount(row, self.lengths - 1, self.n_rows).astype(np.int64)
+        # the seed decides only which conversations share a row
         decides = [conversations.fingerprint, block_size, pack, seed if pack else 0]
         self.fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
@@ -259,13 +262,9 @@ class ChatRows:
         One that is dropped has no labels."""
         talks, limit = self.conversations, self.block_size + 1
         lengths = talks.ends - talks.begins
-        labels = np.zeros_like(lengths)
-        for first in range(0, len(talks), COUNTED):  # reduceat makes int64 of the mask
-            some = slice(first, first + COUNTED)
-            borders = np.stack([talks.begins[some], talks.ends[some]], axis=1).ravel()
-            mask = talks.mask[borders[0] : borders[-1]]
-            sums = np.add.reduceat(mask, borders[:-1] - borders[0], dtype=np.int64)
-            labels[some] = sums[::2]  # the others are between conversations
+        places = zip(talks.begins.tolist(), talks.ends.tolist(), strict=True)
+        labels = [np.count_nonzero(talks.mask[begin:end]) for begin, end in places]
+        labels = np.array(labels, np.int64)
         counts: Counter[str] = Counter()
         counts["left out: no answer"] = int((labels == 0).sum())
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():
@@ -305,6 +304,7 @@ class Batch(NamedTuple):
         documents = self.documents
         if documents is not None:
             documents = pad(documents, (0, 0, 0, missing), value=-1)
+        # IGNORE has no loss, so position 0 may have a second label
         n = -len(self.index) % max(1, x.numel() // 16)
         index = pad(self.index, (0, n))
         targets = pad(self.targets, (0, n), value=IGNORE)
@@ -334,8 +334,9 @@ def load_rows(rows: Sequence[ChatRows], sources: np.ndarray, numbers: np.ndarray
     learned = np.zeros(x.shape, bool)
     documents = np.full_like(x, -1)
     for b, row in enumerate(read):
-        begin = 0
+        begin = 0  # of the next conversation in the row
         for k, (ids, mask) in enumerate(row):
+            # L ids give L - 1 inputs: the last id is a label only
             end = begin + len(ids) - 1
             x[b, begin:end] = ids[:-1]
             y[b, begin:end] = ids[1:]
@@ -389,6 +390,7 @@ class ChatCorpus(RowCorpus):
         A single source has none: they would be the run's own `tokens`."""
         if len(self.train) == 1:
             return {}
+        # Rows hold different numbers of tokens; which ones were drawn is not looked up.
         epochs = order.epochs(n_samples).tolist()
         pairs = zip(self.train, epochs, strict=True)
         return {f"tokens/{rows.name}": round(n * rows.n_used.sum()) for rows, n in pairs}
@@ -414,6 +416,7 @@ class ChatCorpus(RowCorpus):
             ids, mask = rows.conversations.ids(i)
             if len(ids) > self.block_size:
                 continue
+            # the last run of ones in the mask; its last id ends the turn and is no text
             end = int(np.flatnonzero(mask)[-1])
             begin = int(np.flatnonzero(mask[:end] == 0)[-1]) + 1
             if begin > 0:

@@ -174,6 +174,7 @@ class Engine:
 # ---- byte-level BPE: tokenizer.json by tiktoken ----------------------------------------------
 
 IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))  # bytes; a vocabulary may lack the others, or some
+# Letters, digits, marks, emoji, quotes and white space of many kinds: a pattern must match them all
 ALL_KINDS = (
     "a Z1\u0664 \u00e9\u0915\u093f \u7532\U0001f600 _'s'!\u3002 "
     "\t\r\n\n \x00\x85\u00a0\u2028\u200b\ufffd  "
@@ -184,7 +185,7 @@ class ByteLevelBPE(Engine):
     """The engine "bpe": a tokenizer.json, our own or another's, run by tiktoken.
 
     pattern: the regular expression that cuts text into chunks. nfc: whether text is first brought
-    to Unicode's form C. missing: the bytes of UTF-8 that have no token (SmolLM lacks some).
+    to Unicode's form C. missing: bytes that UTF-8 uses and that have no token.
     """
 
     def __init__(self, description: dict) -> None:
@@ -205,6 +206,7 @@ class ByteLevelBPE(Engine):
         self.token_bytes |= {i: word.encode() for word, i in found.words.items()}
         self.sizes = {i: len(token) for i, token in self.token_bytes.items()}
         self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in found.ranks)
+        # The pattern may be anybody's. Try it before any text that matters is cut by it.
         check_pattern(self.encoding, self.pattern)
         wanted = ALL_KINDS.encode().translate(None, self.missing)
         if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != wanted:
@@ -218,7 +220,7 @@ class ByteLevelBPE(Engine):
             text = unicodedata.normalize("NFC", text)
         if self.missing and self.lacks(text):
             return self.encode_without(text)
-        if self.words:
+        if self.words:  # these are found before the pattern cuts the text
             words = self.added_words
             return self.encoding.encode(text, allowed_special=words, disallowed_special=())
         return self.encoding.encode_ordinary(text)  # replaces surrogates itself
@@ -254,6 +256,7 @@ class ByteLevelBPE(Engine):
 
     def encode_spans(self, text: str, place: str = START) -> Spans:
         """Return the ids of a text, and the bytes at which each begins and ends."""
+        # The tokens are the bytes of the text, one behind the other, so their sizes are enough.
         ids, sizes = self.encode(text), self.sizes
         borders = [0, *itertools.accumulate([sizes[i] for i in ids])]
         return ids, borders[:-1], borders[1:]
@@ -299,6 +302,7 @@ def read_bpe(description: dict) -> ByteLevel:
     if model.get("type") != "BPE" or any(model.get(key) for key in others):
         raise Unsupported(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
 
+    # newer files list added tokens among the others, too
     names = specials.keys() | words.keys()
     ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in names}
     ids = [*ranks.values(), *specials.values(), *words.values()]
@@ -321,6 +325,7 @@ def check_words(added: list[dict], specials: dict[str, int], words: dict[str, in
     """Raise Unsupported for added words that tiktoken would not find in the same places."""
     flags = ("lstrip", "rstrip", "single_word")
     flagged = any(token.get(flag) for token in added if not token["special"] for flag in flags)
+    # in sorted order a name stands right before those that begin with it
     names = sorted([*specials, *words])
     overlap = any(after.startswith(name) for name, after in itertools.pairwise(names))
     if flagged or (words and overlap):
@@ -331,6 +336,7 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
     """Return the regular expression that splits text into chunks.
 
     Raise Unsupported for other ways to split text."""
+    # Three ways are known: ByteLevel alone (GPT-2), with Digits (SmolLM), with a Split (all newer).
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     *splits, last = steps
     kinds = [step.get("type") for step in steps]
@@ -358,7 +364,7 @@ def check_pattern(encoding: tiktoken.Encoding, pattern: str) -> None:
             encoding.encode_ordinary(text)
             regex.findall(pattern, text)
 
-    if pattern in (*PATTERNS.values(), DIGITS_GPT2):
+    if pattern in (*PATTERNS.values(), DIGITS_GPT2):  # ours are tested
         return
     if why := why_unusable(split):
         raise UserError(f"its pattern cannot be used: {why}: {pattern!r:.200}")
@@ -366,6 +372,7 @@ def check_pattern(encoding: tiktoken.Encoding, pattern: str) -> None:
 
 def named_panic(error: BaseException) -> BaseException:
     """Return a UserError for a panic of the library that splits text; other errors as they are."""
+    # Rust's panics come as a BaseException of a class that no module exports
     if type(error).__name__ != "PanicException":
         return error
     what = " ".join(str(error).split())
@@ -393,6 +400,7 @@ def check_merges(
     does. Then no merges need to lead to a token if the list has all its splits into two tokens
     (Llama 3's was made from the tokens).
     """
+    # First condition: the ids of what the merges make ascend.
     made = [
         ranks.get(left + right, -1) if left in ranks and right in ranks else -1
         for left, right in merges
@@ -400,6 +408,7 @@ def check_merges(
     if made and (min(made) < 0 or made != sorted(made)):
         why = "are not in the order of the token ids, or make tokens that do not exist"
         raise Unsupported(f"its merges {why}")
+    # Second condition: joining leads to each token by way of a listed pair.
     listed = set(merges)
     for token, rank in ranks.items():
         parts = merge_below(token, rank, ranks)
@@ -439,7 +448,8 @@ class LibraryTokenizer(Engine):
         except ImportError:
             raise UserError(f"{why}; to use it: pip install tokenizers==0.23.3") from None
         self.sha256 = hashlib.sha256(to_json(description)).hexdigest()
-        # its post-processor would add special tokens, and change where tokens begin
+        # Its post-processor would add special tokens, and change where tokens begin. Truncation and
+        # padding are for training in other frameworks.
         plain = description | {"truncation": None, "padding": None, "post_processor": None}
         self.plain, self.make = json.dumps(plain), tokenizers.Tokenizer.from_str
         self.runners: dict[str, Any] = {}
@@ -472,6 +482,7 @@ class LibraryTokenizer(Engine):
 
     def runner(self, place: str) -> Any:
         """Return the library's tokenizer for texts that stand there."""
+        # The space before a text is a setting of the file, so each place has a runner of its own.
         if place not in self.runners:
             text = self.plain
             if place != START:
@@ -480,7 +491,7 @@ class LibraryTokenizer(Engine):
                 text = text.replace('"prepend_scheme": "always"', '"prepend_scheme": "never"')
                 text = text.replace('"add_prefix_space": true', '"add_prefix_space": false')
                 text = re.sub(r'("type": "Prepend", "prepend": )"[^"]*"', r'\1""', text)
-            if place != START and text == self.plain:
+            if place != START and text == self.plain:  # one runner for all places: no space
                 return self.runner(START)
             self.runners[place] = self.make(text)
             # names of special tokens in a text are ordinary text
@@ -499,7 +510,7 @@ class LibraryTokenizer(Engine):
         return found.ids, list(begins), list(ends)
 
     def position(self, text: str, end: int) -> int:
-        return end
+        return end  # the library counts characters
 
     def identity(self) -> list:
         return [self.sha256]
@@ -592,9 +603,11 @@ class SentencePieceBPE(Engine):
         """Return the ids of a text, and the bytes at which each begins and ends."""
         text = scrub(text)
         ids, begins, ends, start, at = [], [], [], 0, 0
+        # part, break, part, break, ..., part: the last round has no break
         for found in [*self.breaks.finditer(text), None]:
             name = found[0] if found else ""
             is_whole = name in self.words or name == SPACE
+            # within the name of a special token the cut is behind its first character
             end = found.start() + (not is_whole) if found else len(text)
             new = self._encode_part(text[at:end], place)
             ids += [i for i, _, _ in new]
@@ -636,6 +649,7 @@ def piece_types(model: bytes) -> list[int]:
     A piece is field 1: its text (field 1), score (2) and type (3), in protobuf's wire format."""
 
     def varint(at: int) -> tuple[int, int]:
+        # seven bits a byte, the lowest first; the eighth bit says that another byte follows
         value = shift = 0
         while True:
             value |= (model[at] & 127) << shift
@@ -646,6 +660,8 @@ def piece_types(model: bytes) -> list[int]:
     def fields(at: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (number, begin, end or value) of the fields there."""
         while at < end:
+            # the low three bits of a key say how the value is written: 0 = a varint, 1 and 5 = eight
+            # and four bytes, 2 = its size, then bytes
             key, at = varint(at)
             number, wire = key >> 3, key & 7
             size, begin = varint(at) if wire in (0, 2) else ({1: 8, 5: 4}[wire], at)

@@ -23,6 +23,7 @@ CYCLE = 1024  # samples within which the sources have their exact proportions
 
 def hash_words(count: int, *parts: int | str) -> np.ndarray:
     """Return `count` pseudo-random uint64 made from the parts, the same on every machine."""
+    # a hash, not numpy's generator: its stream may change with numpy's version
     return np.frombuffer(hashlib.shake_256(repr(parts).encode()).digest(8 * count), dtype="<u8")
 
 
@@ -34,6 +35,7 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     below n ("cycle walking", Black and Rogaway 2002), on average fewer than four times. keys: one
     per round. With four rounds the 24 orders of n = 4 are visibly not uniform; use eight.
     """
+    # half of the bits of the largest index, rounded up: (left, right) together hold any index
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
 
@@ -47,6 +49,7 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
             left, right = right, left ^ (f & mask)
         return (left << half) | right
 
+    # Cycle walking: the permutation may lead outside of [0, n), but from there it leads back.
     flat = encrypt(np.asarray(index, dtype=np.uint64).reshape(-1))
     while len(outside := np.flatnonzero(flat >= n)):
         flat[outside] = encrypt(flat[outside])
@@ -77,6 +80,7 @@ class Sampler:
         """Return where these samples start, int64 of the same shape."""
         numbers = np.asarray(numbers, dtype=np.int64)
         epochs, positions = np.divmod(numbers, self.per_epoch)
+        # the samples asked for seldom lie in more than two epochs
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
             now = epochs == epoch
@@ -94,6 +98,8 @@ def window_sampler(
 
     Raise UserError for a text of fewer than two windows: since their borders move each epoch, one
     window fewer than would fit is used."""
+    # One token less, since the last window needs a target behind it, and one window less, so that
+    # every shift of the borders leaves room.
     per_epoch = (n_tokens - 1) // block_size - 1
     if per_epoch < 1:
         few = f"{n_tokens} training tokens{f' of {name}' if name else ''} are too few"
@@ -107,6 +113,7 @@ def window_sampler(
 
 def quotas(weights: np.ndarray) -> np.ndarray:
     """Return the samples (int64) of each source in a cycle, by largest remainder."""
+    # Round down, then give what is left, one each, to the sources that lost most by rounding.
     exact = weights / weights.sum() * CYCLE
     whole = np.floor(exact).astype(np.int64)
     by_remainder = np.argsort(-(exact - whole), kind="stable")  # the first of equal ones
@@ -127,7 +134,7 @@ class Segment(NamedTuple):
 
     def counts(self, n: int) -> np.ndarray:
         """Return (n_sources,): samples of each source among the first n of this segment."""
-        cycles, rest = divmod(n, CYCLE)
+        cycles, rest = divmod(n, CYCLE)  # whole cycles, and the beginning of another one
         in_rest = np.bincount(self.pattern[:rest], minlength=len(self.quotas))
         return cycles * self.quotas + in_rest
 
@@ -160,6 +167,7 @@ class Mixture:
         self.end: int | None = None
         self.segments: list[Segment] = []
         stages = stages or [(0, [1.0] * len(samplers))]
+        # each stage ends where the next one begins, the last one never
         stops = [first for first, _ in stages[1:]] + [math.inf]
         before = np.zeros(len(samplers), dtype=np.int64)
         for (first, weights), stop in zip(stages, stops, strict=True):
@@ -175,7 +183,7 @@ class Mixture:
         before: samples of each source before `first`; return those before `stop`."""
         while first != stop:
             left = np.where(before < self.limits, weights, 0.0)
-            if not left.any():
+            if not left.any():  # the run can have no more samples than these
                 self.end = first
                 return before
             segment = self._segment(first, left, before)
@@ -186,7 +194,7 @@ class Mixture:
                 room = self.limits[source] - before[source]
                 if room < math.inf:
                     n = min(n, segment.reaches(source, int(room)))
-            if n == math.inf:
+            if n == math.inf:  # the last stage, with a source that is never exhausted
                 return before
             first, before = first + n, before + segment.counts(n)
         return before
@@ -198,6 +206,8 @@ class Mixture:
                 small = f"weight {weights[source] / weights.sum():.2g} of {self.names[source]}"
                 why = f"is too small: shares are multiples of 1/{CYCLE}"
                 raise UserError(f"data: {small} {why}; raise it or leave the source out")
+        # One cycle has each source as often as its quota says, in a seeded order. The segment
+        # repeats it.
         keys = hash_words(8, "pattern", self.seed, len(self.segments))
         order = permute(np.arange(CYCLE), CYCLE, keys)
         pattern = np.repeat(np.arange(len(n_samples)), n_samples)[order]
@@ -210,12 +220,13 @@ class Mixture:
         """Return (sources, numbers within them), int64, of samples of any shape."""
         samples = np.asarray(samples, dtype=np.int64)
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
-        which = np.searchsorted(self.firsts, samples, side="right") - 1
+        which = np.searchsorted(self.firsts, samples, side="right") - 1  # segment of each sample
         for k in np.unique(which):
             now, segment = which == k, self.segments[k]
             cycles, in_cycle = np.divmod(samples[now] - segment.first, CYCLE)
             source = segment.pattern[in_cycle]
             sources[now] = source
+            # samples of the same source: before the segment, in whole cycles, in this cycle
             earlier = segment.before[source] + cycles * segment.quotas[source]
             numbers[now] = earlier + segment.nth[in_cycle]
         return sources, numbers

@@ -45,7 +45,8 @@ def pack_rows(lengths: np.ndarray, row_tokens: int, seed: int) -> Packing:
     row with room (Ding et al. 2024, arXiv:2404.10830). A document longer than a row is cut into
     pieces, each opened by a delimiter.
     """
-    room = row_tokens - 1  # after the delimiter
+    # Cut what is too long. Each piece takes a delimiter and up to `room` tokens of its document.
+    room = row_tokens - 1
     content = np.asarray(lengths, dtype=np.int64) - 1
     n_pieces = np.maximum(1, -(-content // room))
     document = np.repeat(np.arange(len(content)), n_pieces)
@@ -53,6 +54,8 @@ def pack_rows(lengths: np.ndarray, row_tokens: int, seed: int) -> Packing:
     begin = room * (np.arange(len(document)) - first_piece[document])
     length = 1 + np.minimum(room, content[document] - begin)
 
+    # a seeded order among pieces of equal length, so that neighbours in the corpus are not packed
+    # together for that reason alone
     keys = hash_words(8, "pack", seed)
     shuffled = permute(np.arange(len(document)), len(document), keys)
     falling = np.lexsort((shuffled, -length))
@@ -72,6 +75,7 @@ def pack_rows(lengths: np.ndarray, row_tokens: int, seed: int) -> Packing:
 
 def best_fit(lengths: list[int], row_tokens: int) -> list[int]:
     """Return the row of each piece in turn: that with the least sufficient room, or a new one."""
+    # Rows are found by the room that they have left, so each piece takes the same short time.
     rows: list[int] = []
     n_rows = 0
     with_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # rows by the room left
@@ -113,7 +117,7 @@ def pack(
     shards = TokenData(data_dir, "train").entries
     path = Path(data_dir, f"train_pack{block_size}.json")
     path.unlink(missing_ok=True)  # of an earlier packing, whose files are now overwritten
-    sources = {}
+    sources = {}  # each is packed alone, so that its share in a mixture stays exact
     for name in dict.fromkeys(shard.get("source", "") for shard in shards):
         data = TokenData(data_dir, "train", name)
         sources[name] = pack_source(data, name, block_size, seed, shard_tokens)
@@ -131,6 +135,7 @@ def pack_source(
     packing = pack_rows(lengths, row_tokens, seed)
     name = f"{source}/train_pack{block_size}".lstrip("/")
     lengths_file = f"{name}.len.npy"
+    # + 1: the delimiter behind the last document is learned, if the row has room for it
     learned = np.minimum(packing.used + 1, row_tokens).astype(np.int32)
     write_npy(data.dir / lengths_file, learned)
 
@@ -163,6 +168,7 @@ def packed_rows(
     data: TokenData, starts: np.ndarray, packing: Packing, span: range, row_tokens: int
 ) -> np.ndarray:
     """Return the rows in `span`, (len(span), row_tokens), of documents that begin at `starts`."""
+    # Filled with delimiters at first: those before and behind the pieces are there already.
     dtype = token_dtype(data.vocab_size)
     rows = np.full((len(span), row_tokens), data.eot_id, dtype)
     first, last = np.searchsorted(packing.row, [span.start, span.stop])

@@ -56,8 +56,10 @@ class Tokenized(NamedTuple):
 
 def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> Tokenized:
     """Return the ids of a pair: its text cannot open or close a turn, see `Tokenizer.render`."""
+    # Each answer is written by the template, with its prompt, as sft.py writes conversations.
     prompt, chosen = tokenize_answer(pair.prompt, pair.chosen, tokenizer)
     other_prompt, rejected = tokenize_answer(pair.prompt, pair.rejected, tokenizer)
+    # Where the two prompts differ, what is left of them goes with the answers, not to be learned.
     n = min(len(prompt), len(other_prompt))
     differ = np.flatnonzero(prompt[:n] != other_prompt[:n])
     shared = int(differ[0]) if len(differ) else n
@@ -103,6 +105,7 @@ class PairReader(RowReader):
         self.check_length(len(ids.prompt) + max(len(ids.chosen), len(ids.rejected)))
         if np.array_equal(ids.chosen, ids.rejected):
             raise BadRow("equal answers", "as tokens")
+        # most rows have no margin: 0 means unknown
         margin = text_keys.as_score(row, "margin")
         ids = ids._replace(margin=margin if math.isfinite(margin) else 0.0)
         return dialogue_text(pair.prompt), ids
@@ -142,7 +145,7 @@ class Pairs:
         self.margin = np.array([pair.margin for pair in found], np.float32)
         self.n_unlearned = np.array([pair.n_unlearned for pair in found], np.int64).reshape(-1, 2)
 
-        sizes = np.diff(self.offsets).reshape(-1, 3)
+        sizes = np.diff(self.offsets).reshape(-1, 3)  # of prompt, chosen and rejected
         self.lengths = sizes[:, :1] + sizes[:, 1:]
         self.columns = np.zeros(0, np.int64)
         if found:
@@ -150,6 +153,7 @@ class Pairs:
         self.n_rows = len(found)
         self.n_labels = (sizes[:, 1:] - self.n_unlearned).sum(1)
         self.n_used = self.lengths.sum(1)
+        # everything that a batch takes from here
         arrays = [self.tokens, self.offsets, self.margin]
         if self.n_unlearned.any():
             arrays.append(self.n_unlearned.ravel())
@@ -194,6 +198,7 @@ def load_pairs(
     found = [(splits[source], row) for source, row in places]
     ids = [pairs.ids(row) for pairs, row in found]
     n_columns = max(int(pairs.columns[row]) for pairs, row in found)
+    # all chosen answers, then all rejected ones: the loss splits the batch in the middle
     answers = [(of_pair[0], of_pair[side]) for side in sides for of_pair in ids]
     n_unlearned = [pairs.n_unlearned[row, side - 1] for side in sides for pairs, row in found]
 
@@ -204,6 +209,7 @@ def load_pairs(
         begin, end = len(prompt), len(prompt) + len(answer)
         x[b, :begin] = prompt
         x[b, begin:end] = answer
+        # one to the left: the position before a token predicts it
         learned[b, begin + n_unlearned[b] - 1 : end - 1] = True
         lengths[b] = end
     index = np.flatnonzero(learned)
@@ -244,6 +250,7 @@ class LengthSampler(Sampler):
 
     def starts_of(self, numbers: np.ndarray) -> np.ndarray:
         numbers = np.asarray(numbers, dtype=np.int64)
+        # the stretch of each number, [begin, end), from numbers alone: any rank finds the same
         epoch_begin = numbers - numbers % self.per_epoch
         # stretches begin with a step, and none holds two epochs
         size = SORTED_STEPS * self.pairs_per_step
@@ -318,6 +325,7 @@ class PairCorpus(RowCorpus):
         self, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[PairBatch]:
         """Yield this rank's part of batches, by length, of every pair of train and val once."""
+        # short ones together: there is no order to keep, and less padding
         splits = [*self.train, *self.val.values()]
         return batches_by_length(splits, batch_size, 0, rank, world_size)
 
@@ -347,6 +355,7 @@ class LabelReader(PairReader):
     def item(self, row: object, place: str) -> tuple[str, list[Tokenized]]:
         label = turns.label_of(row)
         if label is None:
+            # a pair: the chosen answer is a good one, the rejected one a bad one
             text, pair = super().item(row, place)
             answers = []
             for ids, n, label in zip(pair[1:3], pair.n_unlearned, (1.0, -1.0), strict=True):
@@ -379,6 +388,7 @@ class LabelCorpus(PairCorpus):
         return LabelReader(self.tokenizer, self.block_size)
 
     def lay_out(self, name: str, items: list[list[Tokenized]]) -> Pairs:
+        # a pair was one item, so that both of its answers are in one split
         answers = [answer for item in items for answer in item]
         n = range(len(answers))
         return super().lay_out(name, [with_other(answers, i, self.block_size, name) for i in n])

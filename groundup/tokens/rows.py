@@ -45,7 +45,7 @@ class ItemList(list):
 
 
 class RowReader:
-    """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out.
+    """Makes items of one kind (conversations, pairs, prompts) and counts the rows left out.
 
     A subclass defines item(row, place), which returns (the text whose hash decides the split, the
     item) of a row, or raises BadRow."""
@@ -95,6 +95,7 @@ class RowReader:
                 if self.dropped[problem.reason] < SHOWN and not (detail and self.said[said]):
                     self.places.append(f"{place}: {said}")
                 self.dropped[problem.reason] += 1
+                # each text counts on its own, but not without bound: it may hold part of the row
                 if len(self.said) < 1000:
                     self.said[said] += 1
 
@@ -104,6 +105,7 @@ class RowReader:
             return
         if not self.n_read:
             raise UserError(f"data: {name} is empty: no row in it")
+        # the reason may list the keys that rows are known by; they are listed once, at the end
         first = self.places[0].split(f"; {self.kind} is known by")[0]
         if self.n_read == self.dropped[STRANGE]:
             tried = f"tried, by their keys: {row_formats.known_keys(self.kind)}"
@@ -137,6 +139,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
 
     The last has its own splits; of the others val_fraction is held out."""
     store = reader.new_store()
+    # An array of small numbers says where each item goes; the items are held once.
     if Path(path, "manifest.json").exists():
         splits = read_manifest(path, reader.kind)["splits"]
         marks = array("b")
@@ -155,6 +158,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
                 store.append(item)
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
+        # with the lowest hashes: other rows, added or removed, move few items from split to split
         split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
         held_out = split_of != 0
     reader.check(path, len(held_out))
@@ -198,6 +202,7 @@ class RowCorpus(Corpus):
     def _open_train(self) -> None:
         self.paths = paths_of(self.data)
         self.names = names_of(self.paths)
+        # with validation data of their own, nothing is held out of the training data
         val_fraction = 0.0 if self.val_data else self.val_fraction
         self.found = [self.read(path, val_fraction) for path in self.paths]
         pairs = zip(self.names, self.found, strict=True)
@@ -226,6 +231,7 @@ class RowCorpus(Corpus):
             held_out = dict(zip(self.val_names, items, strict=True))
         self.all_val = [self.lay_out(name, items) for name, items in held_out.items()]
         self.val = {data.name: data for data in self.all_val if data.n_rows}
+        # a weight that is not given is the number of labels
         self.val_weights = {
             name: weight or float(self.val[name].n_labels.sum())
             for name, weight in zip(self.val_names, weights.values(), strict=True)
@@ -237,6 +243,7 @@ class RowCorpus(Corpus):
         if self.val:
             return
         readers = [source.reader for source in self.val_found or self.found]
+        # what was lost on the way says what to change
         lost = left_out(readers, self.all_val)
         if not self.val_found and (self.n_rows > 1 or not val_fraction):
             how = f"raise val_fraction above {val_fraction:g}"
@@ -264,13 +271,13 @@ class RowCorpus(Corpus):
     def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
         return Sampler(self.train[source].n_rows, seed, source)
 
-    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
+    def by_source(self, max_epochs: dict[str, float | None]) -> dict[int, float]:
         found = {}
-        for name, value in values.items():
+        for name, value in max_epochs.items():
             known = self.names if name in self.names else self.paths
             if name not in known or value is None:
                 paths = ", ".join(self.paths)
-                raise UserError(f"data: {key} has {name!r}; write path=number, of: {paths}")
+                raise UserError(f"data: max_epochs has {name!r}; write path=number, of: {paths}")
             found[known.index(name)] = value
         return found
 
@@ -319,7 +326,7 @@ def steps_of(
     Raise UserError if those are too few to learn from, and warn if they are few. config: settings,
     and world_size, the number of ranks. key: the setting that decides per_step. lost: what
     `left_out` returned."""
-    if config["max_steps"]:
+    if config["max_steps"]:  # the user's number wins over epochs
         return config["max_steps"]
     steps = math.ceil(config["epochs"] * n_rows / per_step)
     if steps >= 4 * FEW_STEPS:
@@ -328,7 +335,7 @@ def steps_of(
     # propose settings that make at least four times FEW_STEPS steps
     world_size = config["world_size"]
     rows = max(1, min(config["batch_size"], n_rows // (8 * world_size)))  # of each rank
-    per_smaller_step = rows * world_size
+    per_smaller_step = rows * world_size  # eight steps an epoch, if the batch can be so small
     flags = {} if key == "prompts_per_step" else {"batch_size": rows}
     flags[key] = config[key] * per_smaller_step // per_step
     epochs = math.ceil(4 * FEW_STEPS * per_smaller_step / max(1, n_rows))

@@ -56,6 +56,7 @@ class TextTokenizer:
         self.backend, self.engine = self._choose_engine(config)
         self.special_tokens = self.engine.special_tokens
         self.special_ids = frozenset(self.special_tokens.values())
+        # what each id writes; special tokens write their names
         self.pieces = Pieces(self.engine.token_bytes)
         self.pieces |= {i: name.encode() for name, i in self.special_tokens.items()}
         self.vocab_size = 1 + max(self.pieces)
@@ -63,6 +64,7 @@ class TextTokenizer:
         if not 0 <= least <= self.vocab_size <= most:
             raise UserError(f"its ids reach from {least} to {self.vocab_size - 1}, over {most}")
 
+        # By our own name of the token, or by the role that the files give to one of theirs.
         generation = parse_object(generation_config)
         find = partial(find_special, self.special_tokens, config, generation)
         self.eot_id = find("eos_token", name="<|endoftext|>")
@@ -71,6 +73,7 @@ class TextTokenizer:
         self.begins = self.bos_id >= 0 and begins_text(files, config)
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
+        # a chat model often has several: the end of a text, of a turn, of a call
         ends = generation.get("eos_token_id")
         ends = set(ends if isinstance(ends, list) else [ends]) & self.special_ids
         self.stop_ids = frozenset((ends | {self.eot_id, self.im_end_id}) - {-1})
@@ -106,6 +109,7 @@ class TextTokenizer:
         if "tokenizer.json" not in files and "tokenizer_config.json" not in files:
             lacks = f"{directory} has a tokenizer.model but no tokenizer_config.json"
             raise UserError(f"tokenizer: {lacks}; add it")
+        # whatever is wrong inside a file is one line for the user
         damage = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
         try:
             return cls(read_more(directory, files), generation_config)
@@ -125,6 +129,7 @@ class TextTokenizer:
             # GPT2Tokenizer
             config["tokenizer_class"] = FAST
             files = files | {"tokenizer_config.json": to_json(config)}
+        # complete files under other names first
         for name, content in files.items():
             path = os.path.join(directory, name)
             with naming(path), open(path + ".tmp", "wb") as f:
@@ -186,6 +191,7 @@ class TextTokenizer:
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of all that decides the ids; token files and checkpoints store it."""
+        # Not a digest of the files: a template or a comment in them changes no id.
         specials = sorted(self.special_tokens.items())
         identity = [self.backend, specials, self.engine.identity()]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -265,6 +271,7 @@ def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
         listed = [{"name": name, "template": source} for name, source in named.items() if source]
         changes["chat_template"] = listed
         files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
+    # Newer directories have all this in tokenizer_config.json, which then wins.
     tokens, names = config.get("added_tokens_decoder") or {}, directory / "special_tokens_map.json"
     if not tokens and names.exists():
         for key, name in read_json(names).items():
@@ -282,6 +289,7 @@ def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
 
 def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
     """Return a tokenizer.json with those of the tokens {id: token} that it lacks."""
+    # Look for the names in the bytes first: to parse a large tokenizer.json takes a second.
     lacking = [
         {"id": int(i)} | token
         for i, token in tokens.items()
@@ -314,7 +322,7 @@ def find_special(
 
     tokenizer_config.json has it as a text or {"content": text}, generation_config.json under
     `key`_id as a number or a list."""
-    token = config.get(key)
+    token = config.get(key)  # such as "eos_token"
     token = token["content"] if isinstance(token, dict) else token
     ids = generation_config.get(key + "_id")
     candidates = [special_tokens.get(name), special_tokens.get(token)]

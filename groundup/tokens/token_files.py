@@ -49,7 +49,8 @@ AGAIN = "copy it again or rerun prepare.py"
 # trains on a damaged id. A disk reads about as much for a single id.
 BLOCK_BYTES = 2**16
 
-# What manifest.json holds, by the kind of the data; see untrusted.misfit.
+# What manifest.json must hold, by the kind of the data; untrusted.misfit explains the notation. Its
+# checksum shows damage; this shows what somebody has changed by hand.
 SUMS = {"*": str}  # {file: sha256}
 TOTAL = {"tokens": is_count, "documents": is_count, "bytes": is_count}
 SHARD = {"file": is_inside, "sums": is_inside, "tokens": is_count}
@@ -89,6 +90,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def npy_header(dtype: np.dtype, length: int) -> bytes:
     """Return the header that `np.save` gives a 1-D array: 128 bytes for any length."""
+    # Our own, so that a writer can leave room for it and fill in the length at the end.
     kind = dtype.newbyteorder("<").str
     fields = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({length},), }}"
     magic = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little")
@@ -154,6 +156,7 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
         unprepared = f"{data_dir} is not prepared, or not completely: no manifest.json"
         raise UserError(f"data: {unprepared}; {how}")
 
+    # the kind decides what else must be there
     manifest = read_record(path, how)
     check_shape(path, manifest, {"format": str, "kind?": str}, how)
     kinds = {FORMAT: "text", ROWS_FORMAT: manifest.get("kind")}
@@ -177,6 +180,7 @@ def locate(path: str | Path) -> tuple[Path, str | None]:
 
     'data/x/wiki' is the source wiki of data/x if the manifest of data/x names it."""
     path = Path(path)
+    # a directory with a manifest of its own is no source of its parent
     if not (path / "manifest.json").exists() and (path.parent / "manifest.json").exists():
         sources = read_manifest(path.parent).get("sources", {})
         if path.name in sources:
@@ -192,6 +196,7 @@ def locate(path: str | Path) -> tuple[Path, str | None]:
 
 def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     """Return a 1-D .npy file, mapped read-only. Raise UserError if the manifest says otherwise."""
+    # The manifest says what header the file must have, so nothing in the file needs to be parsed.
     header = npy_header(np.dtype(dtype), length)
     try:
         size = check_regular(path)
@@ -273,10 +278,11 @@ class TokenData:
             has = ", ".join(name for name, shards in shards_of.items() if shards) or "none"
             lacks = f"{self.dir / (source or '')} has no split {split!r} (has: {has})"
             raise NoSplit(f"data: {lacks}; rerun prepare.py with more text")
-        self.entries = shards_of[split]
+        self.entries = shards_of[split]  # of the manifest, one for each shard
         self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)
         self.n_documents: int = sum(shard["documents"] for shard in self.entries)
         sha256 = {name: sha for shard in self.entries for name, sha in shard["sha256"].items()}
+        # small files, read now; those of token ids may be terabytes
         self.offsets = [
             map_checked(self.dir, shard["offsets"], sha256, "int64", shard["documents"] + 1)
             for shard in self.entries
@@ -299,6 +305,7 @@ class TokenData:
     @property
     def fingerprint(self) -> str:
         """The sha256 of all that decides the tokens: equal fingerprints, equal tokens."""
+        # The digests of the files stand in the manifest, so no token is read for this.
         parts = [FORMAT, self.split, self.tokenizer_fingerprint, self.vocab_size]
         parts += [shard["sha256"].get(shard["file"]) for shard in self.entries]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -315,10 +322,10 @@ class TokenData:
         assert 0 <= start and start + length <= self.n_tokens, f"{start=} {length=}"
         out = np.empty(length, dtype=np.int64)
         filled = 0
-        k = int(np.searchsorted(self.ends, start, side="right"))
+        k = int(np.searchsorted(self.ends, start, side="right"))  # the shard with the first token
         while filled < length:
             shard = self.shards[k]
-            shard_start = int(self.ends[k]) - len(shard)
+            shard_start = int(self.ends[k]) - len(shard)  # in tokens of the split
             begin = start + filled - shard_start
             piece = shard[begin : begin + length - filled]
             self._check_blocks(k, begin, begin + len(piece))
@@ -356,6 +363,7 @@ class TokenData:
 
     def most_documents(self, length: int) -> int:
         """Return an upper bound on the documents in a window of `length` tokens."""
+        # for a window that begins with each document: how many begin inside it
         starts = self.document_starts()
         within = np.searchsorted(starts, starts + length) - np.arange(len(starts))
         return 1 + int(within.max())  # and one that began before the window
