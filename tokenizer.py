@@ -202,7 +202,7 @@ class Tokenizer(TextTokenizer):
         """The ids that end an assistant's turn: turn_end_id, and what a template writes before."""
         if not self.foreign_template or not self.template.closing:
             return [self.turn_end_id]
-        pieces = self.template.cut(self.template.closing, [])
+        pieces = self.template.markers.cut(self.template.closing, [])
         return [i for piece in pieces for i in self._piece_ids(piece, engines.INSIDE)[0]]
 
     def check_turn_end(self) -> None:

@@ -86,6 +86,86 @@ class Piece(NamedTuple):
     cuts: list[int] = []  # in `text`: to be encoded in parts, so that no marker is found in it
 
 
+class Markers:
+    """The names of tokens that a template writes between texts, which no user's text may become.
+
+    specials: names of special tokens. words: those of other added tokens that are markers.
+    strips: {name: whether white space before and after it belongs to it}.
+    """
+
+    def __init__(
+        self,
+        specials: list[str],
+        words: list[str],
+        of_turns: list[str],
+        strips: Mapping[str, tuple[bool, bool]],
+    ) -> None:
+        """of_turns: the words that the model itself does not write."""
+        # The model itself writes thoughts and calls of tools; nobody else writes a marker.
+        everyone, assistant = one_of([*specials, *words]), one_of([*specials, *of_turns])
+        self.in_text = re.compile(f"(?={everyone})")
+        self.in_answers = re.compile(f"(?={assistant})")
+        self.name = re.compile(everyone)
+        self.word = re.compile(one_of(words))  # tokenizers find these in ordinary text, too
+
+        # One pattern for each way to take in white space: what belongs to a token is dropped.
+        patterns = []
+        names = [*specials, *words]
+        # white space before a name is looked for once, where it begins
+        for before, left in ((True, r"(?:(?<!\s)\s*+)?"), (False, "")):
+            for after, right in ((True, r"\s*"), (False, "")):
+                same = [n for n in names if strips.get(n, (False, False)) == (before, after)]
+                if same:
+                    patterns.append(f"{left}(?<!{GUARD}){one_of(same)}{right}")
+        self.split = re.compile(f"({'|'.join(patterns) or '(?!)'})")
+
+    def guard(self, message: dict) -> dict:
+        """Return a message with a guard before every name of a marker in it."""
+        own = message.get("role") == "assistant"
+        return self.guarded(message, self.in_answers if own else self.in_text)
+
+    def guarded(self, value: Any, names: re.Pattern) -> Any:
+        """Return a message, tools or a part of them with a guard before every name."""
+        if isinstance(value, str):
+            return names.sub(GUARD, OUR_CHARACTERS.sub("", value))
+        if isinstance(value, dict):
+            items = value.items()
+            return {key: one if key == "role" else self.guarded(one, names) for key, one in items}
+        if isinstance(value, list | tuple):
+            return [self.guarded(one, names) for one in value]
+        return value
+
+    def cut(self, text: str, spans: list[Span]) -> list[Piece]:
+        """Cut `text` at its markers, and take the guards out."""
+        pieces, start = [], 0
+        # text, marker, text, marker, ..., text
+        for k, part in enumerate(self.split.split(text)):
+            end, is_marker = start + len(part), k % 2 == 1  # every second one is a marker
+            if is_marker:  # perhaps with the white space around it
+                name = self.name.search(part)
+                begin = start + name.start()
+                learned = any(a < begin + len(name[0]) and b > begin for a, b in spans)
+                pieces.append(Piece(name[0], True, [(0, len(name[0]))] if learned else []))
+            elif part:
+                learned = []
+                for span in spans:
+                    if span[0] < end and span[1] > start:
+                        first, last = max(span[0] - start, 0), min(span[1] - start, len(part))
+                        # the guards are taken out, so places behind them move to the left
+                        first -= part[:first].count(GUARD)
+                        last -= part[:last].count(GUARD)
+                        learned.append((first, last))
+                pieces.append(Piece(part.replace(GUARD, ""), False, learned, self.cuts(part)))
+            start = end
+        return pieces
+
+    def cuts(self, part: str) -> list[int]:
+        """Return where to cut a text without its guards: after the first character of a word."""
+        clean = part.replace(GUARD, "")
+        begins = [guard.start() - k for k, guard in enumerate(re.finditer(GUARD, part))]
+        return [begin + 1 for begin in begins if self.word.match(clean, begin)]
+
+
 class ChatTemplate:
     """A Jinja chat template.
 
@@ -109,6 +189,7 @@ class ChatTemplate:
         Raise UserError if Jinja cannot read the template, or it fails on two messages."""
         from groundup.tokens import sandbox  # slow, and only templates need it
 
+        # A template may come from anywhere: it is tried in a copy of this process first.
         if why := on_trial(source, tuple(variables.items())):
             raise UserError(f"tokenizer: the chat template cannot be used: {why}")
         self.template, names, given = sandbox.compiled(source)
@@ -121,7 +202,7 @@ class ChatTemplate:
         self.takes_tools = re.search(r"\btools\b", source) is not None and "tool_calls" in source
         self.around: tuple = (None, "", "")  # the last answer that was looked for: see `answer`
         self.too_slow = ""  # the error, once a conversation has taken too long
-        self._find_markers(source, list(specials), list(words), strips or {})
+        self.markers = self._find_markers(source, list(specials), list(words), strips or {})
         self.closing = self._find_closing()
 
     def _find_markers(
@@ -130,8 +211,8 @@ class ChatTemplate:
         specials: list[str],
         words: list[str],
         strips: Mapping[str, tuple[bool, bool]],
-    ) -> None:
-        """Find the markers among the added tokens, and how text is guarded and cut at them."""
+    ) -> Markers:
+        """Return the markers among the added tokens: those that the template writes."""
         system = {"role": "system", "content": "c"}
         rendered = ""
         for talk, prompt in ((TRIAL, False), (TRIAL[:1], True), ([system, *TRIAL], False)):
@@ -140,24 +221,8 @@ class ChatTemplate:
         # "\n\n" and "user" may be added tokens, too: they are no markers
         words = [word for word in words if re.search(r"\w", word) and re.search(r"\W", word)]
         words = [word for word in words if word in source or word in rendered]
-        self.word = re.compile(one_of(words))  # tokenizers find these in ordinary text, too
-
-        # The model itself writes thoughts and calls of tools; nobody else writes a marker.
         of_turns = [word for word in words if word in rendered and "think" not in word]
-        everyone, assistant = one_of([*specials, *words]), one_of([*specials, *of_turns])
-        self.guarded_names = re.compile(f"(?={everyone})")
-        self.guarded_in_answers = re.compile(f"(?={assistant})")
-        self.marker = re.compile(everyone)
-
-        patterns = []
-        names = [*specials, *words]
-        # white space before a name is looked for once, where it begins
-        for before, left in ((True, r"(?:(?<!\s)\s*+)?"), (False, "")):
-            for after, right in ((True, r"\s*"), (False, "")):
-                same = [n for n in names if strips.get(n, (False, False)) == (before, after)]
-                if same:
-                    patterns.append(f"{left}(?<!{GUARD}){one_of(same)}{right}")
-        self.split = re.compile(f"({'|'.join(patterns) or '(?!)'})")
+        return Markers(specials, words, of_turns, strips)
 
     def _find_closing(self) -> str:
         """Return what the last answer is followed by, up to markers that follow each other."""
@@ -170,7 +235,7 @@ class ChatTemplate:
         said = {"role": "assistant", "content": BEGIN}
         with suppress(UserError):
             after = self.text(Given([TRIAL[0], said])).partition(BEGIN)[2]
-            found = re.match(rf"(?s:.*?)(?:{self.marker.pattern})+", after)
+            found = re.match(rf"(?s:.*?)(?:{self.markers.name.pattern})+", after)
             return found[0] if found else ""
         return ""
 
@@ -189,27 +254,25 @@ class ChatTemplate:
         marked = self.text(given)
         text, spans = MARKS.sub("", marked), []
         if learn and self.tagged:
+            # where the marks were, in the text without them
             places = [mark.start() - k for k, mark in enumerate(MARKS.finditer(marked))]
             spans = list(zip(places[::2], places[1::2], strict=True))
             spans = learned_spans(spans, given.messages)
         elif learn:
+            # each answer takes two more renderings: that is why `only_last` exists
             answers = [i for i, m in enumerate(given.messages) if m.get("role") == "assistant"]
             for i in answers[-1:] if only_last else answers:
                 if given.messages[i].get("learn", True):
                     spans.append(self.answer(text, given, i))
-        return self.cut(text, spans)
+        return self.markers.cut(text, spans)
 
     def given(self, messages: Sequence[dict], opens: bool = False) -> Given:
         """Return messages, and the tools that they offer, as they are given to the template."""
         tools = None
         if self.takes_tools:
             messages, tools = with_tools(messages)
-        guarded = []
-        for message in messages:
-            own = message.get("role") == "assistant"
-            names = self.guarded_in_answers if own else self.guarded_names
-            guarded.append(self.guarded(message, names))
-        return Given(guarded, self.guarded(tools, self.guarded_names), opens)
+        guarded = [self.markers.guard(message) for message in messages]
+        return Given(guarded, self.markers.guarded(tools, self.markers.in_text), opens)
 
     def left_out(self, messages: Sequence[dict]) -> Counter[str]:
         """Count what the template does not write: thoughts, system messages, results of tools."""
@@ -217,6 +280,7 @@ class ChatTemplate:
         given = self.given(messages)
         for message in given.messages:
             role, content = message["role"], message["content"]
+            # A probe that is not in the rendered text shows that what it stood in was left out.
             if role == "assistant":
                 content = THOUGHTS.sub(rf"\1{PROBES[role]}\2", content)
             elif role in PROBES and content.strip():
@@ -246,17 +310,6 @@ class ChatTemplate:
             found[name] = {"True": True, "False": False}.get(value, value)
         return found
 
-    def guarded(self, value: Any, names: re.Pattern) -> Any:
-        """Return a message or tools with a guard before every name of a marker."""
-        if isinstance(value, str):
-            return names.sub(GUARD, OUR_CHARACTERS.sub("", value))
-        if isinstance(value, dict):
-            items = value.items()
-            return {key: one if key == "role" else self.guarded(one, names) for key, one in items}
-        if isinstance(value, list | tuple):
-            return [self.guarded(one, names) for one in value]
-        return value
-
     def text(self, given: Given) -> str:
         """Return the conversation as the template writes it, answers marked if it does that."""
         if self.too_slow:  # other conversations would take as long
@@ -278,6 +331,8 @@ class ChatTemplate:
 
         It begins with what the template opens for the model (with a block of thoughts that the
         model does not write itself) and ends with the markers that end the turn."""
+        # Render the conversation again with one character, BEGIN, in place of the answer. What
+        # stands before and behind it stands before and behind the answer, too.
         before_it, behind_it = given.messages[:i], given.messages[i + 1 :]
         others = given.with_messages(*before_it, *behind_it), i
         if others != self.around[0]:  # those of a pair's two answers are the same
@@ -298,6 +353,7 @@ class ChatTemplate:
         openings = [one for one in openings if one] + [before, OPENED.sub("", before)]
         begin = next((len(one) for one in openings if text.startswith(one)), -1)
         end = len(text) - len(after)
+        # a template may write other turns differently after this answer: then nothing is certain
         if not found or not text.endswith(after) or not 0 <= begin <= end:
             hidden = f"does not show where answer {i} begins and ends"
             how = "add {% generation %} to the template"
@@ -306,7 +362,9 @@ class ChatTemplate:
             )
         if self.closing and text.startswith(self.closing, end):
             return begin, end + len(self.closing)
-        ending = self.marker.match(text, end)  # gpt-oss: other answers end otherwise than the last
+        ending = self.markers.name.match(
+            text, end
+        )  # gpt-oss: other answers end otherwise than the last
         return begin, ending.end() if ending else end
 
     def call(self, text: str, given: Given, i: int) -> Span | None:
@@ -326,40 +384,13 @@ class ChatTemplate:
         before = other.partition(BEGIN)[0]
         if not text.startswith(before):
             return None
+        # the first end of a turn behind the calls that is no text
         unguarded = re.compile(f"(?<!{GUARD}){re.escape(ending)}")
         found = unguarded.search(text, len(before))
         said = text[len(before) : found.end()] if found else ""
         # the conversation up to the calls must end with them, too
         alone = self.text(given.with_messages(*messages[: i + 1], opens=False)).rstrip()
         return (len(before), found.end()) if said and alone.endswith(said) else None
-
-    def cut(self, text: str, spans: list[Span]) -> list[Piece]:
-        """Cut `text` at its markers, and take the guards out."""
-        pieces, start = [], 0
-        for k, part in enumerate(self.split.split(text)):
-            end, is_marker = start + len(part), k % 2 == 1  # every second one is a marker
-            if is_marker:  # perhaps with the white space around it
-                name = self.marker.search(part)
-                begin = start + name.start()
-                learned = any(a < begin + len(name[0]) and b > begin for a, b in spans)
-                pieces.append(Piece(name[0], True, [(0, len(name[0]))] if learned else []))
-            elif part:
-                learned = []
-                for span in spans:
-                    if span[0] < end and span[1] > start:
-                        first, last = max(span[0] - start, 0), min(span[1] - start, len(part))
-                        first -= part[:first].count(GUARD)
-                        last -= part[:last].count(GUARD)
-                        learned.append((first, last))
-                pieces.append(Piece(part.replace(GUARD, ""), False, learned, self.cuts(part)))
-            start = end
-        return pieces
-
-    def cuts(self, part: str) -> list[int]:
-        """Return where to cut a text without its guards: after the first character of a word."""
-        clean = part.replace(GUARD, "")
-        begins = [guard.start() - k for k, guard in enumerate(re.finditer(GUARD, part))]
-        return [begin + 1 for begin in begins if self.word.match(clean, begin)]
 
 
 @contextmanager
@@ -372,6 +403,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     began, cpu_began = time.monotonic(), time.thread_time()
 
+    # The alarm follows the clock. When it comes, set it again if some of the CPU time is left.
     def stop(number: int, frame: object) -> None:
         left = seconds - (time.thread_time() - cpu_began)
         if left <= 0 or time.monotonic() - began > WAIT * seconds:
@@ -398,6 +430,7 @@ def one_of(names: list[str]) -> str:
 
 def learned_spans(spans: list[Span], messages: Sequence[dict]) -> list[Span]:
     """Return the spans of the answers that are to be learned. Raise UserError if unknown."""
+    # the n-th marked span is that of the n-th answer
     flags = [one.get("learn", True) for one in messages if one.get("role") == "assistant"]
     if all(flags):
         return spans
@@ -448,6 +481,7 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
     n_calls, new_ids, waiting = 0, {}, []  # waiting: ids of calls without a result
     for i, turn in enumerate(turns):
         if turn["role"] == "tool":
+            # by the row's id of the call, or in the order of the calls
             called = new_ids.get(turn.get("tool_call_id"), "")
             if called in waiting:
                 waiting.remove(called)
@@ -456,6 +490,7 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
             turns[i] = {"role": "tool", "content": turn["content"], "tool_call_id": called}
         said, calls = take_calls(turn)
         if calls:
+            # ids of the row, if each call has one
             old = turn.get("tool_call_ids", [])
             if len(old) != len(calls):
                 old = [""] * len(calls)

@@ -42,6 +42,7 @@ class NpyWriter:
         self.length += len(values)
 
     def close(self) -> None:
+        # the header has the same size for any length
         self.file.seek(0)
         self.file.write(npy_header(self.dtype, self.length))
         self.file.close()
@@ -104,10 +105,12 @@ class ShardWriter:
 
     def begin(self, n_ids: int, n_bytes: int) -> None:
         """Append a document of gigabytes: `extend` brings its ids, some at a time."""
+        # a document never crosses shards; one that is longer than a shard has one to itself
         if self.file and self.file.length + 1 + n_ids > self.shard_tokens:
             self._finish_shard()
         if not self.file:
             self._begin_shard()
+        # a document begins at its delimiter
         self.starts.append(self.file.length)
         self.file.add([self.eot_id])
         self.n_bytes += n_bytes
@@ -137,6 +140,7 @@ class ShardWriter:
 
     def _finish_shard(self, closing: Sequence[int] = ()) -> None:
         tokens, offsets, sums = (f"{self.name}{end}.npy" for end in ("", ".off", ".crc"))
+        # the closing delimiter belongs to no document
         ends = np.array([*self.starts, self.file.length], np.int64)
         self.file.add(closing)
         self.file.close()
@@ -190,6 +194,7 @@ def write_manifest(
     if names not in ([], [""]):
         assert "" not in names, f"{names}: either all sources are named or there is only one"
         manifest["sources"] = {name: source_entry(name, shards, weights) for name in names}
+    # last: a directory with a manifest is complete
     write_record(Path(data_dir, "manifest.json"), manifest)
     return manifest
 
@@ -239,7 +244,7 @@ def verify(data_dir: str | Path) -> dict:
 
     Raise UserError for the first file whose size or sha256 differs from the manifest."""
     manifest = read_manifest(data_dir)
-    digests = {}
+    digests = {}  # {file: sha256}
     for split, entry in manifest["splits"].items():
         TokenData(data_dir, split)  # compares sizes and types
         for shard in entry["shards"]:
