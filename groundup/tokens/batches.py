@@ -157,7 +157,7 @@ class Corpus:
     and defines
         sampler(source, seed, samples_per_step)     the order of one source
         load(sources, starts)            a micro-batch of these samples: a NamedTuple of tensors
-        count_targets(sources, starts)   (n,) int64: how many targets each sample has
+        targets_of(source, starts)       (n,) int64: how many targets each of these samples has
         by_source(max_epochs)       {number of a source: most epochs}, from paths or names
         val_batches_of(data, batch_size, eval_steps, rank, world_size)      for `val_batches`
     """
@@ -190,6 +190,14 @@ class Corpus:
         if number := parse_number(max_epochs):
             return dict.fromkeys(range(len(self.train)), number)
         return self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"))
+
+    def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return (n,) int64: how many targets of each of these samples are trained on."""
+        found = np.empty(len(starts), np.int64)
+        for source in np.unique(sources):
+            own = sources == source
+            found[own] = self.targets_of(source, starts[own])
+        return found
 
     def record(self) -> dict[str, list]:
         """Return what decides the order of samples besides the settings, for `changed_entry`."""
@@ -446,14 +454,9 @@ class TextCorpus(Corpus):
         """Return the micro-batch of the windows that start at starts[i] of source sources[i]."""
         return load_windows([self.train[k] for k in sources], starts, self.block_size)
 
-    def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return (n,) int64: how many targets of each window are trained on."""
-        found = np.empty(len(starts), dtype=np.int64)
-        for k in np.unique(sources):
-            own = sources == k
-            # a window of n tokens has n - 1 targets: the first token has nothing before it
-            found[own] = self.train[k].tokens_to_learn(starts[own], self.block_size + 1) - 1
-        return found
+    def targets_of(self, source: int, starts: np.ndarray) -> np.ndarray:
+        # a window of n tokens has n - 1 targets: the first token has nothing before it
+        return self.train[source].tokens_to_learn(starts, self.block_size + 1) - 1
 
     def val_batches_of(
         self, data: TokenData, batch_size: int, eval_steps: int, rank: int, world_size: int

@@ -194,7 +194,7 @@ def learn_in_python(
 def count_pairs(
     chunks: Sequence[Sequence[int]], weights: Sequence[int]
 ) -> tuple[Counter[tuple[int, int]], dict[tuple[int, int], list[int]]]:
-    """Return ({pair of neighbours: how often it occurs}, {pair: numbers of chunks that hold it})."""
+    """Return ({pair of neighbours: how often it occurs}, {pair: numbers of the chunks with it})."""
     pair_counts: Counter[tuple[int, int]] = Counter()
     chunks_with = defaultdict(list)  # when a pair was new; merges may have removed it since
     for number, chunk in enumerate(chunks):

@@ -376,13 +376,8 @@ class ChatCorpus(RowCorpus):
         """Return the micro-batch of these rows, for `Batches`."""
         return load_rows(self.train, sources, numbers)
 
-    def count_targets(self, sources: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Return (n,) int64: the labels of each row, for `Batches`."""
-        found = np.zeros(len(numbers), np.int64)
-        for source in np.unique(sources):
-            own = sources == source
-            found[own] = self.train[source].n_labels[numbers[own]]
-        return found
+    def targets_of(self, source: int, numbers: np.ndarray) -> np.ndarray:
+        return self.train[source].n_labels[numbers]
 
     def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
         """Return {"tokens/name": inputs without padding}, exact at the end of an epoch.

@@ -660,8 +660,8 @@ def piece_types(model: bytes) -> list[int]:
     def fields(at: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (number, begin, end or value) of the fields there."""
         while at < end:
-            # The low three bits of a key say how the value is written: 0 = a varint, 1 and 5 = eight
-            # and four bytes, 2 = its size, then bytes.
+            # The low three bits of a key say how the value is written: 0 = a varint, 1 and 5 =
+            # eight and four bytes, 2 = its size, then bytes.
             key, at = varint(at)
             number, wire = key >> 3, key & 7
             size, begin = varint(at) if wire in (0, 2) else ({1: 8, 5: 4}[wire], at)

@@ -312,9 +312,8 @@ class PairCorpus(RowCorpus):
         """Return the micro-batch of these pairs, for `Batches`."""
         return load_pairs(self.train, sources, rows)
 
-    def count_targets(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return ones (n,) int64: the loss of a step is the mean over its pairs."""
-        return np.ones(len(rows), np.int64)
+    def targets_of(self, source: int, rows: np.ndarray) -> np.ndarray:
+        return np.ones(len(rows), np.int64)  # the loss of a step is the mean over its pairs
 
     def val_batches_of(
         self, data: Pairs, batch_size: int, eval_steps: int, rank: int, world_size: int

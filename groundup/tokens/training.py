@@ -98,7 +98,8 @@ def advice(counts: dict[bytes, int], size: int) -> str:
         return ""
     return (
         f"tokenizer: {n_bytes / 1e6:.1f} MB of mostly Chinese text want "
-        f"--vocab_size={FOR_CHINESE}: with fewer ids many characters are split into bytes (docs/data.md)"
+        f"--vocab_size={FOR_CHINESE}: with fewer ids many characters are split into bytes "
+        "(docs/data.md)"
     )
 
 
