@@ -19,6 +19,7 @@ MOST_COMMAS = 8  # in one name
 
 def split_names(names: str) -> list[str]:
     """Return the parts between commas, without white space around them; "" is a part, too."""
+    # join pieces again, the most first, as long as they make the name of a file
     pieces, parts = names.split(","), []
     while pieces:
         tried = range(min(len(pieces), MOST_COMMAS + 1), 1, -1)
@@ -48,6 +49,7 @@ def matches(name: str) -> list[str]:
         return [name]
     if found := sorted(glob.glob(name, recursive=True)):
         return found
+    # Which folders exist as they are written? Only what is behind them is a glob.
     folder, rest = name, ""
     while folder and not os.path.isdir(folder):
         folder, last = os.path.split(folder)
@@ -93,6 +95,7 @@ def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, floa
         if path in weights:
             raise UserError(f"data: {path!r} comes twice in {key}={spec!r}; add its weights up")
         weights[path] = weight
+    # a share of some and no share of others has no meaning
     bare = [path for path, weight in weights.items() if weight is None]
     if 0 < len(bare) < len(weights):
         problem = f"{bare[0]!r} in {key}={spec!r} has no weight but others have"

@@ -42,7 +42,7 @@ SORTED_STEPS = 64  # consecutive steps whose pairs are sorted by length
 # ---- one pair --------------------------------------------------------------------------------
 
 
-class Tokenized(NamedTuple):
+class PairIds(NamedTuple):
     """A pair as ids, each array 1-D of the vocabulary's type."""
 
     prompt: np.ndarray  # what stands before both answers
@@ -54,7 +54,7 @@ class Tokenized(NamedTuple):
     n_unlearned: tuple[int, int] = (0, 0)
 
 
-def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> Tokenized:
+def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> PairIds:
     """Return the ids of a pair: its text cannot open or close a turn, see `Tokenizer.render`."""
     # Each answer is written by the template, with its prompt, as sft.py writes conversations.
     prompt, chosen = tokenize_answer(pair.prompt, pair.chosen, tokenizer)
@@ -63,7 +63,7 @@ def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> Tokenized:
     n = min(len(prompt), len(other_prompt))
     differ = np.flatnonzero(prompt[:n] != other_prompt[:n])
     shared = int(differ[0]) if len(differ) else n
-    return Tokenized(
+    return PairIds(
         prompt[:shared],
         np.concatenate([prompt[shared:], chosen]),
         np.concatenate([other_prompt[shared:], rejected]),
@@ -99,7 +99,7 @@ class PairReader(RowReader):
 
     kind, noun, split_by_prompt = "preference", "preference pair", True
 
-    def item(self, row: object, place: str) -> tuple[str, Tokenized]:
+    def item(self, row: object, place: str) -> tuple[str, PairIds]:
         pair = pair_of(row)
         ids = tokenize_pair(pair, self.tokenizer)
         self.check_length(len(ids.prompt) + max(len(ids.chosen), len(ids.rejected)))
@@ -129,7 +129,7 @@ class Pairs:
 
     def __init__(
         self,
-        found: Sequence[Tokenized],
+        found: Sequence[PairIds],
         tokenizer: Tokenizer,
         block_size: int,
         name: str,
@@ -300,7 +300,7 @@ class PairCorpus(RowCorpus):
     def reader(self) -> PairReader:
         return PairReader(self.tokenizer, self.block_size)
 
-    def lay_out(self, name: str, items: list[Tokenized]) -> Pairs:
+    def lay_out(self, name: str, items: list[PairIds]) -> Pairs:
         pairs = Pairs(items, self.tokenizer, self.block_size, name, self.n_pairs)
         self.n_pairs += pairs.n_rows
         return pairs
@@ -351,7 +351,7 @@ class LabelReader(PairReader):
     noun = "labelled answer or preference pair"
     kinds = ("preference", "chat")
 
-    def item(self, row: object, place: str) -> tuple[str, list[Tokenized]]:
+    def item(self, row: object, place: str) -> tuple[str, list[PairIds]]:
         label = turns.label_of(row)
         if label is None:
             # a pair: the chosen answer is a good one, the rejected one a bad one
@@ -359,7 +359,7 @@ class LabelReader(PairReader):
             answers = []
             for ids, n, label in zip(pair[1:3], pair.n_unlearned, (1.0, -1.0), strict=True):
                 prompt = np.concatenate([pair.prompt, ids[:n]])
-                answers.append(Tokenized(prompt, ids[n:], ids[:0], label))
+                answers.append(PairIds(prompt, ids[n:], ids[:0], label))
             return text, answers
 
         messages, detail = row_formats.messages_of(row)
@@ -376,7 +376,7 @@ class LabelReader(PairReader):
         self.trimmed += len(messages) > len(prompt) + 1
         before, learned = tokenize_answer(prompt, answer["content"], self.tokenizer)
         self.check_length(len(before) + len(learned))
-        ids = Tokenized(before, learned, learned[:0], 1.0 if label else -1.0)
+        ids = PairIds(before, learned, learned[:0], 1.0 if label else -1.0)
         return dialogue_text(prompt), [ids]
 
 
@@ -386,7 +386,7 @@ class LabelCorpus(PairCorpus):
     def reader(self) -> LabelReader:
         return LabelReader(self.tokenizer, self.block_size)
 
-    def lay_out(self, name: str, items: list[list[Tokenized]]) -> Pairs:
+    def lay_out(self, name: str, items: list[list[PairIds]]) -> Pairs:
         # a pair was one item, so that both of its answers are in one split
         answers = [answer for item in items for answer in item]
         n = range(len(answers))
@@ -417,7 +417,7 @@ class LabelCorpus(PairCorpus):
         return lines
 
 
-def with_other(answers: Sequence[Tokenized], i: int, longest: int, name: str) -> Tokenized:
+def with_other(answers: Sequence[PairIds], i: int, longest: int, name: str) -> PairIds:
     """Return answer i with an answer to another prompt, cut where the context ends.
 
     The search begins half the rows further on: neighbours may have the same prompt or subject."""

@@ -58,12 +58,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = NothingComputed
 
     def getattr(self, obj: Any, attribute: str) -> Any:
+        # a key that is no method of dict; Jinja would look for an attribute first
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
             return obj[attribute]
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if type(obj) is str:
+        if type(obj) is str:  # its methods change nothing; names with _ lead out of the sandbox
             return not attr.startswith("_")
         return super().is_safe_attribute(obj, attr, value)
 
@@ -76,6 +77,7 @@ def raise_exception(message: str) -> None:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
+    # Jinja's own filter writes < and > as escapes, for HTML
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -83,7 +85,7 @@ def to_json(
 def environment() -> Sandbox:
     """Return Jinja's sandbox with what transformers adds to it."""
     made = Sandbox(
-        trim_blocks=True,
+        trim_blocks=True,  # no newline after a block, no white space before it
         lstrip_blocks=True,
         extensions=[Generation, loopcontrols],
         optimized=False,

@@ -60,6 +60,7 @@ class TextTokenizer:
         self.pieces = Pieces(self.engine.token_bytes)
         self.pieces |= {i: name.encode() for name, i in self.special_tokens.items()}
         self.vocab_size = 1 + max(self.pieces)
+        # the head of a model has a row for every id, so one wild id would take all memory
         least, most = min(self.pieces), MOST_IDS
         if not 0 <= least <= self.vocab_size <= most:
             raise UserError(f"its ids reach from {least} to {self.vocab_size - 1}, over {most}")
@@ -71,6 +72,7 @@ class TextTokenizer:
         self.pad_id = find("pad_token", name="<|pad|>")
         self.bos_id = find("bos_token", default=self.eot_id)
         self.begins = self.bos_id >= 0 and begins_text(files, config)
+        # markers of our own chat format; others' are found by their template
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
         # a chat model often has several: the end of a text, of a turn, of a call
@@ -102,6 +104,7 @@ class TextTokenizer:
             except OSError as error:
                 where = directory / name
                 raise UserError(f"tokenizer: cannot read {where}: {error.strerror}") from None
+        # it belongs to the model, and only its special tokens are read
         generation_config = files.pop("generation_config.json", b"{}")
         if not set(TOKENIZERS) & set(files):
             nothing = f"no tokenizer.json or tokenizer.model in {directory}"
@@ -158,6 +161,7 @@ class TextTokenizer:
 
     def encode_token(self, token: bytes) -> list[int]:
         """Return the ids of a token's bytes, which may be part of a character; [] if unknown."""
+        # for a new token's embedding: the mean of those of the tokens that it was made of
         if isinstance(self.engine, ByteLevelBPE):
             # what a tokenizer that extends this one would find in one chunk
             token = token.translate(None, self.engine.missing)
@@ -184,6 +188,7 @@ class TextTokenizer:
 
     def token_byte_lengths(self) -> np.ndarray:
         """Return bytes of text per id, int32 (vocab_size,), 0 for special ones."""
+        # what makes a loss per token a loss per byte, which tokenizers can be compared by
         lengths = np.zeros(self.vocab_size, np.int32)
         for i, token in self.engine.token_bytes.items():
             lengths[i] = len(token)
@@ -224,6 +229,7 @@ class Pieces(dict):
 
 def find_tokenizer(directory: Path) -> Path:
     """Return where a tokenizer's files are: those of a run are in its newest checkpoint."""
+    # a run directory may hold a tokenizer of its own beside its checkpoints: that one is meant
     has_own = any((directory / name).exists() for name in TOKENIZERS)
     is_run = (directory / "latest").is_dir() and not has_own
     return directory / "latest" if is_run else directory
@@ -234,7 +240,7 @@ def begins_text(files: dict[str, bytes], config: dict) -> bool:
 
     Ask tokenizer_config.json, then the template in tokenizer.json; for a sentencepiece model do
     what transformers does for Llama's."""
-    if "add_bos_token" in config:
+    if "add_bos_token" in config:  # the file says it outright
         return bool(config["add_bos_token"])
     if "tokenizer.json" not in files:
         return str(config.get("tokenizer_class", "")).startswith("Llama")
@@ -299,6 +305,7 @@ def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
         return tokenizer_json
     description = parse_object(tokenizer_json)
     added, vocab = description.get("added_tokens") or [], description["model"]["vocab"]
+    # an id that is taken already keeps its token
     taken = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
     taken |= {token["id"] for token in added}
     description["added_tokens"] = added + [one for one in lacking if one["id"] not in taken]

@@ -142,6 +142,7 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
     Raise UserError if there is none, or it is damaged or of another kind."""
     path = Path(data_dir, "manifest.json")
     how = f"run: python prepare.py --input=... --out_dir={data_dir}"
+    # Say what is wrong as exactly as can be known: this is where most first runs fail.
     if Path(data_dir).is_file():
         how = f"run: python prepare.py --input={data_dir} --out_dir=data/{Path(data_dir).stem}"
         raise UserError(f"data: {data_dir} is a file, not a directory of prepare.py; {how}")
@@ -212,6 +213,7 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     if size != expected:
         wrong = f"{path} ends at byte {size} instead of {expected}"
         raise UserError(f"data: {wrong}; {AGAIN}")
+    # little-endian on every machine, as the writer stores it
     little = np.dtype(dtype).newbyteorder("<")
     mapped = np.memmap(path, little, mode="r", offset=len(header), shape=(length,))
     return np.asarray(mapped)  # slices of the subclass np.memmap take three times as long
@@ -240,7 +242,7 @@ def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:
 
 def block_sums(tokens: np.ndarray) -> np.ndarray:
     """Return the CRC-32 of each block of token ids, uint32."""
-    size = BLOCK_BYTES // tokens.itemsize
+    size = BLOCK_BYTES // tokens.itemsize  # tokens in a block
     blocks = [tokens[k : k + size] for k in range(0, len(tokens), size)]
     return np.array([zlib.crc32(block) for block in blocks], np.uint32)
 
@@ -248,7 +250,7 @@ def block_sums(tokens: np.ndarray) -> np.ndarray:
 def file_sums(path: Path) -> np.ndarray:
     """Return the CRC-32 of each block of a file of token ids, as `block_sums`."""
     with open(path, "rb") as f:
-        f.seek(len(npy_header(np.dtype("u1"), 0)))
+        f.seek(len(npy_header(np.dtype("u1"), 0)))  # the header is no part of a block
         blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
         return np.fromiter(map(zlib.crc32, blocks), np.uint32)
 
@@ -320,7 +322,7 @@ class TokenData:
     def window(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length) as int64, across shards."""
         assert 0 <= start and start + length <= self.n_tokens, f"{start=} {length=}"
-        out = np.empty(length, dtype=np.int64)
+        out = np.empty(length, dtype=np.int64)  # torch embeds int64
         filled = 0
         k = int(np.searchsorted(self.ends, start, side="right"))  # the shard with the first token
         while filled < length:
@@ -392,6 +394,7 @@ class PackedData(TokenData):
             raise UserError(f"data: {path} is not of the tokens that are there now; {how}")
         self.n_rows: int = self.entry["rows"]
         sha256 = self.entry["sha256"]
+        # from here on the tokens are those of the rows, with the methods of TokenData
         self.lengths = map_checked(self.dir, self.entry["lengths"], sha256, "int32", self.n_rows)
         self._map_tokens(self.entry["shards"], sha256)
 

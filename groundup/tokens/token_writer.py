@@ -60,6 +60,7 @@ def write_json(path: Path, value: dict) -> None:
     """Write a JSON file, whole or not at all."""
     with open(f"{path}.tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=1, ensure_ascii=False)
+        # on the disk before it has its name: after a power cut it is whole or not there
         f.flush()
         os.fsync(f.fileno())
     os.replace(f"{path}.tmp", path)
@@ -85,6 +86,7 @@ class ShardWriter:
     ) -> None:
         """first: number of the first shard; another writer has written those before it."""
         assert 0 <= eot_id < vocab_size, f"{eot_id=} {vocab_size=}"
+        # the source is a directory inside data_dir
         assert source == Path(source).name, f"{source=} must be a plain directory name"
         self.dir = Path(data_dir)
         self.split = split
@@ -182,6 +184,7 @@ def write_manifest(
         "splits": {},
         "info": info,
     }
+    # shards come from several writers: add them up by split
     for shard in shards:
         empty = dict.fromkeys(TOTALS, 0) | {"shards": []}
         split = manifest["splits"].setdefault(shard["split"], empty)
@@ -201,6 +204,7 @@ def write_manifest(
 
 def source_entry(name: str, shards: list[dict], weights: Mapping[str, float]) -> dict:
     """Return what the manifest says of a named source: the totals of its train split."""
+    # of training, as the weights are
     own = [s for s in shards if s["split"] == "train" and s["source"] == name]
     entry = {total: sum(shard[total] for shard in own) for total in TOTALS}
     return entry | ({"weight": weights[name]} if weights else {})

@@ -120,6 +120,7 @@ def extended(tokenizer: Tokenizer, texts: Iterable[str], n_new: int) -> Tokenize
 def measure(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
     """Return a line on how well the tokenizer fits the texts."""
     n_bytes = n_chars = n_tokens = 0
+    # per byte to compare vocabularies; per character, because a Chinese one has three bytes
     for text in texts:
         n_bytes += len(text.encode())
         n_chars += len(text)
@@ -231,6 +232,7 @@ def extended_bpe(
     words = {i: in_chars(token) for token, i in old.ranks.items()}
     for i, (left, right) in enumerate(merges, start=first):
         words[i] = words[left] + words[right]
+        # ids without a gap: those of merges that make nothing new are given to later ones
         if words[i] not in vocab:  # else an old token to which the old merges do not lead
             vocab[words[i]] = top
             pairs.append([words[left], words[right]])
@@ -249,6 +251,7 @@ def with_all_splits(
     """Return the merges with every split of a word into two tokens, in the order of the ids.
 
     New tokens may lead to old ones to which no merges led, see engines.check_merges."""
+    # without these, check_merges would refuse what this file made
     listed = {(left, right) for left, right in pairs}
     for word in words:
         for i in range(1, len(word)):
