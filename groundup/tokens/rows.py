@@ -61,7 +61,7 @@ class RowReader:
         self.longest = longest
         self.dropped: Counter[str] = Counter()  # rows by the reason why they cannot be used
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
-        self.said: Counter[str] = Counter()  # rows by what is wrong, in full
+        self.named: set[str] = set()  # those reasons, with the details
         # Rows by their keys that hold content and are not read
         self.unread: Counter[str] = Counter()
         self.n_read = 0
@@ -89,15 +89,17 @@ class RowReader:
                     self.unread[key] += 1
                 yield found
             except BadRow as problem:
-                detail = " ".join(problem.detail.split())
-                said = f"{problem.reason}{detail and f': {detail}'}"
-                # what is wrong with every row is said once
-                if self.dropped[problem.reason] < SHOWN and not (detail and self.said[said]):
-                    self.places.append(f"{place}: {said}")
-                self.dropped[problem.reason] += 1
-                # each text counts on its own, but not without bound: it may hold part of the row
-                if len(self.said) < 1000:
-                    self.said[said] += 1
+                self._leave_out(problem, place)
+
+    def _leave_out(self, problem: BadRow, place: str) -> None:
+        """Count a row that cannot be used, and name the first ones."""
+        detail = " ".join(problem.detail.split())
+        said = f"{problem.reason}{detail and f': {detail}'}"
+        # what is wrong with every row is said once
+        if self.dropped[problem.reason] < SHOWN and not (detail and said in self.named):
+            self.places.append(f"{place}: {said}")
+            self.named.add(said)
+        self.dropped[problem.reason] += 1
 
     def check(self, name: str, n_found: int) -> None:
         """Raise UserError if nothing usable was found in `name`."""
