@@ -237,7 +237,7 @@ class Tokenizer(TextTokenizer):
         self, messages: Sequence[dict], asks: bool, only_last: bool
     ) -> tuple[list[int], list[int]]:
         template = self._template_of(messages)
-        pieces = template.pieces(messages, asks, learn=not asks, only_last=only_last)
+        pieces = template.pieces(messages, asks, only_last)
         ids, mask = [], []
         for k, piece in enumerate(pieces):
             place = engines.AFTER_MARKER if k else engines.START

@@ -72,8 +72,8 @@ class Given(NamedTuple):
     tools: list[dict] | None = None  # None = the template gets none
     opens: bool = False  # the turn of the next answer is opened: add_generation_prompt
 
-    def with_messages(self, *messages: dict, opens: bool | None = None) -> "Given":
-        opens = self.opens if opens is None else opens
+    def with_messages(self, *messages: dict, opens: bool = False) -> "Given":
+        """Return the same with other messages."""
         return Given(list(messages), self.tools, opens)
 
 
@@ -243,22 +243,23 @@ class ChatTemplate:
         self,
         messages: Sequence[dict],
         add_generation_prompt: bool = False,
-        learn: bool = True,
         only_last: bool = False,
     ) -> list[Piece]:
-        """Return the conversation in pieces. learn=False: nothing is marked as learned.
+        """Return the conversation in pieces. Of a prompt for an answer nothing is learned.
 
-        only_last: nothing but the last answer is, which takes less time. Raise UserError if the
-        template cannot take the conversation."""
+        only_last: nothing but the last answer is learned, which takes less time. Raise UserError if
+        the template cannot take the conversation."""
         given = self.given(messages, add_generation_prompt)
         marked = self.text(given)
         text, spans = MARKS.sub("", marked), []
-        if learn and self.tagged:
+        if add_generation_prompt:
+            return self.markers.cut(text, [])
+        if self.tagged:
             # where the marks were, in the text without them
             places = [mark.start() - k for k, mark in enumerate(MARKS.finditer(marked))]
             spans = list(zip(places[::2], places[1::2], strict=True))
             spans = learned_spans(spans, given.messages)
-        elif learn:
+        else:
             # each answer takes two more renderings: that is why `only_last` exists
             answers = [i for i, m in enumerate(given.messages) if m.get("role") == "assistant"]
             for i in answers[-1:] if only_last else answers:
@@ -389,7 +390,7 @@ class ChatTemplate:
         found = unguarded.search(text, len(before))
         said = text[len(before) : found.end()] if found else ""
         # the conversation up to the calls must end with them, too
-        alone = self.text(given.with_messages(*messages[: i + 1], opens=False)).rstrip()
+        alone = self.text(given.with_messages(*messages[: i + 1])).rstrip()
         return (len(before), found.end()) if said and alone.endswith(said) else None
 
 
