@@ -25,6 +25,8 @@ MOST_BYTES = 2**26
 MANIFEST_BYTES = 2**28  # of what prepare.py writes, which names every input
 # Seconds after which a copy of this process is ended: a lock of another thread may have stopped it
 STUCK_S = 60
+# What something is tried with, beyond what the process has now: CPU time and memory
+TRIAL_S, TRIAL_MB = 1, 500
 BYTES_PER_VALUE = 16  # at most one value for so many: Python needs up to 100 bytes for each
 
 
@@ -159,7 +161,7 @@ def misfit(value: Any, shape: Any, name: str) -> str:
     return next(filter(None, (misfit(*part) for part in parts)), "")
 
 
-def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int = 500) -> str:
+def why_unusable(action: Callable[[], object]) -> str:
     """Call `action` in a copy of this process; return why it may not be called here, "" if it may.
 
     It may not if it takes more CPU time or memory, or ends the process. An Exception is no reason:
@@ -172,7 +174,7 @@ def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int 
     if child == 0:
         status = 1
         try:
-            limit(seconds, megabytes)  # the kernel ends a process that goes beyond
+            limit(TRIAL_S, TRIAL_MB)  # the kernel ends a process that goes beyond
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(STUCK_S)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust tells its panics
@@ -184,8 +186,8 @@ def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int 
             os._exit(status)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended in (-signal.SIGKILL, -signal.SIGXCPU, -signal.SIGALRM):
-        return f"it takes more than {seconds} s"
-    return f"it fails, or needs more than {megabytes} MB" if ended else ""
+        return f"it takes more than {TRIAL_S} s"
+    return f"it fails, or needs more than {TRIAL_MB} MB" if ended else ""
 
 
 def limit(seconds: int, megabytes: int) -> None:
