@@ -5,7 +5,8 @@ One word for each thing, on the way from a file to a batch:
     record   what stands at one place of a file, with that place (files/records.py)
     row      its content, such as a JSON object (files/row_formats.py)
     item     what training takes from a row: a tokenized conversation or pair, or a prompt
-    sample   what the order of samples counts (mixture.py): one or more items, a line of a batch
+    sample   what the order of samples counts (mixture.py): one or more items, a row of a batch;
+             n_rows is how many there are
 
 A `RowReader` makes items of rows and counts those that it cannot use, with the reason. A raw file
 has no validation split of its own: a hash of the text decides which items are held out, as in
