@@ -55,8 +55,8 @@ from groundup.text.select import (
 from groundup.text.show import show_rows
 from groundup.text.unit import Counts, Unit, inspect_unit, plan_units, tokenize_unit
 from groundup.text.workers import with_progress, worker_pool
-from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
+from groundup.tokens.text_tokenizer import TOKENIZERS, find_tokenizer
 from groundup.tokens.token_files import token_dtype
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def existing_tokenizer(
 
     dated: directories that may record the date that its template writes. Raise UserError if it
     lacks a special token that this kind needs."""
-    exists = any((files_of(Path(directory)) / name).exists() for name in TOKENIZERS)
+    exists = any((find_tokenizer(Path(directory)) / name).exists() for name in TOKENIZERS)
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory).with_template_settings(template_settings, *dated)

@@ -33,9 +33,9 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files.untrusted import read_json
-from groundup.tokens import foreign
+from groundup.tokens import engines
 from groundup.tokens.templates import TRIAL, ChatTemplate, Piece, take_tools
-from groundup.tokens.text_tokenizer import TextTokenizer
+from groundup.tokens.text_tokenizer import TextTokenizer, find_templates, find_tokenizer
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # text to train on: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
@@ -80,7 +80,7 @@ class Tokenizer(TextTokenizer):
 
     def __init__(self, files: dict[str, bytes], generation_config: bytes = b"{}") -> None:
         super().__init__(files, generation_config)
-        templates = foreign.find_templates(files, self.config)
+        templates = find_templates(files, self.config)
         self.template_source = templates.get("default", "")
         self.tool_template_source = templates.get("tool_use", "")
         self.foreign_template = self.template_source not in ("", CHAT_TEMPLATE)
@@ -181,7 +181,7 @@ class Tokenizer(TextTokenizer):
             recorded = [recorded_date(Path(directory)) for directory in directories]
             recorded.insert(1, config.get("chat_template_date", ""))
             config["chat_template_date"] = next(filter(None, recorded), self.date)
-        files = self.files | {"tokenizer_config.json": foreign.to_json(config)}
+        files = self.files | {"tokenizer_config.json": engines.to_json(config)}
         return Tokenizer(files, self.generation_config)
 
     def _find_turn_end(self) -> int:
@@ -202,8 +202,8 @@ class Tokenizer(TextTokenizer):
         """The ids that end an assistant's turn: turn_end_id, and what a template writes before."""
         if not self.foreign_template or not self.template.closing:
             return [self.turn_end_id]
-        pieces = self.template.cut(self.template.closing, [])
-        return [i for piece in pieces for i in self._piece_ids(piece, foreign.INSIDE)[0]]
+        pieces = self.template.markers.cut(self.template.closing, [])
+        return [i for piece in pieces for i in self._piece_ids(piece, engines.INSIDE)[0]]
 
     def check_turn_end(self) -> None:
         """Raise UserError unless what is learned of an answer ends with a token that stops it."""
@@ -237,30 +237,30 @@ class Tokenizer(TextTokenizer):
         self, messages: Sequence[dict], asks: bool, only_last: bool
     ) -> tuple[list[int], list[int]]:
         template = self._template_of(messages)
-        pieces = template.pieces(messages, asks, learn=not asks, only_last=only_last)
+        pieces = template.pieces(messages, asks, only_last)
         ids, mask = [], []
         for k, piece in enumerate(pieces):
-            place = foreign.AFTER_MARKER if k else foreign.START
+            place = engines.AFTER_MARKER if k else engines.START
             new, learned = self._piece_ids(piece, place)
             ids += new
             mask += learned
         return ids, mask
 
-    def _spans(self, text: str, cuts: tuple[int, ...], place: str) -> foreign.Spans:
+    def _spans(self, text: str, cuts: tuple[int, ...], place: str) -> engines.Spans:
         """Return the ids of a piece's text, and where each begins and ends."""
         try:
-            return foreign.joined(self.engine, text, cuts, place)
+            return self.engine.encode_parts(text, cuts, place)
         except BaseException as error:
-            raise foreign.named_panic(error) from None
+            raise engines.named_panic(error) from None
 
-    def _ids(self, text: str, cuts: tuple[int, ...] = (), place: str = foreign.START) -> list[int]:
+    def _ids(self, text: str, cuts: tuple[int, ...] = (), place: str = engines.START) -> list[int]:
         """Return the ids of a piece's text."""
-        if cuts or (place != foreign.START and self.backend != "bpe"):
+        if cuts or (place != engines.START and self.backend != "bpe"):
             return self._spans(text, cuts, place)[0]
         return self.encode(text)
 
     def _piece_ids(self, piece: Piece, place: str) -> tuple[list[int], list[int]]:
-        """Return (ids, mask) of a piece. place: where it stands, see foreign.py."""
+        """Return (ids, mask) of a piece. place: where it stands, see engines.py."""
         if piece.special:
             return [self._marker_id(piece.text)], [int(bool(piece.learned))]
         text, cuts = piece.text, tuple(piece.cuts)
@@ -299,7 +299,7 @@ def today() -> str:
 
 def recorded_date(directory: Path) -> str:
     """Return the date that the chat template of a run or of prepared data writes, "" if unknown."""
-    path = foreign.files_of(directory) / "tokenizer_config.json"
+    path = find_tokenizer(directory) / "tokenizer_config.json"
     return read_json(path).get("chat_template_date", "") if path.exists() else ""
 
 
@@ -354,14 +354,14 @@ def chat_ready(tokenizer: "Tokenizer") -> "Tokenizer":
     if tokenizer.pad_id < 0:
         names.append("<|pad|>")
     if names:
-        n_reserved = -(first + len(names)) % foreign.SIZE_STEP
+        n_reserved = -(first + len(names)) % engines.SIZE_STEP
         names += reserved(n_reserved, tokenizer.special_tokens)
         files = with_specials(files, names, first)
     config = json.loads(files.get("tokenizer_config.json", b"{}"))
     config["chat_template"] = CHAT_TEMPLATE
     if tokenizer.pad_id < 0:
         config["pad_token"] = "<|pad|>"
-    files["tokenizer_config.json"] = foreign.to_json(config)
+    files["tokenizer_config.json"] = engines.to_json(config)
     return Tokenizer(files, tokenizer.generation_config)
 
 
@@ -378,18 +378,18 @@ def with_specials(files: dict[str, bytes], names: list[str], first: int) -> dict
     if "tokenizer.json" not in files:
         config = json.loads(files["tokenizer_config.json"])
         tokens = config.get("added_tokens_decoder") or {}
-        tokens |= {str(i): foreign.added_token(name) for i, name in numbered}
+        tokens |= {str(i): engines.added_token(name) for i, name in numbered}
         config["added_tokens_decoder"] = tokens
-        return files | {"tokenizer_config.json": foreign.to_json(config)}
+        return files | {"tokenizer_config.json": engines.to_json(config)}
     # a tokenizer.model beside it is a copy without the new tokens
     files = {name: content for name, content in files.items() if name != "tokenizer.model"}
     description = json.loads(files["tokenizer.json"])
     added = description["added_tokens"]
-    added += [foreign.added_token(name, i) for i, name in numbered]
+    added += [engines.added_token(name, i) for i, name in numbered]
     # A library that reads the file numbers added tokens on from the size of "vocab", unless they
     # are in it.
     description["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
-    return files | {"tokenizer.json": foreign.to_json(description)}
+    return files | {"tokenizer.json": engines.to_json(description)}
 
 
 def check_no_owner(directory: str | Path) -> None:

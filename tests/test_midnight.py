@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import tokenizer as tokenizer_module
-from groundup.tokens.foreign import to_json
+from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from groundup.train import huggingface
 from groundup.train.saver import Saver

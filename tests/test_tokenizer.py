@@ -29,9 +29,9 @@ from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brut
 from groundup.errors import UserError
 from groundup.files.text_mix import mix_texts
 from groundup.files.untrusted import scrub
-from groundup.tokens import foreign
+from groundup.tokens import engines
 from groundup.tokens.bpe import count_chunks, train_bpe
-from groundup.tokens.foreign import PATTERNS, TO_CHAR, added_token, blocks
+from groundup.tokens.engines import PATTERNS, TO_CHAR, added_token, blocks
 from groundup.tokens.training import advice, extended, train
 from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready
 
@@ -269,7 +269,7 @@ def test_long_texts_have_the_ids_of_the_whole(bpe: Tokenizer, monkeypatch: pytes
     assert len(text) > 150_000
     whole = bpe.engine.encoding.encode_ordinary(text)
     assert bpe.encode(text) == whole == bpe.encode_array(text).tolist()
-    monkeypatch.setattr(foreign, "MAX_CHARS", 1000)
+    monkeypatch.setattr(engines, "MAX_CHARS", 1000)
     assert len(list(blocks(text))) > 150 and "".join(blocks(text)) == text and max(map(len, blocks(text))) <= 1000
     assert bpe.encode(text) == whole
 
@@ -748,7 +748,7 @@ def whole_chunks_first(tok: Tokenizer, words: list[str], size: int = 636) -> dic
     listed as a merge, "a b" in one string, and whole chunks are taken first: as Llama 3's is."""
     d = json.loads(tok.files["tokenizer.json"])
     vocab = {word: i for word, i in d["model"]["vocab"].items() if i < size}
-    vocab |= {foreign.in_chars(word.encode()): size + i for i, word in enumerate(words)}
+    vocab |= {engines.in_chars(word.encode()): size + i for i, word in enumerate(words)}
     splits = [(w[:i], w[i:]) for w in sorted(vocab, key=vocab.get) for i in range(1, len(w))]
     merges = [f"{a} {b}" for a, b in splits if a in vocab and b in vocab]
     d["model"] |= {"vocab": vocab, "merges": merges, "ignore_merges": True}
@@ -832,7 +832,7 @@ def llama_model(
         )
     config = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": False, "add_eos_token": False}
     config |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    tokens = {str(i): foreign.added_token(name) for i, name in enumerate(added, start=vocab_size)}
+    tokens = {str(i): engines.added_token(name) for i, name in enumerate(added, start=vocab_size)}
     config |= {"add_prefix_space": True, "added_tokens_decoder": tokens}
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return Tokenizer.load(directory)

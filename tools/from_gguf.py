@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from groundup.errors import UserError
 from groundup.files.disk import whole_directory
-from groundup.tokens import foreign
-from groundup.tokens.foreign import PATTERNS
+from groundup.tokens import engines
+from groundup.tokens.engines import PATTERNS
 from groundup.train.config_json import write_json
 from groundup.train.huggingface import save_weights
 from model import ModelConfig, rope_frequencies
@@ -341,20 +341,20 @@ def tokenizer_files(fields: dict) -> tuple[dict[str, bytes], dict[str, int | Non
         description = byte_level_bpe(
             tokens, get["ggml.merges"], special, words, get.get("ggml.pre"), first
         )
-        files = {"tokenizer.json": foreign.to_json(description)}
+        files = {"tokenizer.json": engines.to_json(description)}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     elif get["ggml.model"] == "llama":
         prefix = get.get("ggml.add_space_prefix", True)
         files = {"tokenizer.model": sentencepiece_model(tokens, get["ggml.scores"], kinds, prefix)}
         config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": prefix}
         config["added_tokens_decoder"] = {
-            str(i): foreign.added_token(token) for i, token in special.items()
+            str(i): engines.added_token(token) for i, token in special.items()
         }
     else:
         raise UserError(
             f"its tokenizer is {get['ggml.model']!r}; supported are gpt2 (byte-level BPE) and llama"
         )
-    return files | {"tokenizer_config.json": foreign.to_json(config)}, ids
+    return files | {"tokenizer_config.json": engines.to_json(config)}, ids
 
 
 def byte_level_bpe(
@@ -370,8 +370,8 @@ def byte_level_bpe(
     if pre not in PRE_TOKENIZERS:
         raise UserError(f"it splits text as {pre!r}; supported are {', '.join(PRE_TOKENIZERS)}")
     steps = PRE_TOKENIZERS[pre]
-    added = [foreign.added_token(token, i) for i, token in special.items()]
-    added += [foreign.added_token(token, i) | {"special": False} for i, token in words.items()]
+    added = [engines.added_token(token, i) for i, token in special.items()]
+    added += [engines.added_token(token, i) | {"special": False} for i, token in words.items()]
     begin = [{"SpecialToken": {"id": first, "type_id": 0}}] if first else []
     single = [*begin, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]

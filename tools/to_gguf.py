@@ -35,7 +35,7 @@ from from_gguf import (
 from configurator import configure
 from groundup.errors import UserError, listed, refuse
 from groundup.files.untrusted import check_replaceable, read_json
-from groundup.tokens.foreign import merge_words
+from groundup.tokens.engines import merge_words
 from groundup.train import checkpoint, huggingface
 from groundup.train.config_json import from_hf_config
 from groundup.train.huggingface import drop_tied_head, open_weights

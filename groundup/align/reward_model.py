@@ -26,7 +26,7 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.files.untrusted import read_json
-from groundup.tokens import foreign
+from groundup.tokens import engines
 from groundup.tokens.pairs import PairBatch
 from groundup.tokens.templates import OPENED
 from groundup.train import checkpoint, huggingface, lora, ranks
@@ -226,7 +226,7 @@ def padded(tokenizer: Tokenizer) -> Tokenizer:
     pad = min(free, key=lambda name: ("pad" not in name, "text" not in name, free[name]))
     config = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
     config["pad_token"] = pad
-    files = tokenizer.files | {"tokenizer_config.json": foreign.to_json(config)}
+    files = tokenizer.files | {"tokenizer_config.json": engines.to_json(config)}
     return Tokenizer(files, tokenizer.generation_config)
 
 

@@ -22,11 +22,13 @@ def first_question(messages: list[dict]) -> str:
 
 
 def held_out_position(question: str) -> int:
-    """Return the position in [0, 2**64) of a conversation by a hash of its first question. The
-    lowest share is held out: tuning learns the answer to each turn. Another hash than that of the
-    splits decides. A conversation without a question is never held out."""
+    """Return the position in [0, 2**64) of a conversation by a hash of its first question.
+
+    The lowest share is held out: tuning learns the answer to each turn. A conversation without a
+    question is never held out."""
     if not question.strip():
         return 2**64 - 1
+    # another key than that of the splits: what is held out comes from all of them
     digest = blake2b(question.strip().encode(), digest_size=8, key=HOLD_OUT_KEY).digest()
     return int.from_bytes(digest, "little")
 
@@ -37,14 +39,16 @@ def are_held_out(positions: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def split_position(raw: bytes) -> int:
-    """Return the position in [0, 2**64) of a document by a hash of its text, or of a pair by that
-    of its prompt: other rows do not move it, and copies of a text or prompt are in one split."""
+    """Return the position in [0, 2**64) of a document by a hash of its text.
+
+    Of a pair it is the hash of its prompt. Other rows do not move it, and copies of a text or
+    prompt are in one split."""
     return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
 
 
 def cut_places(length: int, val_fraction: float, test_fraction: float) -> tuple[int, int]:
-    """Return where val and test begin in a text of so many characters that is cut into train, val
-    and test. With val_fraction=0.1 that is nanoGPT's text[: int(n * 0.9)], text[int(n * 0.9) :]."""
+    """Return where val and test begin in a text of `length` characters, behind train."""
+    # with val_fraction=0.1 as nanoGPT cuts: text[: int(n * 0.9)], text[int(n * 0.9) :]
     return int(length * (1 - test_fraction - val_fraction)), int(length * (1 - test_fraction))
 
 
@@ -52,12 +56,14 @@ def split_of(
     positions: np.ndarray, val_fraction: float, test_fraction: float = 0.0, fold: str = ""
 ) -> np.ndarray:
     """Return the index in SPLITS (n,) uint8 of each document, from its position (n,) uint64 alone.
+
     The lowest positions are test, the next val, or val is the fold 'i/k'; the rest is train."""
     test_end = int(test_fraction * 2**64)
     ends = test_end, test_end, int((test_fraction + val_fraction) * 2**64)
     if fold:
         i, k = map(int, fold.split("/"))
         ends = 0, 2**64 * (i - 1) // k, 2**64 * i // k
+    # <= the last position before an end: the end itself may be 2**64, which no uint64 holds
     in_test, before_val, before_train = (
         (positions <= np.uint64(max(end, 1) - 1)) & (end > 0) for end in ends
     )
@@ -71,8 +77,9 @@ def assign(
     fold: str = "",
     by_prompt: bool = False,
 ) -> tuple[np.ndarray, bool]:
-    """Return `split_of` the documents, and whether val was empty and got one. A single document, or
-    with by_prompt a single prompt, is for training."""
+    """Return `split_of` the documents, and whether val was empty and got one.
+
+    A single document, or with by_prompt a single prompt, is for training."""
     if len(positions) == 1 or (by_prompt and len(np.unique(positions)) == 1):
         return np.zeros(len(positions), np.uint8), False
     splits = split_of(positions, val_fraction, test_fraction, fold)

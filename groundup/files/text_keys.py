@@ -68,10 +68,12 @@ def renamed(row: object, text_key: str) -> object:
     names = parse_names(text_key)
     found = {name: value_at(row, path) for name, path in names.items() if name not in OF_TURNS}
     found = {name: value for name, value in found.items() if value is not None}
+    # first away from where they were, so that no key stays under two names
     for name in found:
         row = without(row, names[name])
     row = row | found
 
+    # of each turn in a list of turns
     keys = {names[name][0]: name for name in OF_TURNS if name in names}
     roles = {".".join(names[name]): name for name in OF_ROLES if name in names}
     if keys or roles:

@@ -25,12 +25,15 @@ MOST_BYTES = 2**26
 MANIFEST_BYTES = 2**28  # of what prepare.py writes, which names every input
 # Seconds after which a copy of this process is ended: a lock of another thread may have stopped it
 STUCK_S = 60
+# What something is tried with, beyond what the process has now: CPU time and memory
+TRIAL_S, TRIAL_MB = 1, 500
 BYTES_PER_VALUE = 16  # at most one value for so many: Python needs up to 100 bytes for each
 
 
 def check_regular(path: str | Path) -> int:
-    """Return the size of a file. Raise OSError unless it is a regular one: a pipe would wait, a
-    device never end."""
+    """Return the size of a file. Raise OSError unless it is a regular one.
+
+    A pipe would wait for ever, and a device never end."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "is no regular file", str(path))
@@ -38,8 +41,7 @@ def check_regular(path: str | Path) -> int:
 
 
 def crc32_of(path: str | Path) -> int:
-    """Return the CRC-32 of a regular file. It shows accidents, not forgery, twice as fast as
-    SHA-256."""
+    """Return the CRC-32 of a regular file: it shows accidents, twice as fast as SHA-256."""
     check_regular(path)
     crc = 0
     with open(path, "rb") as file:
@@ -49,8 +51,7 @@ def crc32_of(path: str | Path) -> int:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UserError if `path` is no file that may be replaced: renaming onto a device removes the
-    device."""
+    """Raise UserError if `path` is no file that may be replaced, such as a device."""
     if path.exists() and not path.is_file():
         raise UserError(
             f"config: out={str(path)!r} is no regular file and would be replaced; name a file"
@@ -65,8 +66,9 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def check_zip(path: str | Path) -> None:
-    """Raise OSError or BadZipFile unless a file is a zip file that holds no more than its size:
-    torch compresses nothing."""
+    """Raise OSError or BadZipFile unless a file is a zip file that holds no more than its size.
+
+    torch compresses nothing, so a checkpoint that unpacks to more is a bomb."""
     size = check_regular(path)
     with zipfile.ZipFile(path) as parts:
         if sum(part.file_size for part in parts.infolist()) > size:
@@ -94,8 +96,7 @@ def parse_object(content: bytes, most: int = MOST_BYTES) -> dict:
 def read_json(
     path: str | Path, who: str = "checkpoint", fix: str = "", most: int = MOST_BYTES
 ) -> dict:
-    """Return the JSON object in a file. Raise UserError, in the name of `who`, with what to do:
-    `fix`."""
+    """Return the JSON object in a file. Raise UserError in the name of `who`, ending with `fix`."""
     fix = fix and f"; {fix}"
     try:
         return parse_object(read_bytes(path, most), most)
@@ -106,8 +107,8 @@ def read_json(
 
 
 def scrub(text: str) -> str:
-    r"""Return `text` as valid Unicode: \ud83d\ude00, two halves in JSON, become the character; half
-    of one U+FFFD."""
+    r"""Return `text` as valid Unicode. Two halves of a character, as JSON may write it
+    (\ud83d\ude00), become the character, and one half alone becomes U+FFFD."""
     if text.isascii():
         return text
     try:
@@ -128,8 +129,7 @@ def is_name(name: object) -> bool:
 
 
 def is_inside(path: object) -> bool:
-    """Return whether a path, such as "wiki/train_00000.npy", leads nowhere outside of its
-    directory."""
+    """Return whether a path, such as "wiki/train_00000.npy", stays in its directory."""
     return isinstance(path, str) and all(map(is_name, path.split("/")))
 
 
@@ -142,12 +142,10 @@ def is_weight(value: object) -> bool:
 
 
 def misfit(value: Any, shape: Any, name: str) -> str:
-    """Return which part of a JSON value, called `name`, does not have the shape; "" if all of it
-    has.
+    """Return which part of a JSON value, called `name`, does not have the shape, "" if none.
 
-    shape: a type, a function that returns whether a value fits, [shape of each item] or {key:
-    shape}. "key?" may be missing, "*" is every key. Keys that the shape does not name are not
-    looked at."""
+    shape: a type, a function that returns whether a value fits, [shape of each item] or
+    {key: shape}. "key?" may be missing, "*" is every key. Other keys are not looked at."""
     kind = type(shape) if isinstance(shape, list | dict) else shape
     if not (type(value) is kind if isinstance(kind, type) else kind(value)):
         return f"{name}={value!r:.60}"
@@ -163,10 +161,11 @@ def misfit(value: Any, shape: Any, name: str) -> str:
     return next(filter(None, (misfit(*part) for part in parts)), "")
 
 
-def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int = 500) -> str:
-    """Call `action` in a copy of this process; return why it may not be called here, "" if it may:
-    it takes more time of a CPU, or memory, or ends the process. An Exception is none of these: it
-    comes again when it is called here."""
+def why_unusable(action: Callable[[], object]) -> str:
+    """Call `action` in a copy of this process; return why it may not be called here, "" if it may.
+
+    It may not if it takes more CPU time or memory, or ends the process. An Exception is no reason:
+    it comes again when `action` is called here."""
     if sys.platform != "linux":  # elsewhere a copy may not run, or has no bounds
         return ""
     with warnings.catch_warnings():
@@ -175,7 +174,7 @@ def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int 
     if child == 0:
         status = 1
         try:
-            limit(seconds, megabytes)
+            limit(TRIAL_S, TRIAL_MB)  # the kernel ends a process that goes beyond
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(STUCK_S)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust tells its panics
@@ -187,14 +186,15 @@ def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int 
             os._exit(status)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended in (-signal.SIGKILL, -signal.SIGXCPU, -signal.SIGALRM):
-        return f"it takes more than {seconds} s"
-    return f"it fails, or needs more than {megabytes} MB" if ended else ""
+        return f"it takes more than {TRIAL_S} s"
+    return f"it fails, or needs more than {TRIAL_MB} MB" if ended else ""
 
 
 def limit(seconds: int, megabytes: int) -> None:
     """Let this process take so much more time of a CPU and memory."""
     import resource  # not on Windows
 
+    # what the process has now, and so much more
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     most = pages * resource.getpagesize() + megabytes * 10**6
     for what, bound in (

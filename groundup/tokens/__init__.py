@@ -3,9 +3,13 @@
 In: text, conversations, pairs or prompts of groundup/files or prepare.py. Out: micro-batches of ids
 in a seeded order.
 
-Text, for pretrain.py: read batches, mixture, token_files; token_writer and packing write
-what these read. Rows, for sft, dpo, reward and rl: rows, then conversations, pairs, prompts.
-Tokenizers: text_tokenizer and foreign, templates; bpe and training make new ones.
+Text, for pretrain.py: read batches (the loader, the sources), mixture (which sample comes next) and
+token_files; token_writer and packing write what these read. Rows, for sft, dpo, reward and rl:
+rows, then conversations, pairs, prompts. Tokenizers: text_tokenizer and engines, templates and
+sandbox; bpe and training make new ones.
 """
 
 IGNORE = -100  # a target with this value is not trained on
+# In a rendered conversation they stand around what the assistant says. Unicode's noncharacters: no
+# text that is meant to be read holds them.
+BEGIN, END = "\ufdd1", "\ufdd2"

@@ -1,14 +1,18 @@
-"""The data of pretrain.py (token files of several sources), and the loader of micro-batches.
+"""From a step to the tensors of a micro-batch: the loader of all trainers, and pretrain.py's data.
 
-From a step to tensors:
     step (from 0), micro-step -> numbers of samples       Batches.samples
-    -> source, and where the sample starts in it          Mixture.starts_of
-    -> block_size + 1 ids                                 TokenData.window
+    -> source, and where the sample starts in it          Mixture.starts_of (mixture.py)
+    -> block_size + 1 ids                                 TokenData.window (token_files.py)
     -> x = ids[:-1], y = ids[1:]                          load_windows
     -> a queue, in a thread -> the device                 Batches._load, Batches.next
+
+data_dir and `data` name the sources of a run (files/paths.py says how). `Corpus` is what the data
+of all trainers share. Its kinds are `TextCorpus`, here, and those of conversations.py for sft.py,
+pairs.py for dpo.py and reward.py, prompts.py for rl.py.
 """
 
 import itertools
+import math
 import os
 import queue
 import threading
@@ -22,63 +26,301 @@ import torch
 from torch import Tensor
 
 from groundup.errors import UserError
+from groundup.files.paths import parse_data_dir, parse_number, parse_weights
 from groundup.tokens import IGNORE
-from groundup.tokens.mixture import (
-    Corpus,
-    Mixture,
-    Sampler,
-    WindowSampler,
-    names_of,
-    parse_data_dir,
-    parse_weights,
-    spread,
-)
+from groundup.tokens.mixture import Mixture, Sampler, quotas, window_sampler
 from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate, read_manifest
 
-# ---- the sources of pretrain.py --------------------------------------------------------------
+# ---- the loader ------------------------------------------------------------------------------
+
+
+def map_tensors(batch: tuple, function: Callable[[Tensor], Tensor]) -> tuple:
+    """Return a NamedTuple of tensors with `function` applied to each; None stays."""
+    return batch._make(None if tensor is None else function(tensor) for tensor in batch)
+
+
+class Batches:
+    """This rank's micro-batches from first_step on, without end, loaded ahead by a thread.
+
+    A step takes the next samples_per_step samples of the order. Each rank has a consecutive part
+    of them, cut into micro-batches: the samples of a step depend neither on the number of ranks
+    nor on that of micro-steps.
+    """
+
+    def __init__(
+        self,
+        corpus: "Corpus",
+        order: Mixture,
+        batch_size: int,
+        accum_steps: int,
+        world: Any,  # ranks.World: rank and world_size
+        device: str | torch.device = "cpu",
+        first_step: int = 0,
+        ahead: int = 4,
+    ) -> None:
+        assert batch_size > 0 and accum_steps > 0, f"{batch_size=} {accum_steps=}"
+        self.corpus = corpus
+        self.order = order
+        self.batch_size = batch_size
+        self.accum_steps = accum_steps
+        self.rank = world.rank
+        self.samples_per_step = batch_size * accum_steps * world.world_size
+        self.first_step = first_step
+        self.device = torch.device(device)
+        # "cuda" means another device in another thread, so name the number of this rank's
+        if self.device == torch.device("cuda"):
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        # At most `ahead` micro-batches wait in the queue, so the thread uses little memory.
+        self.error: Exception | None = None
+        self.stop = threading.Event()
+        self.queue: queue.Queue = queue.Queue(maxsize=ahead)
+        self.thread = threading.Thread(target=self._work, name="batches", daemon=True)
+        self.thread.start()
+
+    def position(self, step: int) -> int:
+        """Return the number of the first sample of a step (from 0), over all ranks."""
+        return step * self.samples_per_step
+
+    def count_targets(self, step: int) -> int:
+        """Return the targets of a step (from 0) over all ranks, computed without communication."""
+        # Each rank computes the samples of all ranks: their order is a function of numbers.
+        samples = np.arange(self.position(step), self.position(step + 1))
+        sources, starts = self.order.starts_of(samples)
+        return int(self.corpus.count_targets(sources, starts).sum())
+
+    def samples(self, step: int, micro_step: int) -> np.ndarray:
+        """Return the sample numbers of this rank's micro-batch, (batch_size,) int64."""
+        # the step's samples: all micro-batches of rank 0, then all of rank 1, ...
+        batch = self.rank * self.accum_steps + micro_step
+        first = self.position(step) + batch * self.batch_size
+        return np.arange(first, first + self.batch_size)
+
+    def next(self) -> tuple:
+        """Return the next micro-batch, on the device. Raise what the thread raised."""
+        # an error stays: whoever asks again gets it again instead of waiting for ever
+        item = self.error or self.queue.get()
+        if isinstance(item, Exception):
+            self.error = item
+            raise item
+        pinned = self.device.type == "cuda"
+        return map_tensors(item, lambda tensor: tensor.to(self.device, non_blocking=pinned))
+
+    def close(self) -> None:
+        """End the thread. May be called again."""
+        self.stop.set()
+        while self.thread.is_alive():
+            try:
+                self.queue.get_nowait()  # make room, in case the thread waits for it
+            except queue.Empty:
+                self.thread.join(timeout=0.01)
+        self.error = self.error or RuntimeError("next() after close()")
+
+    def _work(self) -> None:
+        try:
+            self._load()
+        except Exception as error:
+            self.queue.put(error)  # next() raises it in the main thread
+
+    def _load(self) -> None:
+        # from page-locked memory the copy to the device runs in the background
+        pinned = self.device.type == "cuda"
+        if pinned:
+            # a thread begins on device 0, and pinning there would open a context on it
+            torch.cuda.set_device(self.device)
+        first = self.first_step * self.accum_steps
+        # find the samples of 32 micro-batches at once: numpy is slow on few numbers
+        for begin in itertools.count(first, 32):  # micro-batches, counted from the run's first step
+            micro_steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
+            samples = np.stack([self.samples(*micro_step) for micro_step in micro_steps])
+            # Two matrices (32, batch_size), whose rows are micro-batches.
+            for sources, starts in zip(*self.order.starts_of(samples), strict=True):
+                batch = self.corpus.load(sources, starts)
+                if pinned:
+                    batch = map_tensors(batch, Tensor.pin_memory)
+                self.queue.put(batch)
+                if self.stop.is_set():
+                    return
+
+
+# ---- what the corpora of all trainers share ----------------------------------------------------
+
+
+class Corpus:
+    """The sources that a data setting names, opened.
+
+    A subclass sets
+        names         of the sources, for the log
+        train         the training data of each; they have a fingerprint
+        stages        [(first step, weight of each source)]
+        val           {name: validation data}
+        val_weights   {name: weight}, {} unless the user gave some
+    and defines
+        sampler(source, seed, samples_per_step)     the order of one source
+        load(sources, starts)            a micro-batch of these samples: a NamedTuple of tensors
+        targets_of(source, starts)       (n,) int64: how many targets each of these samples has
+        by_source(max_epochs)       {number of a source: most epochs}, from paths or names
+        val_batches_of(data, batch_size, eval_steps, rank, world_size)      for `val_batches`
+    """
+
+    # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
+    many_epochs = 4.0
+
+    def order(
+        self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = ""
+    ) -> Mixture:
+        """Return the order of samples. Raise UserError if max_epochs ends it before max_steps."""
+        samplers = [self.sampler(k, seed, samples_per_step) for k in range(len(self.train))]
+        limits = [math.inf] * len(samplers)  # in samples of each source
+        for k, epochs in self._most_epochs(max_epochs).items():
+            limits[k] = max(1, int(epochs * samplers[k].per_epoch))
+        # the settings count steps, the order counts samples
+        stages = [(step * samples_per_step, weights) for step, weights in self.stages]
+        order = Mixture(samplers, seed, stages, self.names, limits)
+        if order.end is not None and order.end < max_steps * samples_per_step:
+            last = order.end // samples_per_step
+            fewer = "train for no more steps or " if last else ""
+            ends = f"with {max_epochs=} the data end after step {last} of {max_steps}"
+            raise UserError(f"data: {ends}; {fewer}raise max_epochs")
+        return order
+
+    def _most_epochs(self, max_epochs: str) -> dict[int, float]:
+        """Return {number of a source: most epochs} of '4', for all, or 'data/a=2,data/b=8'."""
+        if not max_epochs:
+            return {}
+        if number := parse_number(max_epochs):
+            return dict.fromkeys(range(len(self.train)), number)
+        return self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"))
+
+    def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return (n,) int64: how many targets of each of these samples are trained on."""
+        found = np.empty(len(starts), np.int64)
+        for source in np.unique(sources):
+            own = sources == source
+            found[own] = self.targets_of(source, starts[own])
+        return found
+
+    def record(self) -> dict[str, list]:
+        """Return what decides the order of samples besides the settings, for `changed_entry`."""
+        # Quotas instead of weights: 0.7 and 0.70001 give the same order.
+        stages = [[step, quotas(np.array(weights)).tolist()] for step, weights in self.stages]
+        return {"data": [data.fingerprint for data in self.train], "stages": stages}
+
+    def size(self, data: object) -> str:
+        return f"{data.n_rows:,} rows"
+
+    def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
+        """Return the epochs of each source in n_samples samples, and warnings, for people."""
+        # with one source its name says nothing new
+        several = len(self.names) > 1
+        advice = "lower its weight or set max_epochs" if several else "train for fewer steps"
+        parts, warnings = [], []
+        for k, times in enumerate(order.epochs(n_samples).tolist()):
+            name = self.names[k]
+            named = f" ({name})" if several else ""
+            parts.append(f"{times:.2f} epochs of {self.size(self.train[k])}{named}")
+            # rounded, since whole steps make 4.4 epochs of epochs=4
+            if round(times) > self.many_epochs and order.limits[k] == math.inf:
+                seen = f"{name} is seen {times:.1f} times"
+                why = f"beyond {self.many_epochs:g} repetition adds little"
+                warnings.append(f"warning     {seen}; {why}: give more data or {advice}")
+        return ", ".join(parts), warnings
+
+    def val_shares(self) -> list[float]:
+        """Return the weight of each of `val` in the validation loss, adding up to 1.
+
+        They are the user's weights, else those of the last training stage."""
+        # the last stage is what the finished model is meant for
+        last = dict(zip(self.names, self.stages[-1][1], strict=True))
+        weights = list(self.val_weights.values()) or [last[name] for name in self.val]
+        if not any(weights):
+            weights = [1.0] * len(weights)
+        return [weight / sum(weights) for weight in weights]
+
+    def val_batches(
+        self, batch_size: int, eval_steps: int, rank: int = 0, world_size: int = 1
+    ) -> dict[str, Iterator]:
+        """Return this rank's evaluation batches of each of `val`.
+
+        eval_steps: batches over all sources and ranks, at least one per source; 0 = all.
+        `val_shares` says how to average the losses."""
+        found = {}
+        for k, (name, data) in enumerate(self.val.items()):
+            share, extra = divmod(eval_steps, len(self.val))  # the first sources get one more
+            steps = max(1, share + (k < extra)) if eval_steps else 0
+            # the last, small batches of the sources go to different ranks
+            first = (rank + k) % world_size
+            found[name] = self.val_batches_of(data, batch_size, steps, first, world_size)
+        return found
+
+
+def names_of(paths: Sequence[str], names: Sequence[str] | None = None) -> list[str]:
+    """Return a short name for each path: its last part, or the path where that is not unique.
+
+    names: use these instead of the last parts."""
+    if names is None:
+        names = [Path(path).name or path for path in paths]
+    pairs = zip(names, paths, strict=True)
+    return [name if names.count(name) == 1 else path for name, path in pairs]
+
+
+def spread(
+    n_windows: int, batch_size: int, eval_steps: int, rank: int, world_size: int
+) -> Iterator[np.ndarray]:
+    """Yield this rank's part of eval_steps batches (0 = all) of evenly spread window numbers."""
+    n = min(eval_steps * batch_size, n_windows) if eval_steps else n_windows
+    # from the whole split, because its beginning may be all of one kind
+    chosen = np.arange(n) * n_windows // max(n, 1)
+    for first in range(rank * batch_size, n, world_size * batch_size):
+        yield chosen[first : first + batch_size]
+
+
+def changed_entry(saved: dict[str, list], now: dict[str, list], step: int) -> str:
+    """Compare two `Corpus.record`s: return which entry changes the first `step` steps, or "".
+
+    Stages that begin later may change or be added, with new sources behind the others."""
+    # Compare only what has been used so far. Stages that have not begun may change.
+    stages = []
+    for record in (saved, now):
+        begun = [stage for stage in record["stages"] if stage[0] < max(step, 1)]
+        # a source that comes later has the quota 0 until then: cut it off, to compare equal
+        stages.append([[first, np.trim_zeros(quotas, "b")] for first, quotas in begun])
+    used = max(len(quotas) for _, quotas in stages[0])
+    if saved["data"][:used] != now["data"][:used]:
+        return "data"
+    return "" if stages[0] == stages[1] else "stages"
+
+
+# ---- the data of pretrain.py -----------------------------------------------------------------
+
 
 SourceKey = tuple[Path, str]  # (directory, name of the source in its manifest)
 
 
-def sources_of(path: str, split: str) -> Counter[SourceKey]:
-    """Return {source: tokens} of a split of what a path names. Raise NoSplit if there are none."""
+def sources_of(path: str, split: str) -> dict[SourceKey, tuple[float, int]]:
+    """Return {source: (share, tokens)} of a split of what a path names; the shares add up to 1.
+
+    In training they follow the manifest's weights, if it has some, else the numbers of tokens.
+    Raise NoSplit if there are no tokens."""
     directory, only = locate(path)
-    splits = read_manifest(directory)["splits"]
+    manifest = read_manifest(directory)
     tokens: Counter[SourceKey] = Counter()
-    for shard in splits.get(split, {"shards": []})["shards"]:
+    for shard in manifest["splits"].get(split, {"shards": []})["shards"]:
         source = shard.get("source", "")
         if only in (None, source):
             # resolved: two ways to write a path are one source
             tokens[directory.resolve(), source] += shard["tokens"]
-    if not tokens.total():
+    tokens = +tokens  # without empty sources
+    if not tokens:
         how = "rerun prepare.py with more text" + " or val_fraction" * (split == "val")
         raise NoSplit(f"data: {path} has no split {split!r}; {how}")
-    return +tokens
 
-
-def train_sources(path: str) -> dict[SourceKey, tuple[float, int]]:
-    """Return {source: (share, train tokens)} of what a path names; the shares add up to 1.
-
-    They follow the manifest's weights, or, if it has none, the numbers of tokens."""
-    tokens = sources_of(path, "train")
-    entries = read_manifest(locate(path)[0]).get("sources") or {"": {}}
-    weights = {key: entries[key[1]].get("weight") for key in tokens}
-    if len(tokens) == 1 or None in weights.values():
-        weights = tokens
+    weights = tokens
+    if split == "train" and len(tokens) > 1:
+        entries = manifest.get("sources") or {"": {}}
+        own = {key: entries[key[1]].get("weight") for key in tokens}
+        weights = tokens if None in own.values() else own
     total = sum(weights.values())
     return {key: (weight / total, tokens[key]) for key, weight in weights.items() if weight}
-
-
-def val_sources(val_data: str) -> dict[SourceKey, float]:
-    """Return {source: weight} of the validation splits that val_data names. Raise NoSplit.
-
-    Without weights they are the numbers of tokens."""
-    found = {}
-    for path, weight in parse_weights(val_data, val_data, "val_data").items():
-        tokens = sources_of(path, "val")
-        for key, n in tokens.items():
-            found[key] = n if weight is None else weight * n / tokens.total()
-    return found
 
 
 def log_names(keys: Sequence[SourceKey]) -> list[str]:
@@ -98,7 +340,9 @@ class TextCorpus(Corpus):
     def __init__(self, spec: str, block_size: int, pack: bool = False, val_data: str = "") -> None:
         self.block_size = block_size
         stages = parse_data_dir(spec)
-        self.by_path = {path: train_sources(path) for stage in stages for path in stage.weights}
+        paths = [path for stage in stages for path in stage.weights]
+        self.by_path = {path: sources_of(path, "train") for path in paths}
+        # a source that several stages name is opened once
         keys = [key for found in self.by_path.values() for key in found]
         self.keys = list(dict.fromkeys(keys))
         self.names = log_names(self.keys)
@@ -108,12 +352,18 @@ class TextCorpus(Corpus):
         else:
             self.train = [TokenData(directory, "train", name) for directory, name in self.keys]
         self.dir = self.train[0].dir  # the directory of the tokenizer
+        # the ids of another tokenizer would mean other text
         for data in self.train:
             data.check_tokenizer(self.train[0].tokenizer_fingerprint)
         self._open_val(val_data)
 
     def _open_val(self, val_data: str) -> None:
-        weights = val_sources(val_data) if val_data else {}
+        """Open the validation splits. A source need not have one, unless val_data names it."""
+        given = parse_weights(val_data, val_data, "val_data") if val_data else {}
+        weights: dict[SourceKey, float] = {}  # by default the numbers of tokens
+        for path, weight in given.items():
+            for key, (share, n_tokens) in sources_of(path, "val").items():
+                weights[key] = n_tokens if weight is None else weight * share
         keys = list(weights) or self.keys
         self.val: dict[str, TokenData] = {}
         self.no_val: dict[str, NoSplit] = {}
@@ -125,6 +375,7 @@ class TextCorpus(Corpus):
                 self.val[name] = data
             except NoSplit as error:
                 self.no_val[name] = error
+        # A source that is only trained on may lack a split. One that val_data names must have it.
         if not self.val or (val_data and self.no_val):
             raise next(iter(self.no_val.values()))
         self.val_weights = dict(zip(self.val, weights.values(), strict=True)) if val_data else {}
@@ -136,7 +387,7 @@ class TextCorpus(Corpus):
         found = dict.fromkeys(self.keys, 0.0)
         for path, weight in weights.items():
             sources = self.by_path[path]
-            if weight is None:
+            if weight is None:  # then no path of this stage has one
                 several = len(weights) > 1
                 weight = sum(tokens for _, tokens in sources.values()) if several else 1.0
             for key, (share, _) in sources.items():
@@ -148,22 +399,22 @@ class TextCorpus(Corpus):
 
     def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
         data = self.train[source]
-        if isinstance(data, PackedData):
+        if isinstance(data, PackedData):  # its samples are rows
             return Sampler(data.n_rows, seed, source)
-        return WindowSampler(data.n_tokens, self.block_size, seed, source, self.names[source])
+        return window_sampler(data.n_tokens, self.block_size, seed, source, self.names[source])
 
-    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
+    def by_source(self, max_epochs: dict[str, float | None]) -> dict[int, float]:
         found = {}
-        for path, value in values.items():
+        for path, value in max_epochs.items():
             if value is None:
-                raise UserError(f"data: {key} has {path!r}; write '4' or 'data/a=2,data/b=8'")
-            for source in self.by_path.get(path) or train_sources(path):
+                raise UserError(f"data: max_epochs has {path!r}; write '4' or 'data/a=2,data/b=8'")
+            for source in self.by_path.get(path) or sources_of(path, "train"):
                 name = source[0] / source[1]
                 if source not in self.keys:
-                    raise UserError(f"data: {key} names {name}, which data_dir does not name")
+                    raise UserError(f"data: max_epochs names {name}, which data_dir does not name")
                 number = self.keys.index(source)
                 if number in found:
-                    raise UserError(f"data: {key} names {name}, twice")
+                    raise UserError(f"data: max_epochs names {name}, twice")
                 found[number] = value
         return found
 
@@ -203,21 +454,14 @@ class TextCorpus(Corpus):
         """Return the micro-batch of the windows that start at starts[i] of source sources[i]."""
         return load_windows([self.train[k] for k in sources], starts, self.block_size)
 
-    def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return (n,) int64: how many targets of each window are trained on."""
-        found = np.empty(len(starts), dtype=np.int64)
-        for k in np.unique(sources):
-            own = sources == k
-            found[own] = self.train[k].tokens_to_learn(starts[own], self.block_size + 1) - 1
-        return found
+    def targets_of(self, source: int, starts: np.ndarray) -> np.ndarray:
+        # a window of n tokens has n - 1 targets: the first token has nothing before it
+        return self.train[source].tokens_to_learn(starts, self.block_size + 1) - 1
 
     def val_batches_of(
         self, data: TokenData, batch_size: int, eval_steps: int, rank: int, world_size: int
     ) -> Iterator["Windows"]:
         return val_batches(data, self.block_size, batch_size, eval_steps, rank, world_size)
-
-
-# ---- windows of tokens -----------------------------------------------------------------------
 
 
 class Windows(NamedTuple):
@@ -230,7 +474,7 @@ def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int)
     pairs = list(zip(data, starts, strict=True))
     length = block_size + 1
     rows = np.stack([split.window(int(start), length) for split, start in pairs])
-    x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
+    x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each; y is x one token later
     # Behind the last document of a packed row nothing is learned. A row of n_text tokens of text
     # has n_text - 1 targets.
     one_by_one = [split.tokens_to_learn(np.array([start]), length) for split, start in pairs]
@@ -248,6 +492,7 @@ def val_batches(
     world_size: int = 1,
 ) -> Iterator[Windows]:
     """Yield this rank's part of eval_steps batches (0 = all), spread evenly, on the CPU."""
+    # Windows lie side by side, so every token but the first is a target once. None is shuffled.
     n_windows = count_val_windows(data, block_size)
     for windows in spread(n_windows, batch_size, eval_steps, rank, world_size):
         yield load_windows([data] * len(windows), windows * block_size, block_size)
@@ -262,112 +507,3 @@ def count_val_windows(data: TokenData, block_size: int) -> int:
         how = "prepare more text, raise prepare.py's val_fraction or lower block_size"
         raise NoSplit(f"data: {has}, but {needs}; {how}")
     return n_windows
-
-
-# ---- the loader ------------------------------------------------------------------------------
-
-
-def map_tensors(batch: tuple, function: Callable[[Tensor], Tensor]) -> tuple:
-    """Return a NamedTuple of tensors with `function` applied to each; None stays."""
-    return batch._make(None if tensor is None else function(tensor) for tensor in batch)
-
-
-class Batches:
-    """This rank's micro-batches from first_step on, without end, loaded ahead by a thread.
-
-    corpus.load(sources, starts) makes a micro-batch, a NamedTuple of tensors, and
-    corpus.count_targets(sources, starts) counts the targets of each sample.
-
-    A step takes the next samples_per_step samples of the order. Each rank has a consecutive part
-    of them, cut into micro-batches: the samples of a step depend neither on the number of ranks
-    nor on that of micro-steps.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        order: Mixture,
-        batch_size: int,
-        accum_steps: int,
-        world: Any,  # ranks.World: rank and world_size
-        device: str | torch.device = "cpu",
-        first_step: int = 0,
-        ahead: int = 4,
-    ) -> None:
-        assert batch_size > 0 and accum_steps > 0, f"{batch_size=} {accum_steps=}"
-        self.corpus = corpus
-        self.order = order
-        self.batch_size = batch_size
-        self.accum_steps = accum_steps
-        self.rank = world.rank
-        self.samples_per_step = batch_size * accum_steps * world.world_size
-        self.first_step = first_step
-        self.device = torch.device(device)
-        if self.device == torch.device("cuda"):
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.error: Exception | None = None
-        self.stop = threading.Event()
-        self.queue: queue.Queue = queue.Queue(maxsize=ahead)
-        self.thread = threading.Thread(target=self._work, name="batches", daemon=True)
-        self.thread.start()
-
-    def position(self, step: int) -> int:
-        """Return the number of the first sample of a step (from 0), over all ranks."""
-        return step * self.samples_per_step
-
-    def count_targets(self, step: int) -> int:
-        """Return the targets of a step (from 0) over all ranks, computed without communication."""
-        samples = np.arange(self.position(step), self.position(step + 1))
-        sources, starts = self.order.starts_of(samples)
-        return int(self.corpus.count_targets(sources, starts).sum())
-
-    def samples(self, step: int, micro_step: int) -> np.ndarray:
-        """Return the sample numbers of this rank's micro-batch, (batch_size,) int64."""
-        batch = self.rank * self.accum_steps + micro_step
-        first = self.position(step) + batch * self.batch_size
-        return np.arange(first, first + self.batch_size)
-
-    def next(self) -> tuple:
-        """Return the next micro-batch, on the device. Raise what the thread raised."""
-        item = self.error or self.queue.get()
-        if isinstance(item, Exception):
-            self.error = item
-            raise item
-        pinned = self.device.type == "cuda"
-        return map_tensors(item, lambda tensor: tensor.to(self.device, non_blocking=pinned))
-
-    def close(self) -> None:
-        """End the thread. May be called again."""
-        self.stop.set()
-        while self.thread.is_alive():
-            try:
-                self.queue.get_nowait()  # make room, in case the thread waits for it
-            except queue.Empty:
-                self.thread.join(timeout=0.01)
-        self.error = self.error or RuntimeError("next() after close()")
-
-    def _work(self) -> None:
-        try:
-            self._load()
-        except Exception as error:
-            self.queue.put(error)  # next() raises it in the main thread
-
-    def _load(self) -> None:
-        # from page-locked memory the copy to the device runs in the background
-        pinned = self.device.type == "cuda"
-        if pinned:
-            # a thread begins on device 0, and pinning there would open a context on it
-            torch.cuda.set_device(self.device)
-        first = self.first_step * self.accum_steps
-        # find the samples of 32 micro-batches at once: numpy is slow on few numbers
-        for begin in itertools.count(first, 32):
-            micro_steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
-            samples = np.stack([self.samples(*micro_step) for micro_step in micro_steps])
-            # Two matrices (32, batch_size), whose rows are micro-batches.
-            for sources, starts in zip(*self.order.starts_of(samples), strict=True):
-                batch = self.corpus.load(sources, starts)
-                if pinned:
-                    batch = map_tensors(batch, Tensor.pin_memory)
-                self.queue.put(batch)
-                if self.stop.is_set():
-                    return

@@ -25,7 +25,7 @@ import sentencepiece
 from groundup.compile_c import compile_c
 from groundup.errors import UserError
 from groundup.files.untrusted import scrub
-from groundup.tokens.foreign import MAX_CHARS, PATTERNS, SIZE_STEP, blocks
+from groundup.tokens.engines import MAX_CHARS, PATTERNS, SIZE_STEP, blocks
 
 PATTERN = PATTERNS["qwen"]
 MIN_COUNT = 2  # a pair seen once is not worth an id
@@ -109,6 +109,7 @@ def characters_first(counts: dict[bytes, int], most: int) -> dict[bytes, int]:
     for chunk, count in counts.items():
         for character in HAN.findall(chunk.decode()):
             seen[character] += count
+    # Each character is three bytes: two merges, the first of which many characters share.
     found, beginnings = [], set()
     left = seen.total() * COVERED
     for character, count in sorted(seen.items(), key=lambda item: (-item[1], item[0])):
@@ -117,7 +118,7 @@ def characters_first(counts: dict[bytes, int], most: int) -> dict[bytes, int]:
             break
         found.append(character.encode())
         left -= count
-    often = sum(counts.values()) + 1
+    often = sum(counts.values()) + 1  # more often than any pair in the text
     return counts | {character: counts.get(character, 0) + often for character in found}
 
 
@@ -141,6 +142,7 @@ def learn_merges(
     library = load_library()
     if library is None:
         return learn_in_python(chunks, weights, max_merges, first_id)
+    # bpe.c takes the chunks end to end
     tokens = np.fromiter(chain.from_iterable(chunks), np.int32)
     lengths = np.fromiter(map(len, chunks), np.int32)
     merges = np.empty((max_merges, 2), np.int32)
@@ -158,12 +160,7 @@ def learn_in_python(
     Merge the most frequent pair of neighbours (ties: the smallest (left, right)) everywhere, left
     to right inside each chunk, until no pair occurs MIN_COUNT times."""
     chunks = list(map(list, chunks))
-    pair_counts: Counter[tuple[int, int]] = Counter()
-    chunks_with = defaultdict(list)  # {pair: numbers of the chunks that held it when it was new}
-    for number, chunk in enumerate(chunks):
-        for pair in pairwise(chunk):
-            pair_counts[pair] += weights[number]
-            chunks_with[pair].append(number)
+    pair_counts, chunks_with = count_pairs(chunks, weights)
 
     # A pair is new when the later of its tokens is; from then on its count only falls. So the most
     # frequent pair is the first in the heap whose count is still right.
@@ -174,7 +171,7 @@ def learn_in_python(
         count, merged = heapq.heappop(waiting)
         if pair_counts[merged] < MIN_COUNT:
             continue
-        if pair_counts[merged] < -count:
+        if pair_counts[merged] < -count:  # it has fallen since: put it back with its count of now
             heapq.heappush(waiting, (-pair_counts[merged], merged))
             continue
         token = first_id + len(merges)
@@ -192,6 +189,19 @@ def learn_in_python(
         for pair in new_pairs:
             heapq.heappush(waiting, (-pair_counts[pair], pair))
     return merges
+
+
+def count_pairs(
+    chunks: Sequence[Sequence[int]], weights: Sequence[int]
+) -> tuple[Counter[tuple[int, int]], dict[tuple[int, int], list[int]]]:
+    """Return ({pair of neighbours: how often it occurs}, {pair: numbers of the chunks with it})."""
+    pair_counts: Counter[tuple[int, int]] = Counter()
+    chunks_with = defaultdict(list)  # when a pair was new; merges may have removed it since
+    for number, chunk in enumerate(chunks):
+        for pair in pairwise(chunk):
+            pair_counts[pair] += weights[number]
+            chunks_with[pair].append(number)
+    return pair_counts, chunks_with
 
 
 def replaced(chunk: list[int], pair: tuple[int, int], token: int) -> list[int]:
@@ -254,6 +264,7 @@ def counter(pattern: str) -> Callable[[list[str]], Mapping[str, int]]:
         codes = np.frombuffer(whole.encode("utf-32-le"), np.uint32)
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         found = np.empty((3, len(codes)), np.int32)  # of distinct chunks: begin, end, times
+        # the hash table has room for twice as many chunks as there are characters
         table = np.zeros(2 << len(codes).bit_length(), np.int32)
         text = Text(address(codes), 0, address(classes), len(classes), *IN_C[pattern])
         arrays = map(address, (ends, *found, table))

@@ -32,13 +32,15 @@ from groundup.files import row_formats, turns
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens import IGNORE
-from groundup.tokens.batches import map_tensors
-from groundup.tokens.mixture import Mixture, pack_rows, spread
+from groundup.tokens.batches import map_tensors, spread
+from groundup.tokens.mixture import Mixture
+from groundup.tokens.packing import pack_rows
 from groundup.tokens.rows import (
     STRANGE,
+    ItemList,
     RowCorpus,
     RowReader,
-    SourceRows,
+    Source,
     read_source,
 )
 from groundup.tokens.token_files import (
@@ -51,8 +53,6 @@ from groundup.tokens.token_files import (
     token_dtype,
 )
 from tokenizer import Tokenizer
-
-COUNTED = 1000  # conversations whose labels are counted at once
 
 
 def tokenize_chat(messages: list[dict], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -106,14 +106,13 @@ class InMemory:
         self.mask += mask.tobytes()
         self.lengths.append(len(ids))
 
-    def conversations(self, chosen: np.ndarray | None = None) -> Conversations:
-        """Return those that chosen (n,) bool marks, None = all."""
+    def take(self, chosen: np.ndarray) -> Conversations:
+        """Return the conversations that chosen (n,) bool marks."""
         borders = np.cumsum([0, *self.lengths], dtype=np.int64)
-        begins, ends = borders[:-1], borders[1:]
-        if chosen is not None:
-            begins, ends = begins[chosen], ends[chosen]
+        begins, ends = borders[:-1][chosen], borders[1:][chosen]
         tokens, mask = np.frombuffer(self.ids, self.dtype), np.frombuffer(self.mask, np.uint8)
-        # the digests of the files in which prepare.py would write them
+        # The digests of the files in which prepare.py would write them: a run may be continued with
+        # the same conversations from a directory, or from the raw file.
         offsets = np.concatenate([[0], np.cumsum(ends - begins)])
         digests = [sha256_of(tokens, begins, ends), sha256_of(mask, begins, ends)]
         digests.append(sha256_of(offsets))
@@ -147,13 +146,8 @@ class ChatReader(RowReader):
 
     An item is (ids, mask), or the messages if the reader has no tokenizer."""
 
-    def new_store(self) -> "list | InMemory":
-        return InMemory(self.tokenizer) if self.tokenizer else []
-
-    def split(self, store: "list | InMemory", held_out: np.ndarray) -> tuple[Sequence, Sequence]:
-        if isinstance(store, list):
-            return super().split(store, held_out)
-        return store.conversations(~held_out), store.conversations(held_out)
+    def new_store(self) -> "ItemList | InMemory":
+        return InMemory(self.tokenizer) if self.tokenizer else ItemList()
 
     def item(
         self, row: object, place: str
@@ -172,7 +166,7 @@ class ChatReader(RowReader):
         return dialogue_text(answered), tokenize_chat(answered, self.tokenizer)
 
 
-def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRows:
+def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> Source:
     """Return the Conversations of raw files or of a directory of prepare.py --kind=chat.
 
     Use the directory's token files if they are this tokenizer's, else its rows. Raise UserError."""
@@ -181,10 +175,11 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
     if (directory / "manifest.json").exists():
         manifest = read_manifest(directory, "chat")
         if manifest.get("tokenizer_fingerprint") == tokenizer.chat_fingerprint():
+            # nothing is read twice, and the processes of one machine share the mapped memory
             train = map_split(directory, manifest, "train", tokenizer)
             val = map_split(directory, manifest, "val", tokenizer)
             reader.check(path, len(train) + len(val))
-            return SourceRows(train, val, reader)
+            return Source(train, val, reader)
         if "tokenizer_fingerprint" in manifest:
             why = "its token files are another tokenizer's; its rows are tokenized again"
             reader.places.append(f"{directory}: {why}")
@@ -194,7 +189,7 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
 def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer) -> Conversations:
     """Return the Conversations in the token files of a split; none if there is no such split."""
     if split not in manifest["splits"]:
-        return InMemory(tokenizer).conversations()
+        return InMemory(tokenizer).take(np.zeros(0, bool))
     check_shape(directory / "manifest.json", manifest["splits"][split], {"tokens": dict}, AGAIN)
     entry = manifest["splits"][split]["tokens"]
     tokens, mask, borders = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)
@@ -215,6 +210,7 @@ def fit(ids: np.ndarray, mask: np.ndarray, limit: int) -> tuple[np.ndarray, np.n
     """
     if len(ids) <= limit:
         return ids, mask
+    # an answer ends where the mask falls from 1 to 0, or at the last id
     ends = 1 + np.flatnonzero(mask > np.append(mask[1:], 0))
     if not len(ends) or ends[0] > limit:
         return ids[:0], mask[:0]
@@ -224,7 +220,7 @@ def fit(ids: np.ndarray, mask: np.ndarray, limit: int) -> tuple[np.ndarray, np.n
     return ids[:n], mask[:n]
 
 
-class Rows:
+class ChatRows:
     """Conversations laid out in rows of block_size inputs.
 
     n_labels: (n_rows,) int64, labels of each row. n_used: (n_rows,) int64, inputs that are no
@@ -239,7 +235,7 @@ class Rows:
         self.pack = pack
         self.name = name
         lengths, labels = self._measure()
-        kept = np.flatnonzero(labels)
+        kept = np.flatnonzero(labels)  # the conversations with something to learn
         if pack:
             packing = pack_rows(lengths[kept] - 1, block_size, seed)  # none is longer than a row
             row, self.n_rows = packing.row, packing.n_rows
@@ -252,9 +248,11 @@ class Rows:
         self.lengths = lengths[self.members]  # ids of each conversation that are used
         # row r has the members from borders[r] on
         self.borders = np.searchsorted(row, np.arange(self.n_rows + 1))
+        # sums over the members of each row
         n_labels = np.bincount(row, labels[self.members], self.n_rows)
         self.n_labels = n_labels.astype(np.int64)
         self.n_used = np.bincount(row, self.lengths - 1, self.n_rows).astype(np.int64)
+        # the seed decides only which conversations share a row
         decides = [conversations.fingerprint, block_size, pack, seed if pack else 0]
         self.fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
@@ -264,13 +262,9 @@ class Rows:
         One that is dropped has no labels."""
         talks, limit = self.conversations, self.block_size + 1
         lengths = talks.ends - talks.begins
-        labels = np.zeros_like(lengths)
-        for first in range(0, len(talks), COUNTED):  # reduceat makes int64 of the mask
-            some = slice(first, first + COUNTED)
-            borders = np.stack([talks.begins[some], talks.ends[some]], axis=1).ravel()
-            mask = talks.mask[borders[0] : borders[-1]]
-            sums = np.add.reduceat(mask, borders[:-1] - borders[0], dtype=np.int64)
-            labels[some] = sums[::2]  # the others are between conversations
+        places = zip(talks.begins.tolist(), talks.ends.tolist(), strict=True)
+        labels = [np.count_nonzero(talks.mask[begin:end]) for begin, end in places]
+        labels = np.array(labels, np.int64)
         counts: Counter[str] = Counter()
         counts["left out: no answer"] = int((labels == 0).sum())
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():
@@ -310,6 +304,7 @@ class Batch(NamedTuple):
         documents = self.documents
         if documents is not None:
             documents = pad(documents, (0, 0, 0, missing), value=-1)
+        # IGNORE has no loss, so position 0 may have a second label
         n = -len(self.index) % max(1, x.numel() // 16)
         index = pad(self.index, (0, n))
         targets = pad(self.targets, (0, n), value=IGNORE)
@@ -322,7 +317,7 @@ def columns_for(length: np.ndarray | int, block_size: int) -> np.ndarray:
     return np.minimum(block_size, -(-length // step) * step)
 
 
-def load_rows(rows: Sequence[Rows], sources: np.ndarray, numbers: np.ndarray) -> Batch:
+def load_rows(rows: Sequence[ChatRows], sources: np.ndarray, numbers: np.ndarray) -> Batch:
     """Return the batch whose row i is row numbers[i] of rows[sources[i]].
 
     All are packed, or none. Without packing T is the longest row's length, rounded up by
@@ -339,8 +334,9 @@ def load_rows(rows: Sequence[Rows], sources: np.ndarray, numbers: np.ndarray) ->
     learned = np.zeros(x.shape, bool)
     documents = np.full_like(x, -1)
     for b, row in enumerate(read):
-        begin = 0
+        begin = 0  # of the next conversation in the row
         for k, (ids, mask) in enumerate(row):
+            # L ids give L - 1 inputs: the last id is a label only
             end = begin + len(ids) - 1
             x[b, begin:end] = ids[:-1]
             y[b, begin:end] = ids[1:]
@@ -361,16 +357,16 @@ def load_rows(rows: Sequence[Rows], sources: np.ndarray, numbers: np.ndarray) ->
 
 @dataclass(eq=False)
 class ChatCorpus(RowCorpus):
-    """The conversations that `data` names. train, val: Rows. Raise UserError."""
+    """The conversations that `data` names. train, val: ChatRows. Raise UserError."""
 
     pack: bool = True  # several conversations in a row
     many_epochs = 30.0  # a hundred conversations are learned well in twenty epochs
 
-    def read(self, path: str, val_fraction: float) -> SourceRows:
+    def read(self, path: str, val_fraction: float) -> Source:
         return read_chat(path, self.tokenizer, val_fraction)
 
-    def lay_out(self, name: str, items: Conversations) -> Rows:
-        return Rows(items, self.block_size, self.pack, self.seed, name)
+    def lay_out(self, name: str, items: Conversations) -> ChatRows:
+        return ChatRows(items, self.block_size, self.pack, self.seed, name)
 
     def most_documents(self) -> int:
         """Return an upper bound on the documents in a row, for attention within documents."""
@@ -380,13 +376,8 @@ class ChatCorpus(RowCorpus):
         """Return the micro-batch of these rows, for `Batches`."""
         return load_rows(self.train, sources, numbers)
 
-    def count_targets(self, sources: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Return (n,) int64: the labels of each row, for `Batches`."""
-        found = np.zeros(len(numbers), np.int64)
-        for source in np.unique(sources):
-            own = sources == source
-            found[own] = self.train[source].n_labels[numbers[own]]
-        return found
+    def targets_of(self, source: int, numbers: np.ndarray) -> np.ndarray:
+        return self.train[source].n_labels[numbers]
 
     def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
         """Return {"tokens/name": inputs without padding}, exact at the end of an epoch.
@@ -394,12 +385,13 @@ class ChatCorpus(RowCorpus):
         A single source has none: they would be the run's own `tokens`."""
         if len(self.train) == 1:
             return {}
+        # Rows hold different numbers of tokens; which ones were drawn is not looked up.
         epochs = order.epochs(n_samples).tolist()
         pairs = zip(self.train, epochs, strict=True)
         return {f"tokens/{rows.name}": round(n * rows.n_used.sum()) for rows, n in pairs}
 
     def val_batches_of(
-        self, data: Rows, batch_size: int, eval_steps: int, rank: int, world_size: int
+        self, data: ChatRows, batch_size: int, eval_steps: int, rank: int, world_size: int
     ) -> Iterator[Batch]:
         for numbers in spread(data.n_rows, batch_size, eval_steps, rank, world_size):
             yield load_rows([data], np.zeros_like(numbers), numbers)
@@ -413,12 +405,13 @@ class ChatCorpus(RowCorpus):
         turns = itertools.zip_longest(*of_each)
         return [prompt for turn in turns for prompt in turn if prompt][:n]
 
-    def prompts_of(self, rows: Rows) -> Iterator[tuple[list[int], str]]:
+    def prompts_of(self, rows: ChatRows) -> Iterator[tuple[list[int], str]]:
         """Yield (ids up to the last answer, that answer) of one source."""
         for i in range(len(rows.conversations)):
             ids, mask = rows.conversations.ids(i)
             if len(ids) > self.block_size:
                 continue
+            # the last run of ones in the mask; its last id ends the turn and is no text
             end = int(np.flatnonzero(mask)[-1])
             begin = int(np.flatnonzero(mask[:end] == 0)[-1]) + 1
             if begin > 0:

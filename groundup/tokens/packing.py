@@ -1,16 +1,104 @@
-"""Write packed rows beside token files: what prepare.py --pack=block_size does.
+"""Rows of whole documents: which document goes into which row, and the files of `--pack`.
 
-mixture.pack_rows decides which document is in which row; token_files.PackedData reads the rows for
-pretrain.py --pack=True.
+`pack_rows` decides; sft.py packs its conversations with it when training starts. prepare.py
+--pack=block_size writes the rows of a corpus beside its token files, with `pack`, and
+pretrain.py --pack=True reads them (token_files.PackedData).
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from groundup.tokens.mixture import Packing, pack_rows
+from groundup.tokens.mixture import hash_words, permute
 from groundup.tokens.token_files import FORMAT, TokenData, block_sums, file_sha256, token_dtype
 from groundup.tokens.token_writer import SHARD_TOKENS, write_npy, write_record
+
+# ---- which document is in which row ----------------------------------------------------------
+
+
+class Packing(NamedTuple):
+    """Which piece of which document is in which row: int64, one element per piece, row by row."""
+
+    document: np.ndarray
+    begin: np.ndarray  # of the piece in its document, without the document's delimiter
+    length: np.ndarray  # including the delimiter that opens the piece
+    row: np.ndarray
+    n_rows: int
+    n_cut: int  # documents longer than a row
+
+    @property
+    def used(self) -> np.ndarray:
+        """(n_rows,) tokens of each row that belong to documents."""
+        return np.bincount(self.row, self.length, self.n_rows).astype(np.int64)
+
+    @property
+    def most_pieces(self) -> int:
+        """The largest number of pieces in a row."""
+        return int(np.bincount(self.row).max(initial=0))
+
+
+def pack_rows(lengths: np.ndarray, row_tokens: int, seed: int) -> Packing:
+    """Pack documents of `lengths` tokens (delimiter included) into rows of row_tokens.
+
+    Best fit decreasing: the longest pieces first, equal ones in a seeded order, each to the fullest
+    row with room (Ding et al. 2024, arXiv:2404.10830). A document longer than a row is cut into
+    pieces, each opened by a delimiter.
+    """
+    # Cut what is too long. Each piece takes a delimiter and up to `room` tokens of its document.
+    room = row_tokens - 1
+    content = np.asarray(lengths, dtype=np.int64) - 1
+    n_pieces = np.maximum(1, -(-content // room))
+    document = np.repeat(np.arange(len(content)), n_pieces)
+    first_piece = np.cumsum(n_pieces) - n_pieces
+    begin = room * (np.arange(len(document)) - first_piece[document])
+    length = 1 + np.minimum(room, content[document] - begin)
+
+    # a seeded order among pieces of equal length, so that neighbours in the corpus are not packed
+    # together for that reason alone
+    keys = hash_words(8, "pack", seed)
+    shuffled = permute(np.arange(len(document)), len(document), keys)
+    falling = np.lexsort((shuffled, -length))
+    row = np.empty_like(document)
+    row[falling] = best_fit(length[falling].tolist(), row_tokens)
+    # by chance within a row: sorted by length, long pieces would always come first
+    by_row = np.lexsort((shuffled, row))
+    return Packing(
+        document=document[by_row],
+        begin=begin[by_row],
+        length=length[by_row],
+        row=row[by_row],
+        n_rows=int(row.max(initial=-1)) + 1,
+        n_cut=int((n_pieces > 1).sum()),
+    )
+
+
+def best_fit(lengths: list[int], row_tokens: int) -> list[int]:
+    """Return the row of each piece in turn: that with the least sufficient room, or a new one."""
+    # Rows are found by the room that they have left, so each piece takes the same short time.
+    rows: list[int] = []
+    n_rows = 0
+    with_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # rows by the room left
+    # Bit r is set if with_room[r] is not empty. The least r >= length is the lowest bit of a shift.
+    rooms = 0
+    for length in lengths:
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = row_tokens, n_rows
+            n_rows += 1
+        if room > length:
+            with_room[room - length].append(row)
+            rooms |= 1 << (room - length)
+        rows.append(row)
+    return rows
+
+
+# ---- the files ------------------------------------------------------------------------------
 
 
 def pack(
@@ -29,7 +117,7 @@ def pack(
     shards = TokenData(data_dir, "train").entries
     path = Path(data_dir, f"train_pack{block_size}.json")
     path.unlink(missing_ok=True)  # of an earlier packing, whose files are now overwritten
-    sources = {}
+    sources = {}  # each is packed alone, so that its share in a mixture stays exact
     for name in dict.fromkeys(shard.get("source", "") for shard in shards):
         data = TokenData(data_dir, "train", name)
         sources[name] = pack_source(data, name, block_size, seed, shard_tokens)
@@ -47,6 +135,7 @@ def pack_source(
     packing = pack_rows(lengths, row_tokens, seed)
     name = f"{source}/train_pack{block_size}".lstrip("/")
     lengths_file = f"{name}.len.npy"
+    # + 1: the delimiter behind the last document is learned, if the row has room for it
     learned = np.minimum(packing.used + 1, row_tokens).astype(np.int32)
     write_npy(data.dir / lengths_file, learned)
 
@@ -79,6 +168,7 @@ def packed_rows(
     data: TokenData, starts: np.ndarray, packing: Packing, span: range, row_tokens: int
 ) -> np.ndarray:
     """Return the rows in `span`, (len(span), row_tokens), of documents that begin at `starts`."""
+    # Filled with delimiters at first: those before and behind the pieces are there already.
     dtype = token_dtype(data.vocab_size)
     rows = np.full((len(span), row_tokens), data.eot_id, dtype)
     first, last = np.searchsorted(packing.row, [span.start, span.stop])

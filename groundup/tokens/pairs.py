@@ -29,9 +29,9 @@ from groundup.errors import UserError
 from groundup.files import row_formats, text_keys, turns
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
-from groundup.tokens.batches import map_tensors
+from groundup.tokens.batches import map_tensors, spread
 from groundup.tokens.conversations import columns_for, fingerprint_of, sha256_of
-from groundup.tokens.mixture import Sampler, hash_words, permute, spread
+from groundup.tokens.mixture import Sampler, hash_words, permute
 from groundup.tokens.rows import STRANGE, RowCorpus, RowReader
 from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer, split_answer
@@ -42,7 +42,7 @@ SORTED_STEPS = 64  # consecutive steps whose pairs are sorted by length
 # ---- one pair --------------------------------------------------------------------------------
 
 
-class Tokenized(NamedTuple):
+class PairIds(NamedTuple):
     """A pair as ids, each array 1-D of the vocabulary's type."""
 
     prompt: np.ndarray  # what stands before both answers
@@ -54,14 +54,16 @@ class Tokenized(NamedTuple):
     n_unlearned: tuple[int, int] = (0, 0)
 
 
-def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> Tokenized:
+def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> PairIds:
     """Return the ids of a pair: its text cannot open or close a turn, see `Tokenizer.render`."""
+    # Each answer is written by the template, with its prompt, as sft.py writes conversations.
     prompt, chosen = tokenize_answer(pair.prompt, pair.chosen, tokenizer)
     other_prompt, rejected = tokenize_answer(pair.prompt, pair.rejected, tokenizer)
+    # Where the two prompts differ, what is left of them goes with the answers, not to be learned.
     n = min(len(prompt), len(other_prompt))
     differ = np.flatnonzero(prompt[:n] != other_prompt[:n])
     shared = int(differ[0]) if len(differ) else n
-    return Tokenized(
+    return PairIds(
         prompt[:shared],
         np.concatenate([prompt[shared:], chosen]),
         np.concatenate([other_prompt[shared:], rejected]),
@@ -80,7 +82,7 @@ def tokenize_answer(
     return np.array(before, dtype), np.array(learned, dtype)
 
 
-def read_pair(row: object) -> turns.Pair:
+def pair_of(row: object) -> turns.Pair:
     """Return the pair in a row of any format. Raise BadRow."""
     try:
         pair = row_formats.read_pair(row)
@@ -97,12 +99,13 @@ class PairReader(RowReader):
 
     kind, noun, split_by_prompt = "preference", "preference pair", True
 
-    def item(self, row: object, place: str) -> tuple[str, Tokenized]:
-        pair = read_pair(row)
+    def item(self, row: object, place: str) -> tuple[str, PairIds]:
+        pair = pair_of(row)
         ids = tokenize_pair(pair, self.tokenizer)
         self.check_length(len(ids.prompt) + max(len(ids.chosen), len(ids.rejected)))
         if np.array_equal(ids.chosen, ids.rejected):
             raise BadRow("equal answers", "as tokens")
+        # most rows have no margin: 0 means unknown
         margin = text_keys.as_score(row, "margin")
         ids = ids._replace(margin=margin if math.isfinite(margin) else 0.0)
         return dialogue_text(pair.prompt), ids
@@ -126,7 +129,7 @@ class Pairs:
 
     def __init__(
         self,
-        found: Sequence[Tokenized],
+        found: Sequence[PairIds],
         tokenizer: Tokenizer,
         block_size: int,
         name: str,
@@ -142,7 +145,7 @@ class Pairs:
         self.margin = np.array([pair.margin for pair in found], np.float32)
         self.n_unlearned = np.array([pair.n_unlearned for pair in found], np.int64).reshape(-1, 2)
 
-        sizes = np.diff(self.offsets).reshape(-1, 3)
+        sizes = np.diff(self.offsets).reshape(-1, 3)  # of prompt, chosen and rejected
         self.lengths = sizes[:, :1] + sizes[:, 1:]
         self.columns = np.zeros(0, np.int64)
         if found:
@@ -150,6 +153,7 @@ class Pairs:
         self.n_rows = len(found)
         self.n_labels = (sizes[:, 1:] - self.n_unlearned).sum(1)
         self.n_used = self.lengths.sum(1)
+        # everything that a batch takes from here
         arrays = [self.tokens, self.offsets, self.margin]
         if self.n_unlearned.any():
             arrays.append(self.n_unlearned.ravel())
@@ -194,6 +198,7 @@ def load_pairs(
     found = [(splits[source], row) for source, row in places]
     ids = [pairs.ids(row) for pairs, row in found]
     n_columns = max(int(pairs.columns[row]) for pairs, row in found)
+    # all chosen answers, then all rejected ones: the loss splits the batch in the middle
     answers = [(of_pair[0], of_pair[side]) for side in sides for of_pair in ids]
     n_unlearned = [pairs.n_unlearned[row, side - 1] for side in sides for pairs, row in found]
 
@@ -204,6 +209,7 @@ def load_pairs(
         begin, end = len(prompt), len(prompt) + len(answer)
         x[b, :begin] = prompt
         x[b, begin:end] = answer
+        # one to the left: the position before a token predicts it
         learned[b, begin + n_unlearned[b] - 1 : end - 1] = True
         lengths[b] = end
     index = np.flatnonzero(learned)
@@ -244,6 +250,7 @@ class LengthSampler(Sampler):
 
     def starts_of(self, numbers: np.ndarray) -> np.ndarray:
         numbers = np.asarray(numbers, dtype=np.int64)
+        # the stretch of each number, [begin, end), from numbers alone: any rank finds the same
         epoch_begin = numbers - numbers % self.per_epoch
         # stretches begin with a step, and none holds two epochs
         size = SORTED_STEPS * self.pairs_per_step
@@ -293,7 +300,7 @@ class PairCorpus(RowCorpus):
     def reader(self) -> PairReader:
         return PairReader(self.tokenizer, self.block_size)
 
-    def lay_out(self, name: str, items: list[Tokenized]) -> Pairs:
+    def lay_out(self, name: str, items: list[PairIds]) -> Pairs:
         pairs = Pairs(items, self.tokenizer, self.block_size, name, self.n_pairs)
         self.n_pairs += pairs.n_rows
         return pairs
@@ -305,9 +312,8 @@ class PairCorpus(RowCorpus):
         """Return the micro-batch of these pairs, for `Batches`."""
         return load_pairs(self.train, sources, rows)
 
-    def count_targets(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return ones (n,) int64: the loss of a step is the mean over its pairs."""
-        return np.ones(len(rows), np.int64)
+    def targets_of(self, source: int, rows: np.ndarray) -> np.ndarray:
+        return np.ones(len(rows), np.int64)  # the loss of a step is the mean over its pairs
 
     def val_batches_of(
         self, data: Pairs, batch_size: int, eval_steps: int, rank: int, world_size: int
@@ -318,6 +324,7 @@ class PairCorpus(RowCorpus):
         self, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[PairBatch]:
         """Yield this rank's part of batches, by length, of every pair of train and val once."""
+        # short ones together: there is no order to keep, and less padding
         splits = [*self.train, *self.val.values()]
         return batches_by_length(splits, batch_size, 0, rank, world_size)
 
@@ -344,14 +351,15 @@ class LabelReader(PairReader):
     noun = "labelled answer or preference pair"
     kinds = ("preference", "chat")
 
-    def item(self, row: object, place: str) -> tuple[str, list[Tokenized]]:
+    def item(self, row: object, place: str) -> tuple[str, list[PairIds]]:
         label = turns.label_of(row)
         if label is None:
+            # a pair: the chosen answer is a good one, the rejected one a bad one
             text, pair = super().item(row, place)
             answers = []
             for ids, n, label in zip(pair[1:3], pair.n_unlearned, (1.0, -1.0), strict=True):
                 prompt = np.concatenate([pair.prompt, ids[:n]])
-                answers.append(Tokenized(prompt, ids[n:], ids[:0], label))
+                answers.append(PairIds(prompt, ids[n:], ids[:0], label))
             return text, answers
 
         messages, detail = row_formats.messages_of(row)
@@ -368,7 +376,7 @@ class LabelReader(PairReader):
         self.trimmed += len(messages) > len(prompt) + 1
         before, learned = tokenize_answer(prompt, answer["content"], self.tokenizer)
         self.check_length(len(before) + len(learned))
-        ids = Tokenized(before, learned, learned[:0], 1.0 if label else -1.0)
+        ids = PairIds(before, learned, learned[:0], 1.0 if label else -1.0)
         return dialogue_text(prompt), [ids]
 
 
@@ -378,7 +386,8 @@ class LabelCorpus(PairCorpus):
     def reader(self) -> LabelReader:
         return LabelReader(self.tokenizer, self.block_size)
 
-    def lay_out(self, name: str, items: list[list[Tokenized]]) -> Pairs:
+    def lay_out(self, name: str, items: list[list[PairIds]]) -> Pairs:
+        # a pair was one item, so that both of its answers are in one split
         answers = [answer for item in items for answer in item]
         n = range(len(answers))
         return super().lay_out(name, [with_other(answers, i, self.block_size, name) for i in n])
@@ -408,7 +417,7 @@ class LabelCorpus(PairCorpus):
         return lines
 
 
-def with_other(answers: Sequence[Tokenized], i: int, longest: int, name: str) -> Tokenized:
+def with_other(answers: Sequence[PairIds], i: int, longest: int, name: str) -> PairIds:
     """Return answer i with an answer to another prompt, cut where the context ends.
 
     The search begins half the rows further on: neighbours may have the same prompt or subject."""

@@ -54,10 +54,11 @@ class PromptReader(RowReader):
 
     def item(self, row: object, place: str) -> tuple[str, Prompt]:
         messages = prompt_of(row)
-        if self.tools:
+        if self.tools:  # of the run: the same for all prompts
             if take_tools(messages)[1] is not None:
                 raise BadRow("tools of its own", "--tools offers others")
             messages = with_system(messages, {"tools": list(self.tools)})
+        # as chat and serving open the turn of the assistant
         ids, _ = self.tokenizer.render(messages, add_generation_prompt=True)
         if len(ids) > self.longest:
             reason = f"longer than {self.longest} tokens: no room for an answer"
@@ -78,6 +79,7 @@ class Prompts:
         self.n_labels = np.ones(len(prompts), np.int64)
         self.n_used = np.array([len(prompt.ids) for prompt in prompts], np.int64)
         digest = hashlib.sha256()
+        # with the row, because a reward may depend on any key of it
         for prompt in prompts:
             digest.update(json.dumps([prompt.ids, prompt.row], default=str).encode())
         self.fingerprint = digest.hexdigest()
@@ -106,6 +108,7 @@ class PromptCorpus(RowCorpus):
 
     def redrawn_order(self, per_step: int, attempt: int = 0) -> Mixture:
         """Return the order of prompts, `per_step` a step; another one for each attempt."""
+        # max_steps=0: prompts come again, epoch after epoch, as long as the run asks
         return self.order(self.seed + REDRAW * attempt, per_step, max_steps=0)
 
     def take(self, order: Mixture, samples: np.ndarray) -> list[Prompt]:

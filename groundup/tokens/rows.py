@@ -1,8 +1,16 @@
 """Rows of files as training data: read, counted, held out, weighted. For sft, dpo, reward and rl.
 
-Rows are conversations, pairs or prompts, from raw files or from a directory of prepare.py. What is
-left out is counted, with the reason. A raw file has no validation split of its own: a hash of the
-text decides which rows are held out, as in prepare.py.
+One word for each thing, on the way from a file to a batch:
+
+    record   what stands at one place of a file, with that place (files/records.py)
+    row      its content, such as a JSON object (files/row_formats.py)
+    item     what training takes from a row: a tokenized conversation or pair, or a prompt
+    sample   what the order of samples counts (mixture.py): one or more items, a row of a batch;
+             n_rows is how many there are
+
+A `RowReader` makes items of rows and counts those that it cannot use, with the reason. A raw file
+has no validation split of its own: a hash of the text decides which items are held out, as in
+prepare.py. The files are raw ones, or a directory of prepare.py.
 """
 
 import math
@@ -17,16 +25,11 @@ import numpy as np
 
 from groundup.errors import UserError, say
 from groundup.files import readers, records, row_formats, streams
+from groundup.files.paths import Stage, parse_data_dir, parse_weights
 from groundup.files.splits import assign, split_position
 from groundup.files.turns import BadRow
-from groundup.tokens.mixture import (
-    Corpus,
-    Sampler,
-    Stage,
-    names_of,
-    parse_data_dir,
-    parse_weights,
-)
+from groundup.tokens.batches import Corpus, names_of
+from groundup.tokens.mixture import Sampler
 from groundup.tokens.token_files import read_manifest, verify_sha256
 from tokenizer import Tokenizer
 
@@ -34,8 +37,16 @@ STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
 
 
+class ItemList(list):
+    """Items of one source, as they are read. Another store has these two methods: append, take."""
+
+    def take(self, chosen: np.ndarray) -> list:
+        """Return the items that chosen (n,) bool marks."""
+        return [item for item, own in zip(self, chosen.tolist(), strict=True) if own]
+
+
 class RowReader:
-    """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out.
+    """Makes items of one kind (conversations, pairs, prompts) and counts the rows left out.
 
     A subclass defines item(row, place), which returns (the text whose hash decides the split, the
     item) of a row, or raises BadRow."""
@@ -51,7 +62,7 @@ class RowReader:
         self.longest = longest
         self.dropped: Counter[str] = Counter()  # rows by the reason why they cannot be used
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
-        self.said: Counter[str] = Counter()  # rows by what is wrong, in full
+        self.named: set[str] = set()  # those reasons, with the details
         # Rows by their keys that hold content and are not read
         self.unread: Counter[str] = Counter()
         self.n_read = 0
@@ -59,13 +70,8 @@ class RowReader:
         self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
 
     def new_store(self) -> Any:
-        """Return an empty list, or another store with `append`, for the items of a source."""
-        return []
-
-    def split(self, store: Any, held_out: np.ndarray) -> tuple[Sequence, Sequence]:
-        """Return the items of a store for training, and those that held_out (n,) bool marks."""
-        pairs = list(zip(store, held_out.tolist(), strict=True))
-        return [item for item, out in pairs if not out], [item for item, out in pairs if out]
+        """Return an empty collection for the items of a source: see ItemList."""
+        return ItemList()
 
     def read(self, path: str) -> Iterator[tuple[str, Any]]:
         """Yield what `item` returns for each usable row of a file."""
@@ -84,14 +90,17 @@ class RowReader:
                     self.unread[key] += 1
                 yield found
             except BadRow as problem:
-                detail = " ".join(problem.detail.split())
-                said = f"{problem.reason}{detail and f': {detail}'}"
-                # what is wrong with every row is said once
-                if self.dropped[problem.reason] < SHOWN and not (detail and self.said[said]):
-                    self.places.append(f"{place}: {said}")
-                self.dropped[problem.reason] += 1
-                if len(self.said) < 1000:
-                    self.said[said] += 1
+                self._leave_out(problem, place)
+
+    def _leave_out(self, problem: BadRow, place: str) -> None:
+        """Count a row that cannot be used, and name the first ones."""
+        detail = " ".join(problem.detail.split())
+        said = f"{problem.reason}{detail and f': {detail}'}"
+        # what is wrong with every row is said once
+        if self.dropped[problem.reason] < SHOWN and not (detail and said in self.named):
+            self.places.append(f"{place}: {said}")
+            self.named.add(said)
+        self.dropped[problem.reason] += 1
 
     def check(self, name: str, n_found: int) -> None:
         """Raise UserError if nothing usable was found in `name`."""
@@ -99,6 +108,7 @@ class RowReader:
             return
         if not self.n_read:
             raise UserError(f"data: {name} is empty: no row in it")
+        # the reason may list the keys that rows are known by; they are listed once, at the end
         first = self.places[0].split(f"; {self.kind} is known by")[0]
         if self.n_read == self.dropped[STRANGE]:
             tried = f"tried, by their keys: {row_formats.known_keys(self.kind)}"
@@ -119,19 +129,20 @@ class RowReader:
         return lines
 
 
-class SourceRows(NamedTuple):
-    """The usable rows of one source."""
+class Source(NamedTuple):
+    """The items of one source."""
 
     train: Sequence
     val: Sequence
     reader: RowReader  # what was left out
 
 
-def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows:
+def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
     """Return the items of a raw file, a glob, a directory of raw files, or one of prepare.py.
 
     The last has its own splits; of the others val_fraction is held out."""
     store = reader.new_store()
+    # An array of small numbers says where each item goes; the items are held once.
     if Path(path, "manifest.json").exists():
         splits = read_manifest(path, reader.kind)["splits"]
         marks = array("b")
@@ -150,10 +161,11 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
                 store.append(item)
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
+        # with the lowest hashes: other rows, added or removed, move few items from split to split
         split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
         held_out = split_of != 0
     reader.check(path, len(held_out))
-    return SourceRows(*reader.split(store, held_out), reader)
+    return Source(store.take(~held_out), store.take(held_out), reader)
 
 
 # ---- the sources of a run --------------------------------------------------------------------
@@ -183,27 +195,28 @@ class RowCorpus(Corpus):
         """Read and lay out all sources. Raise UserError."""
         self._open_train()
         self._open_val()
-        # laid out, the items are there a second time
-        self.found = [rows._replace(train=(), val=()) for rows in self.found]
-        self.val_found = [rows._replace(train=(), val=()) for rows in self.val_found]
+        # laid out, the items are there a second time: free them
+        self.found = [source._replace(train=(), val=()) for source in self.found]
+        self.val_found = [source._replace(train=(), val=()) for source in self.val_found]
 
-    def read(self, path: str, val_fraction: float) -> SourceRows:
+    def read(self, path: str, val_fraction: float) -> Source:
         return read_source(path, self.reader(), val_fraction)
 
     def _open_train(self) -> None:
         self.paths = paths_of(self.data)
         self.names = names_of(self.paths)
+        # with validation data of their own, nothing is held out of the training data
         val_fraction = 0.0 if self.val_data else self.val_fraction
         self.found = [self.read(path, val_fraction) for path in self.paths]
         pairs = zip(self.names, self.found, strict=True)
-        self.train = [self.lay_out(name, rows.train) for name, rows in pairs]
-        for data, rows in zip(self.train, self.found, strict=True):
+        self.train = [self.lay_out(name, source.train) for name, source in pairs]
+        for data, source in zip(self.train, self.found, strict=True):
             if not data.n_rows:
                 reasons = ", ".join(f"{n} {reason}" for reason, n in data.counts.items())
                 why = f"{data.name}: {reasons or 'no row for training'}"
                 how = "give more, or raise block_size"
-                if not reasons and len(rows.val):
-                    why = f"{data.name}: all {len(rows.val)} rows are for validation"
+                if not reasons and len(source.val):
+                    why = f"{data.name}: all {len(source.val)} rows are for validation"
                     how = "lower val_fraction"
                 raise UserError(f"data: nothing to train on in {why}; {how}")
         self.n_rows = sum(data.n_rows for data in self.train)
@@ -214,13 +227,14 @@ class RowCorpus(Corpus):
         weights = parse_weights(self.val_data, self.val_data, "val_data") if self.val_data else {}
         self.val_names = names_of(list(weights))
         self.val_found = [self.read(path, 0.0) for path in weights]
-        held_out = dict(zip(self.names, (rows.val for rows in self.found), strict=True))
+        held_out = dict(zip(self.names, (source.val for source in self.found), strict=True))
         if self.val_data:
-            # of a directory of prepare.py its validation split, of a raw file all rows
-            items = (rows.val if len(rows.val) else rows.train for rows in self.val_found)
+            # of a directory of prepare.py its validation split, of a raw file all items
+            items = (one.val if len(one.val) else one.train for one in self.val_found)
             held_out = dict(zip(self.val_names, items, strict=True))
         self.all_val = [self.lay_out(name, items) for name, items in held_out.items()]
         self.val = {data.name: data for data in self.all_val if data.n_rows}
+        # a weight that is not given is the number of labels
         self.val_weights = {
             name: weight or float(self.val[name].n_labels.sum())
             for name, weight in zip(self.val_names, weights.values(), strict=True)
@@ -231,7 +245,8 @@ class RowCorpus(Corpus):
         """Raise UserError if no row is held out, with what was left out and why."""
         if self.val:
             return
-        readers = [rows.reader for rows in self.val_found or self.found]
+        readers = [source.reader for source in self.val_found or self.found]
+        # what was lost on the way says what to change
         lost = left_out(readers, self.all_val)
         if not self.val_found and (self.n_rows > 1 or not val_fraction):
             how = f"raise val_fraction above {val_fraction:g}"
@@ -244,7 +259,7 @@ class RowCorpus(Corpus):
 
     def left_out(self) -> str:
         """Return what was left out of the training data, see the function."""
-        return left_out([rows.reader for rows in self.found], self.train)
+        return left_out([source.reader for source in self.found], self.train)
 
     def weights_of(self, stage: Stage) -> list[float]:
         """Return the weight of each source in a stage: by default its number of rows.
@@ -259,13 +274,13 @@ class RowCorpus(Corpus):
     def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
         return Sampler(self.train[source].n_rows, seed, source)
 
-    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
+    def by_source(self, max_epochs: dict[str, float | None]) -> dict[int, float]:
         found = {}
-        for name, value in values.items():
+        for name, value in max_epochs.items():
             known = self.names if name in self.names else self.paths
             if name not in known or value is None:
                 paths = ", ".join(self.paths)
-                raise UserError(f"data: {key} has {name!r}; write path=number, of: {paths}")
+                raise UserError(f"data: max_epochs has {name!r}; write path=number, of: {paths}")
             found[known.index(name)] = value
         return found
 
@@ -280,8 +295,8 @@ class RowCorpus(Corpus):
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
                 lines += [f"{data.name}: {n:,} {what}" for what, n in data.counts.items()]
         every = zip([*self.names, *self.val_names], [*self.found, *self.val_found], strict=True)
-        for name, rows in every:
-            lines += rows.reader.report(name)
+        for name, source in every:
+            lines += source.reader.report(name)
         return lines
 
 
@@ -314,7 +329,7 @@ def steps_of(
     Raise UserError if those are too few to learn from, and warn if they are few. config: settings,
     and world_size, the number of ranks. key: the setting that decides per_step. lost: what
     `left_out` returned."""
-    if config["max_steps"]:
+    if config["max_steps"]:  # the user's number wins over epochs
         return config["max_steps"]
     steps = math.ceil(config["epochs"] * n_rows / per_step)
     if steps >= 4 * FEW_STEPS:
@@ -323,7 +338,7 @@ def steps_of(
     # propose settings that make at least four times FEW_STEPS steps
     world_size = config["world_size"]
     rows = max(1, min(config["batch_size"], n_rows // (8 * world_size)))  # of each rank
-    per_smaller_step = rows * world_size
+    per_smaller_step = rows * world_size  # eight steps an epoch, if the batch can be so small
     flags = {} if key == "prompts_per_step" else {"batch_size": rows}
     flags[key] = config[key] * per_smaller_step // per_step
     epochs = math.ceil(4 * FEW_STEPS * per_smaller_step / max(1, n_rows))

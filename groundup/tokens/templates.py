@@ -18,7 +18,6 @@ OpenAI's form, with ids that Mistral's templates take.
 """
 
 import itertools
-import json
 import re
 import signal
 import sys
@@ -34,9 +33,9 @@ from typing import Any, NamedTuple
 from groundup.errors import UserError
 from groundup.files import TOOLS_HEAD, TOOLS_TAIL
 from groundup.files.untrusted import loads, why_unusable
+from groundup.tokens import BEGIN, END
 
-# Unicode's noncharacters: in no text that is meant to be read
-GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
+GUARD = "\ufdd0"  # one more of Unicode's noncharacters
 MARKS = re.compile(f"[{BEGIN}{END}]")
 # They show what a template leaves out of the messages of a role, and how that is counted.
 PROBES = {"assistant": "\ufdd3", "system": "\ufdd4", "tool": "\ufdd5"}
@@ -66,6 +65,18 @@ THOUGHTS = re.compile(r"(<think>\s*\S.*?)(\s*</think>)", re.DOTALL)
 Span = tuple[int, int]  # (begin, end) in a text
 
 
+class Given(NamedTuple):
+    """What a template is given: a conversation, with guards."""
+
+    messages: list[dict]
+    tools: list[dict] | None = None  # None = the template gets none
+    opens: bool = False  # the turn of the next answer is opened: add_generation_prompt
+
+    def with_messages(self, *messages: dict, opens: bool = False) -> "Given":
+        """Return the same with other messages."""
+        return Given(list(messages), self.tools, opens)
+
+
 class Piece(NamedTuple):
     """A part of a rendered conversation: one marker, or ordinary text."""
 
@@ -73,6 +84,86 @@ class Piece(NamedTuple):
     special: bool  # a marker
     learned: list[Span]  # in `text`: what the assistant says
     cuts: list[int] = []  # in `text`: to be encoded in parts, so that no marker is found in it
+
+
+class Markers:
+    """The names of tokens that a template writes between texts, which no user's text may become.
+
+    specials: names of special tokens. words: those of other added tokens that are markers.
+    strips: {name: whether white space before and after it belongs to it}.
+    """
+
+    def __init__(
+        self,
+        specials: list[str],
+        words: list[str],
+        of_turns: list[str],
+        strips: Mapping[str, tuple[bool, bool]],
+    ) -> None:
+        """of_turns: the words that the model itself does not write."""
+        # The model itself writes thoughts and calls of tools; nobody else writes a marker.
+        everyone, assistant = one_of([*specials, *words]), one_of([*specials, *of_turns])
+        self.in_text = re.compile(f"(?={everyone})")
+        self.in_answers = re.compile(f"(?={assistant})")
+        self.name = re.compile(everyone)
+        self.word = re.compile(one_of(words))  # tokenizers find these in ordinary text, too
+
+        # One pattern for each way to take in white space: what belongs to a token is dropped.
+        patterns = []
+        names = [*specials, *words]
+        # white space before a name is looked for once, where it begins
+        for before, left in ((True, r"(?:(?<!\s)\s*+)?"), (False, "")):
+            for after, right in ((True, r"\s*"), (False, "")):
+                same = [n for n in names if strips.get(n, (False, False)) == (before, after)]
+                if same:
+                    patterns.append(f"{left}(?<!{GUARD}){one_of(same)}{right}")
+        self.split = re.compile(f"({'|'.join(patterns) or '(?!)'})")
+
+    def guard(self, message: dict) -> dict:
+        """Return a message with a guard before every name of a marker in it."""
+        own = message.get("role") == "assistant"
+        return self.guarded(message, self.in_answers if own else self.in_text)
+
+    def guarded(self, value: Any, names: re.Pattern) -> Any:
+        """Return a message, tools or a part of them with a guard before every name."""
+        if isinstance(value, str):
+            return names.sub(GUARD, OUR_CHARACTERS.sub("", value))
+        if isinstance(value, dict):
+            items = value.items()
+            return {key: one if key == "role" else self.guarded(one, names) for key, one in items}
+        if isinstance(value, list | tuple):
+            return [self.guarded(one, names) for one in value]
+        return value
+
+    def cut(self, text: str, spans: list[Span]) -> list[Piece]:
+        """Cut `text` at its markers, and take the guards out."""
+        pieces, start = [], 0
+        # text, marker, text, marker, ..., text
+        for k, part in enumerate(self.split.split(text)):
+            end, is_marker = start + len(part), k % 2 == 1  # every second one is a marker
+            if is_marker:  # perhaps with the white space around it
+                name = self.name.search(part)
+                begin = start + name.start()
+                learned = any(a < begin + len(name[0]) and b > begin for a, b in spans)
+                pieces.append(Piece(name[0], True, [(0, len(name[0]))] if learned else []))
+            elif part:
+                learned = []
+                for span in spans:
+                    if span[0] < end and span[1] > start:
+                        first, last = max(span[0] - start, 0), min(span[1] - start, len(part))
+                        # the guards are taken out, so places behind them move to the left
+                        first -= part[:first].count(GUARD)
+                        last -= part[:last].count(GUARD)
+                        learned.append((first, last))
+                pieces.append(Piece(part.replace(GUARD, ""), False, learned, self.cuts(part)))
+            start = end
+        return pieces
+
+    def cuts(self, part: str) -> list[int]:
+        """Return where to cut a text without its guards: after the first character of a word."""
+        clean = part.replace(GUARD, "")
+        begins = [guard.start() - k for k, guard in enumerate(re.finditer(GUARD, part))]
+        return [begin + 1 for begin in begins if self.word.match(clean, begin)]
 
 
 class ChatTemplate:
@@ -96,41 +187,22 @@ class ChatTemplate:
         before and after it belongs to it}. date: YYYY-MM-DD, "" = today.
 
         Raise UserError if Jinja cannot read the template, or it fails on two messages."""
-        import jinja2  # torch needs it, too
+        from groundup.tokens import sandbox  # slow, and only templates need it
 
-        cannot = "tokenizer: the chat template"
+        # A template may come from anywhere: it is tried in a copy of this process first.
         if why := on_trial(source, tuple(variables.items())):
-            raise UserError(f"{cannot} cannot be used: {why}")
-        try:
-            self.template, names = compiled(source)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {error.message}"
-            raise UserError(f"{cannot} is damaged: {where}") from None
-        except (jinja2.TemplateError, TypeError, RecursionError, SyntaxError) as error:
-            raise UserError(f"{cannot} is damaged: {type(error).__name__}: {error}") from None
-
-        own = {name.name for name in names if name.ctx != "load"}
-        own |= GIVEN | environment().globals.keys()
-        read = {name.name for name in names} - own
-        self.reads = {name for name in read if not name.endswith("_token")}
-        self.dated = "strftime_now" in {name.name for name in names}
+            raise UserError(f"tokenizer: the chat template cannot be used: {why}")
+        self.template, names, given = sandbox.compiled(source)
+        self.errors = sandbox.ERRORS
+        self.reads = {name for name in names - given - GIVEN if not name.endswith("_token")}
+        self.dated = "strftime_now" in names
         now = datetime.fromisoformat(date) if date else datetime.now()
         self.variables = variables | {"strftime_now": now.strftime}
         self.tagged = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         self.takes_tools = re.search(r"\btools\b", source) is not None and "tool_calls" in source
-        self.errors = (
-            jinja2.TemplateError,
-            TypeError,
-            LookupError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-            MemoryError,
-        )
         self.around: tuple = (None, "", "")  # the last answer that was looked for: see `answer`
         self.too_slow = ""  # the error, once a conversation has taken too long
-        self._find_markers(source, list(specials), list(words), strips or {})
+        self.markers = self._find_markers(source, list(specials), list(words), strips or {})
         self.closing = self._find_closing()
 
     def _find_markers(
@@ -139,34 +211,18 @@ class ChatTemplate:
         specials: list[str],
         words: list[str],
         strips: Mapping[str, tuple[bool, bool]],
-    ) -> None:
-        """Find the markers among the added tokens, and how text is guarded and cut at them."""
+    ) -> Markers:
+        """Return the markers among the added tokens: those that the template writes."""
         system = {"role": "system", "content": "c"}
         rendered = ""
         for talk, prompt in ((TRIAL, False), (TRIAL[:1], True), ([system, *TRIAL], False)):
             with suppress(UserError):
-                rendered += self.text(talk, None, prompt)
+                rendered += self.text(Given(talk, opens=prompt))
         # "\n\n" and "user" may be added tokens, too: they are no markers
         words = [word for word in words if re.search(r"\w", word) and re.search(r"\W", word)]
         words = [word for word in words if word in source or word in rendered]
-        self.word = re.compile(one_of(words))  # tokenizers find these in ordinary text, too
-
-        # The model itself writes thoughts and calls of tools; nobody else writes a marker.
         of_turns = [word for word in words if word in rendered and "think" not in word]
-        everyone, assistant = one_of([*specials, *words]), one_of([*specials, *of_turns])
-        self.guarded_names = re.compile(f"(?={everyone})")
-        self.guarded_in_answers = re.compile(f"(?={assistant})")
-        self.marker = re.compile(everyone)
-
-        patterns = []
-        names = [*specials, *words]
-        # white space before a name is looked for once, where it begins
-        for before, left in ((True, r"(?:(?<!\s)\s*+)?"), (False, "")):
-            for after, right in ((True, r"\s*"), (False, "")):
-                same = [n for n in names if strips.get(n, (False, False)) == (before, after)]
-                if same:
-                    patterns.append(f"{left}(?<!{GUARD}){one_of(same)}{right}")
-        self.split = re.compile(f"({'|'.join(patterns) or '(?!)'})")
+        return Markers(specials, words, of_turns, strips)
 
     def _find_closing(self) -> str:
         """Return what the last answer is followed by, up to markers that follow each other."""
@@ -178,8 +234,8 @@ class ChatTemplate:
             return ""
         said = {"role": "assistant", "content": BEGIN}
         with suppress(UserError):
-            after = self.text([TRIAL[0], said], None, False).partition(BEGIN)[2]
-            found = re.match(rf"(?s:.*?)(?:{self.marker.pattern})+", after)
+            after = self.text(Given([TRIAL[0], said])).partition(BEGIN)[2]
+            found = re.match(rf"(?s:.*?)(?:{self.markers.name.pattern})+", after)
             return found[0] if found else ""
         return ""
 
@@ -187,46 +243,45 @@ class ChatTemplate:
         self,
         messages: Sequence[dict],
         add_generation_prompt: bool = False,
-        tools: list[dict] | None = None,
-        learn: bool = True,
         only_last: bool = False,
     ) -> list[Piece]:
-        """Return the conversation in pieces. learn=False: nothing is marked as learned.
+        """Return the conversation in pieces. Of a prompt for an answer nothing is learned.
 
-        only_last: nothing but the last answer is, which takes less time. Raise UserError if the
-        template cannot take the conversation."""
-        messages, tools = self.given(messages, tools)
-        marked = self.text(messages, tools, add_generation_prompt)
+        only_last: nothing but the last answer is learned, which takes less time. Raise UserError if
+        the template cannot take the conversation."""
+        given = self.given(messages, add_generation_prompt)
+        marked = self.text(given)
         text, spans = MARKS.sub("", marked), []
-        if learn and self.tagged:
+        if add_generation_prompt:
+            return self.markers.cut(text, [])
+        if self.tagged:
+            # where the marks were, in the text without them
             places = [mark.start() - k for k, mark in enumerate(MARKS.finditer(marked))]
-            spans = learned_spans(list(zip(places[::2], places[1::2], strict=True)), messages)
-        elif learn:
-            answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+            spans = list(zip(places[::2], places[1::2], strict=True))
+            spans = learned_spans(spans, given.messages)
+        else:
+            # each answer takes two more renderings: that is why `only_last` exists
+            answers = [i for i, m in enumerate(given.messages) if m.get("role") == "assistant"]
             for i in answers[-1:] if only_last else answers:
-                if messages[i].get("learn", True):
-                    spans.append(self.answer(text, messages, i, tools, add_generation_prompt))
-        return self.cut(text, spans)
+                if given.messages[i].get("learn", True):
+                    spans.append(self.answer(text, given, i))
+        return self.markers.cut(text, spans)
 
-    def given(
-        self, messages: Sequence[dict], tools: list[dict] | None = None
-    ) -> tuple[list[dict], list[dict] | None]:
-        """Return (messages, tools) as they are given to the template, with guards."""
-        if tools is None and self.takes_tools:
+    def given(self, messages: Sequence[dict], opens: bool = False) -> Given:
+        """Return messages, and the tools that they offer, as they are given to the template."""
+        tools = None
+        if self.takes_tools:
             messages, tools = with_tools(messages)
-        guarded = []
-        for message in messages:
-            own = message.get("role") == "assistant"
-            names = self.guarded_in_answers if own else self.guarded_names
-            guarded.append(self.guarded(message, names))
-        return guarded, self.guarded(tools, self.guarded_names)
+        guarded = [self.markers.guard(message) for message in messages]
+        return Given(guarded, self.markers.guarded(tools, self.markers.in_text), opens)
 
     def left_out(self, messages: Sequence[dict]) -> Counter[str]:
         """Count what the template does not write: thoughts, system messages, results of tools."""
         probed, expected = [], Counter()
-        messages, tools = self.given(messages)
-        for message in messages:
+        given = self.given(messages)
+        for message in given.messages:
             role, content = message["role"], message["content"]
+            # A probe that is not in the rendered text shows that what it stood in was left out.
             if role == "assistant":
                 content = THOUGHTS.sub(rf"\1{PROBES[role]}\2", content)
             elif role in PROBES and content.strip():
@@ -236,7 +291,7 @@ class ChatTemplate:
         counts: Counter[str] = Counter()
         if expected.total():
             with suppress(UserError):
-                text = self.text(probed, tools, False)
+                text = self.text(given.with_messages(*probed))
                 for role, probe in PROBES.items():
                     counts[NOT_WRITTEN[role]] = expected[role] - text.count(probe)
         return +counts
@@ -256,25 +311,15 @@ class ChatTemplate:
             found[name] = {"True": True, "False": False}.get(value, value)
         return found
 
-    def guarded(self, value: Any, names: re.Pattern) -> Any:
-        """Return a message or tools with a guard before every name of a marker."""
-        if isinstance(value, str):
-            return names.sub(GUARD, OUR_CHARACTERS.sub("", value))
-        if isinstance(value, dict):
-            items = value.items()
-            return {key: one if key == "role" else self.guarded(one, names) for key, one in items}
-        if isinstance(value, list | tuple):
-            return [self.guarded(one, names) for one in value]
-        return value
-
-    def text(self, messages: list[dict], tools: list[dict] | None, prompt: bool) -> str:
+    def text(self, given: Given) -> str:
         """Return the conversation as the template writes it, answers marked if it does that."""
         if self.too_slow:  # other conversations would take as long
             raise UserError(self.too_slow)
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        variables = {"messages": given.messages, "tools": given.tools}
+        variables["add_generation_prompt"] = given.opens
         try:
             with time_limit(RENDER_S):
-                return self.template.render(**given, **self.variables)
+                return self.template.render(**variables, **self.variables)
         except TimeoutError as error:
             self.too_slow = f"tokenizer: the chat template cannot be used: {error}"
             raise UserError(self.too_slow) from None
@@ -282,26 +327,26 @@ class ChatTemplate:
             refuses = "the chat template refuses this conversation"
             raise UserError(f"tokenizer: {refuses}: {error}") from None
 
-    def answer(
-        self, text: str, messages: list[dict], i: int, tools: list[dict] | None, prompt: bool
-    ) -> Span:
-        """Return where the answer messages[i] stands in `text`.
+    def answer(self, text: str, given: Given, i: int) -> Span:
+        """Return where the answer of message i stands in `text`.
 
         It begins with what the template opens for the model (with a block of thoughts that the
         model does not write itself) and ends with the markers that end the turn."""
-        others = (messages[:i], messages[i + 1 :], tools, prompt)
-        around = self.around
-        if others != around[0]:  # those of a pair's two answers are the same
-            asked = self.text(messages[:i], tools, True) if i else ""
+        # Render the conversation again with one character, BEGIN, in place of the answer. What
+        # stands before and behind it stands before and behind the answer, too.
+        before_it, behind_it = given.messages[:i], given.messages[i + 1 :]
+        others = given.with_messages(*before_it, *behind_it), i
+        if others != self.around[0]:  # those of a pair's two answers are the same
+            asked = self.text(given.with_messages(*before_it, opens=True)) if i else ""
             words = {"role": "assistant", "content": BEGIN}
             try:
-                other = self.text([*messages[:i], words, *messages[i + 1 :]], tools, prompt)
+                other = self.text(given.with_messages(*before_it, words, *behind_it))
             except UserError:
-                if span := self.call(text, messages, i, tools, prompt):
+                if span := self.call(text, given, i):
                     return span
                 raise
-            around = self.around = (others, asked, other)
-        _, asked, other = around
+            self.around = (others, asked, other)
+        _, asked, other = self.around
         before, found, after = other.partition(BEGIN)
         # If this answer has another block of thoughts than the one that the prompt opens, the model
         # writes the whole block.
@@ -309,6 +354,7 @@ class ChatTemplate:
         openings = [one for one in openings if one] + [before, OPENED.sub("", before)]
         begin = next((len(one) for one in openings if text.startswith(one)), -1)
         end = len(text) - len(after)
+        # a template may write other turns differently after this answer: then nothing is certain
         if not found or not text.endswith(after) or not 0 <= begin <= end:
             hidden = f"does not show where answer {i} begins and ends"
             how = "add {% generation %} to the template"
@@ -317,59 +363,35 @@ class ChatTemplate:
             )
         if self.closing and text.startswith(self.closing, end):
             return begin, end + len(self.closing)
-        ending = self.marker.match(text, end)  # gpt-oss: other answers end otherwise than the last
+        ending = self.markers.name.match(
+            text, end
+        )  # gpt-oss: other answers end otherwise than the last
         return begin, ending.end() if ending else end
 
-    def call(
-        self, text: str, messages: list[dict], i: int, tools: list[dict] | None, prompt: bool
-    ) -> Span | None:
-        """Return where the calls of messages[i] stand in `text`, or None if unknown.
+    def call(self, text: str, given: Given, i: int) -> Span | None:
+        """Return where the calls of message i stand in `text`, or None if unknown.
 
         This is for a template that refuses words in their place: Mistral's let words of a user and
         of the assistant alternate. Words in place of the calls, their results and what follows up
         to the user's next turn show where the calls begin."""
+        messages = given.messages
+        ending = self.closing.strip()
+        if not messages[i].get("tool_calls") or not ending:
+            return None
         roles = [message["role"] for message in messages]
         after = roles.index("user", i) if "user" in roles[i:] else len(roles)
         words = {"role": "assistant", "content": BEGIN}
-        other = self.text([*messages[:i], words, *messages[after:]], tools, prompt)
-        before, _, rest = other.partition(BEGIN)
-        ending = self.closing.strip()
-        if not messages[i].get("tool_calls") or not ending or not text.startswith(before):
+        other = self.text(given.with_messages(*messages[:i], words, *messages[after:]))
+        before = other.partition(BEGIN)[0]
+        if not text.startswith(before):
             return None
+        # the first end of a turn behind the calls that is no text
         unguarded = re.compile(f"(?<!{GUARD}){re.escape(ending)}")
         found = unguarded.search(text, len(before))
         said = text[len(before) : found.end()] if found else ""
         # the conversation up to the calls must end with them, too
-        alone = self.text(messages[: i + 1], tools, False).rstrip()
+        alone = self.text(given.with_messages(*messages[: i + 1])).rstrip()
         return (len(before), found.end()) if said and alone.endswith(said) else None
-
-    def cut(self, text: str, spans: list[Span]) -> list[Piece]:
-        """Cut `text` at its markers, and take the guards out."""
-        pieces, start = [], 0
-        for k, part in enumerate(self.split.split(text)):
-            end, is_marker = start + len(part), k % 2 == 1  # every second one is a marker
-            if is_marker:  # perhaps with the white space around it
-                name = self.marker.search(part)
-                begin = start + name.start()
-                learned = any(a < begin + len(name[0]) and b > begin for a, b in spans)
-                pieces.append(Piece(name[0], True, [(0, len(name[0]))] if learned else []))
-            elif part:
-                learned = []
-                for span in spans:
-                    if span[0] < end and span[1] > start:
-                        first, last = max(span[0] - start, 0), min(span[1] - start, len(part))
-                        first -= part[:first].count(GUARD)
-                        last -= part[:last].count(GUARD)
-                        learned.append((first, last))
-                pieces.append(Piece(part.replace(GUARD, ""), False, learned, self.cuts(part)))
-            start = end
-        return pieces
-
-    def cuts(self, part: str) -> list[int]:
-        """Return where to cut a text without its guards: after the first character of a word."""
-        clean = part.replace(GUARD, "")
-        begins = [guard.start() - k for k, guard in enumerate(re.finditer(GUARD, part))]
-        return [begin + 1 for begin in begins if self.word.match(clean, begin)]
 
 
 @contextmanager
@@ -382,6 +404,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     began, cpu_began = time.monotonic(), time.thread_time()
 
+    # The alarm follows the clock. When it comes, set it again if some of the CPU time is left.
     def stop(number: int, frame: object) -> None:
         left = seconds - (time.thread_time() - cpu_began)
         if left <= 0 or time.monotonic() - began > WAIT * seconds:
@@ -406,16 +429,9 @@ def one_of(names: list[str]) -> str:
     return f"(?=[{first}])(?:{'|'.join(map(re.escape, longest_first))})"
 
 
-@cache
-def compiled(source: str) -> tuple[Any, list[Any]]:
-    """Return (the template, its names) of Jinja."""
-    from jinja2.nodes import Name
-
-    return environment().from_string(source), list(environment().parse(source).find_all(Name))
-
-
 def learned_spans(spans: list[Span], messages: Sequence[dict]) -> list[Span]:
     """Return the spans of the answers that are to be learned. Raise UserError if unknown."""
+    # the n-th marked span is that of the n-th answer
     flags = [one.get("learn", True) for one in messages if one.get("role") == "assistant"]
     if all(flags):
         return spans
@@ -434,8 +450,10 @@ def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
     They reach most of its branches, in a copy of this process that has little time and memory. What
     is left, a loop over what a row says, is stopped by the time limit of `ChatTemplate.text`."""
 
+    from groundup.tokens import sandbox
+
     def render() -> None:
-        template = environment().from_string(source)
+        template = sandbox.environment().from_string(source)
         for talk, tools, prompt in itertools.product(PROBED, (None, TOOLS), (False, True)):
             given = {"messages": with_tools(talk)[0], "tools": tools}
             try:
@@ -461,9 +479,10 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
     that is not exactly so is left as it is. A call keeps the row's id if Mistral's templates take
     it, else its id is its number in the conversation; a result has the id of its call."""
     turns, tools = take_tools(list(messages))
-    n_calls, new_ids, waiting = 0, {}, []
+    n_calls, new_ids, waiting = 0, {}, []  # waiting: ids of calls without a result
     for i, turn in enumerate(turns):
         if turn["role"] == "tool":
+            # by the row's id of the call, or in the order of the calls
             called = new_ids.get(turn.get("tool_call_id"), "")
             if called in waiting:
                 waiting.remove(called)
@@ -472,6 +491,7 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
             turns[i] = {"role": "tool", "content": turn["content"], "tool_call_id": called}
         said, calls = take_calls(turn)
         if calls:
+            # ids of the row, if each call has one
             old = turn.get("tool_call_ids", [])
             if len(old) != len(calls):
                 old = [""] * len(calls)
@@ -526,71 +546,3 @@ def objects(lines: list[str]) -> list[dict] | None:
     except ValueError:
         return None
     return found if all(isinstance(one, dict) for one in found) else None
-
-
-# ---- Jinja as transformers sets it up --------------------------------------------------------
-
-
-@cache
-def environment() -> Any:
-    """Return Jinja's sandbox with what transformers adds to it."""
-    from jinja2 import nodes
-    from jinja2.compiler import CodeGenerator
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: mark the assistant's words."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return BEGIN + caller() + END
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    class NothingComputed(CodeGenerator):
-        """Compiles only what is written out: 'a' * 4000000000 would be computed here."""
-
-        def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
-            if not isinstance(node, nodes.TemplateData | nodes.Const):
-                raise nodes.Impossible
-            return super()._output_child_to_const(node, frame, finalize)
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """The sandbox, quicker at what templates do most: read a message, ask a text."""
-
-        code_generator_class = NothingComputed
-
-        def getattr(self, obj: Any, attribute: str) -> Any:
-            if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-                return obj[attribute]
-            return super().getattr(obj, attribute)
-
-        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            if type(obj) is str:
-                return not attr.startswith("_")
-            return super().is_safe_attribute(obj, attr, value)
-
-    made = Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, loopcontrols],
-        optimized=False,
-    )
-    made.filters["tojson"] = to_json
-    # each ChatTemplate has a date of its own
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.now().strftime}
-    return made

@@ -1,137 +1,38 @@
-"""Text to token ids and back: what pretraining needs of a tokenizer.
-
-There are three engines. "bpe" splits text into chunks by a regular expression and merges the most
-frequent neighbours inside them, starting from the 256 bytes, so that every text has ids and decodes
-to itself; tiktoken runs it. "sentencepiece" is that library's BPE over characters, with byte
-fallback. "tokenizers" runs any other tokenizer.json by the library of that name.
+"""A tokenizer's directory, opened: text to ids and back. It is what pretraining needs of one.
 
 A tokenizer is stored as Hugging Face stores it: tokenizer.json or tokenizer.model, with
-tokenizer_config.json. Ordinary text never becomes a special token: `encode` cannot produce one.
-The root's tokenizer.py adds conversations.
+tokenizer_config.json. engines.py turns texts into ids. Ordinary text never becomes a special token:
+`encode` cannot produce one. The root's tokenizer.py adds conversations.
 """
 
 import functools
 import hashlib
-import itertools
 import json
 import os
-import re
-import unicodedata
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import numpy as np
-import regex
-import tiktoken
 
 from groundup.errors import UserError, naming
-from groundup.files.untrusted import parse_object, read_bytes, scrub
-from groundup.tokens import foreign
-
-FAST = "PreTrainedTokenizerFast"  # transformers' class that reads all of tokenizer.json
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
-
-# ---- byte-level BPE; for the other engines see foreign.py ------------------------------------
-
-
-class ByteLevelBPE:
-    """The backend "bpe": a tokenizer.json, our own or another's, run by tiktoken.
-
-    special_tokens {text: id};  token_bytes {id: bytes} of all other tokens
-    """
-
-    def __init__(self, description: dict) -> None:
-        """Take a parsed tokenizer.json. Raise foreign.Unsupported if tiktoken would differ."""
-        found = foreign.read_bpe(description)
-        self.special_tokens = found.specials
-        self.pattern = found.pattern
-        self.nfc = found.nfc
-        self.words = found.words
-        self.added_words = set(found.words)
-        self.encoding = tiktoken.Encoding(
-            "bpe",
-            pat_str=found.pattern,
-            mergeable_ranks=found.ranks,
-            special_tokens=found.specials | found.words,
-        )
-        self.token_bytes = {i: token for token, i in found.ranks.items()}
-        self.token_bytes |= {i: word.encode() for word, i in found.words.items()}
-        self.sizes = {i: len(token) for i, token in self.token_bytes.items()}
-        self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in found.ranks)
-        foreign.check_pattern(self.encoding, self.pattern)
-        wanted = ALL_KINDS.encode().translate(None, self.missing)
-        if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != wanted:
-            leaves_out = f"its pattern leaves out part of the text: {self.pattern!r:.200}"
-            raise foreign.Unsupported(leaves_out)
-
-    def encode(self, text: str) -> list[int]:
-        if len(text) > foreign.MAX_CHARS:
-            return self.encode_array(text).tolist()
-        if self.nfc:
-            text = unicodedata.normalize("NFC", text)
-        if self.missing:
-            data = scrub(text).encode()
-            if len(data) > len(data.translate(None, self.missing)):
-                return self.encode_without(data.decode())
-        if self.words:
-            words = self.added_words
-            return self.encoding.encode(text, allowed_special=words, disallowed_special=())
-        return self.encoding.encode_ordinary(text)  # replaces surrogates itself
-
-    def encode_array(self, text: str) -> np.ndarray:
-        if self.missing and len(text) <= foreign.MAX_CHARS:
-            return np.array(self.encode(text), np.uint32)
-        text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
-        parts = []
-        for block in foreign.blocks(text):
-            if self.missing:
-                parts.append(self.encode_array(block))
-            else:
-                to_numpy, words = self.encoding.encode_to_numpy, self.added_words
-                parts.append(to_numpy(block, allowed_special=words, disallowed_special=()))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def encode_without(self, text: str) -> list[int]:
-        """Return the ids of a text with bytes that have no token: merge chunks without them."""
-        ids = []
-        words = "|".join(map(re.escape, self.words))
-        for part in re.split(f"({words})", text) if words else [text]:
-            if part in self.words:
-                ids.append(self.encoding.encode_single_token(part))
-                continue
-            for chunk in regex.findall(self.pattern, part):
-                if data := chunk.encode().translate(None, self.missing):
-                    ids += self.encoding._encode_single_piece(data)
-        return ids
-
-    def encode_spans(self, text: str, place: str = "") -> foreign.Spans:
-        """Return the ids of a text, and the bytes at which each begins and ends."""
-        ids, sizes = self.encode(text), self.sizes
-        borders = [0, *itertools.accumulate([sizes[i] for i in ids])]
-        return ids, borders[:-1], borders[1:]
-
-    def position(self, text: str, end: int) -> int:
-        """Return where text[:end] ends, as encode_spans counts."""
-        seen = scrub(text[:end])
-        if self.nfc:
-            seen = unicodedata.normalize("NFC", seen)
-        return len(seen.encode().translate(None, self.missing))
-
-    def identity(self) -> list:
-        """Return all that decides the ids, besides the special tokens, as plain values."""
-        # in the order of the merges
-        tokens = [(i, token.hex()) for i, token in sorted(self.token_bytes.items())]
-        return [self.pattern, self.nfc, sorted(self.words), tokens]
-
-
-IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))  # bytes; a vocabulary may lack the others, or some
-ALL_KINDS = (
-    "a Z1\u0664 \u00e9\u0915\u093f \u7532\U0001f600 _'s'!\u3002 "
-    "\t\r\n\n \x00\x85\u00a0\u2028\u200b\ufffd  "
+from groundup.files.untrusted import parse_object, read_bytes, read_json
+from groundup.tokens.engines import (
+    ByteLevelBPE,
+    Engine,
+    LibraryTokenizer,
+    SentencePieceBPE,
+    Unsupported,
+    added_token,
+    named_panic,
+    to_json,
 )
 
+FAST = "PreTrainedTokenizerFast"  # transformers' class that reads all of tokenizer.json
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a directory has one of them; the first wins
+FILES = (*TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
+MOST_IDS = 2**24  # of a tokenizer; a file may give a token any number
 
 # ---- the tokenizer ----------------------------------------------------------------------------
 
@@ -155,31 +56,34 @@ class TextTokenizer:
         self.backend, self.engine = self._choose_engine(config)
         self.special_tokens = self.engine.special_tokens
         self.special_ids = frozenset(self.special_tokens.values())
+        # what each id writes; special tokens write their names
         self.pieces = Pieces(self.engine.token_bytes)
         self.pieces |= {i: name.encode() for name, i in self.special_tokens.items()}
         self.vocab_size = 1 + max(self.pieces)
-        least, most = min(self.pieces), foreign.MOST_IDS
+        # the head of a model has a row for every id, so one wild id would take all memory
+        least, most = min(self.pieces), MOST_IDS
         if not 0 <= least <= self.vocab_size <= most:
             raise UserError(f"its ids reach from {least} to {self.vocab_size - 1}, over {most}")
 
+        # By our own name of the token, or by the role that the files give to one of theirs.
         generation = parse_object(generation_config)
-        find = partial(foreign.find_special, self.special_tokens, config, generation)
+        find = partial(find_special, self.special_tokens, config, generation)
         self.eot_id = find("eos_token", name="<|endoftext|>")
         self.pad_id = find("pad_token", name="<|pad|>")
         self.bos_id = find("bos_token", default=self.eot_id)
-        self.begins = self.bos_id >= 0 and foreign.begins_text(files, config)
+        self.begins = self.bos_id >= 0 and begins_text(files, config)
+        # markers of our own chat format; others' are found by their template
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
+        # a chat model often has several: the end of a text, of a turn, of a call
         ends = generation.get("eos_token_id")
         ends = set(ends if isinstance(ends, list) else [ends]) & self.special_ids
         self.stop_ids = frozenset((ends | {self.eot_id, self.im_end_id}) - {-1})
 
-    def _choose_engine(
-        self, config: dict
-    ) -> tuple[str, "ByteLevelBPE | foreign.SentencePieceBPE | foreign.LibraryTokenizer"]:
+    def _choose_engine(self, config: dict) -> tuple[str, Engine]:
         if "tokenizer.json" not in self.files:
             self.added_tokens = list((config.get("added_tokens_decoder") or {}).values())
-            engine = foreign.SentencePieceBPE(self.files["tokenizer.model"], config)
+            engine = SentencePieceBPE(self.files["tokenizer.model"], config)
             return "sentencepiece", engine
         backend, engine, self.added_tokens = engine_of(self.files["tokenizer.json"])
         return backend, engine
@@ -191,7 +95,7 @@ class TextTokenizer:
     @classmethod
     def load(cls, directory: str | os.PathLike) -> Self:
         """Return the tokenizer of a Hugging Face directory. Raise UserError."""
-        directory, files = foreign.files_of(Path(directory)), {}
+        directory, files = find_tokenizer(Path(directory)), {}
         for name in (*FILES, "generation_config.json"):
             try:
                 files[name] = read_bytes(directory / name)
@@ -200,16 +104,18 @@ class TextTokenizer:
             except OSError as error:
                 where = directory / name
                 raise UserError(f"tokenizer: cannot read {where}: {error.strerror}") from None
+        # it belongs to the model, and only its special tokens are read
         generation_config = files.pop("generation_config.json", b"{}")
-        if not set(foreign.TOKENIZERS) & set(files):
+        if not set(TOKENIZERS) & set(files):
             nothing = f"no tokenizer.json or tokenizer.model in {directory}"
             raise UserError(f"tokenizer: {nothing}; train a tokenizer")
         if "tokenizer.json" not in files and "tokenizer_config.json" not in files:
             lacks = f"{directory} has a tokenizer.model but no tokenizer_config.json"
             raise UserError(f"tokenizer: {lacks}; add it")
+        # whatever is wrong inside a file is one line for the user
         damage = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
         try:
-            return cls(foreign.read_more(directory, files), generation_config)
+            return cls(read_more(directory, files), generation_config)
         except UserError as error:
             raise UserError(f"tokenizer: cannot use {directory}: {error}") from None
         except damage as error:
@@ -225,16 +131,17 @@ class TextTokenizer:
             # transformers 5 builds another tokenizer from the vocabulary for a class such as
             # GPT2Tokenizer
             config["tokenizer_class"] = FAST
-            files = files | {"tokenizer_config.json": foreign.to_json(config)}
+            files = files | {"tokenizer_config.json": to_json(config)}
+        # complete files under other names first
         for name, content in files.items():
             path = os.path.join(directory, name)
             with naming(path), open(path + ".tmp", "wb") as f:
                 f.write(content)
         # A kill here leaves no tokenizer, never half of one or a mixture with the one before: what
         # `load` and others look for, tokenizer.json or tokenizer.model, goes first and comes last.
-        for name in (*foreign.TOKENIZERS, *set(FILES) - set(files)):
+        for name in (*TOKENIZERS, *set(FILES) - set(files)):
             Path(directory, name).unlink(missing_ok=True)
-        for name in sorted(files, key=lambda name: name in foreign.TOKENIZERS):
+        for name in sorted(files, key=lambda name: name in TOKENIZERS):
             path = os.path.join(directory, name)
             os.replace(path + ".tmp", path)
 
@@ -243,17 +150,18 @@ class TextTokenizer:
         try:
             return self.engine.encode(text)
         except BaseException as error:
-            raise foreign.named_panic(error) from None
+            raise named_panic(error) from None
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return `encode` as uint32 (n,)."""
         try:
             return self.engine.encode_array(text)
         except BaseException as error:
-            raise foreign.named_panic(error) from None
+            raise named_panic(error) from None
 
     def encode_token(self, token: bytes) -> list[int]:
         """Return the ids of a token's bytes, which may be part of a character; [] if unknown."""
+        # for a new token's embedding: the mean of those of the tokens that it was made of
         if isinstance(self.engine, ByteLevelBPE):
             # what a tokenizer that extends this one would find in one chunk
             token = token.translate(None, self.engine.missing)
@@ -280,6 +188,7 @@ class TextTokenizer:
 
     def token_byte_lengths(self) -> np.ndarray:
         """Return bytes of text per id, int32 (vocab_size,), 0 for special ones."""
+        # what makes a loss per token a loss per byte, which tokenizers can be compared by
         lengths = np.zeros(self.vocab_size, np.int32)
         for i, token in self.engine.token_bytes.items():
             lengths[i] = len(token)
@@ -287,6 +196,7 @@ class TextTokenizer:
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of all that decides the ids; token files and checkpoints store it."""
+        # Not a digest of the files: a template or a comment in them changes no id.
         specials = sorted(self.special_tokens.items())
         identity = [self.backend, specials, self.engine.identity()]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -302,8 +212,8 @@ def engine_of(tokenizer_json: bytes) -> tuple:
     added = description.get("added_tokens") or []
     try:
         return "bpe", ByteLevelBPE(description), added
-    except foreign.Unsupported as why:
-        return "tokenizers", foreign.LibraryTokenizer(description, str(why)), added
+    except Unsupported as why:
+        return "tokenizers", LibraryTokenizer(description, str(why)), added
 
 
 class Pieces(dict):
@@ -312,3 +222,116 @@ class Pieces(dict):
     def __missing__(self, token_id: int) -> bytes:
         known = f"the tokenizer's {len(self)} ids"
         raise UserError(f"tokenizer: id {token_id} is not one of {known}")
+
+
+# ---- what the files say beside the ids -------------------------------------------------------
+
+
+def find_tokenizer(directory: Path) -> Path:
+    """Return where a tokenizer's files are: those of a run are in its newest checkpoint."""
+    # a run directory may hold a tokenizer of its own beside its checkpoints: that one is meant
+    has_own = any((directory / name).exists() for name in TOKENIZERS)
+    is_run = (directory / "latest").is_dir() and not has_own
+    return directory / "latest" if is_run else directory
+
+
+def begins_text(files: dict[str, bytes], config: dict) -> bool:
+    """Return whether the tokenizer puts its begin token before every text.
+
+    Ask tokenizer_config.json, then the template in tokenizer.json; for a sentencepiece model do
+    what transformers does for Llama's."""
+    if "add_bos_token" in config:  # the file says it outright
+        return bool(config["add_bos_token"])
+    if "tokenizer.json" not in files:
+        return str(config.get("tokenizer_class", "")).startswith("Llama")
+    processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
+    steps = processor.get("processors") or [processor]
+    templates = [step for step in steps if step.get("type") == "TemplateProcessing"]
+    return any("SpecialToken" in step["single"][0] for step in templates)
+
+
+def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by their names, "default" and "tool_use" ..."""
+    found = config.get("chat_template") or ""
+    if isinstance(found, list):
+        named = {one["name"]: one["template"] for one in found}
+    else:
+        named = {"default": found}
+    if "chat_template.jinja" in files:
+        named["default"] = files["chat_template.jinja"].decode()
+    return named
+
+
+def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the FILES of a tokenizer with what a directory's other files say.
+
+    These are additional_chat_templates/NAME.jinja and, in old directories, special_tokens_map.json:
+    {"eos_token": name}, and added_tokens.json: {name: id}."""
+    config = parse_object(files.get("tokenizer_config.json", b"{}"))
+    changes = {}
+    more = sorted(directory.glob("additional_chat_templates/*.jinja"))
+    if more:
+        named = find_templates(files, config) | {
+            path.stem: read_bytes(path).decode() for path in more
+        }
+        listed = [{"name": name, "template": source} for name, source in named.items() if source]
+        changes["chat_template"] = listed
+        files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
+    # Newer directories have all this in tokenizer_config.json, which then wins.
+    tokens, names = config.get("added_tokens_decoder") or {}, directory / "special_tokens_map.json"
+    if not tokens and names.exists():
+        for key, name in read_json(names).items():
+            if key.endswith("_token") and config.get(key) != name:
+                changes[key] = name
+    added = directory / "added_tokens.json"
+    if added.exists():
+        tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
+        changes["added_tokens_decoder"] = tokens
+    if "tokenizer.json" in files:
+        files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
+        changes.pop("added_tokens_decoder", None)
+    return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
+
+
+def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
+    """Return a tokenizer.json with those of the tokens {id: token} that it lacks."""
+    # Look for the names in the bytes first: to parse a large tokenizer.json takes a second.
+    lacking = [
+        {"id": int(i)} | token
+        for i, token in tokens.items()
+        if not any(form in tokenizer_json for form in as_written(token["content"]))
+    ]
+    if not lacking:
+        return tokenizer_json
+    description = parse_object(tokenizer_json)
+    added, vocab = description.get("added_tokens") or [], description["model"]["vocab"]
+    # an id that is taken already keeps its token
+    taken = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
+    taken |= {token["id"] for token in added}
+    description["added_tokens"] = added + [one for one in lacking if one["id"] not in taken]
+    return to_json(description)
+
+
+def as_written(text: str) -> list[bytes]:
+    """Return a text as JSON files write it, with and without escapes."""
+    return [json.dumps(text, ensure_ascii=escaped).encode() for escaped in (False, True)]
+
+
+def find_special(
+    special_tokens: dict[str, int],
+    config: dict,
+    generation_config: dict,
+    key: str,
+    name: str = "",
+    default: int = -1,
+) -> int:
+    """Return the id of the special token `name`, or else of the one that the files name `key`.
+
+    tokenizer_config.json has it as a text or {"content": text}, generation_config.json under
+    `key`_id as a number or a list."""
+    token = config.get(key)  # such as "eos_token"
+    token = token["content"] if isinstance(token, dict) else token
+    ids = generation_config.get(key + "_id")
+    candidates = [special_tokens.get(name), special_tokens.get(token)]
+    candidates += ids if isinstance(ids, list) else [ids]
+    return next((i for i in candidates if i in special_tokens.values()), default)

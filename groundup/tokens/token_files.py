@@ -49,7 +49,8 @@ AGAIN = "copy it again or rerun prepare.py"
 # trains on a damaged id. A disk reads about as much for a single id.
 BLOCK_BYTES = 2**16
 
-# What manifest.json holds, by the kind of the data; see untrusted.misfit.
+# What manifest.json must hold, by the kind of the data; untrusted.misfit explains the notation. Its
+# checksum shows damage; this shows what somebody has changed by hand.
 SUMS = {"*": str}  # {file: sha256}
 TOTAL = {"tokens": is_count, "documents": is_count, "bytes": is_count}
 SHARD = {"file": is_inside, "sums": is_inside, "tokens": is_count}
@@ -89,6 +90,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def npy_header(dtype: np.dtype, length: int) -> bytes:
     """Return the header that `np.save` gives a 1-D array: 128 bytes for any length."""
+    # Our own, so that a writer can leave room for it and fill in the length at the end.
     kind = dtype.newbyteorder("<").str
     fields = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({length},), }}"
     magic = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little")
@@ -140,6 +142,7 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
     Raise UserError if there is none, or it is damaged or of another kind."""
     path = Path(data_dir, "manifest.json")
     how = f"run: python prepare.py --input=... --out_dir={data_dir}"
+    # Say what is wrong as exactly as can be known: this is where most first runs fail.
     if Path(data_dir).is_file():
         how = f"run: python prepare.py --input={data_dir} --out_dir=data/{Path(data_dir).stem}"
         raise UserError(f"data: {data_dir} is a file, not a directory of prepare.py; {how}")
@@ -154,6 +157,7 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
         unprepared = f"{data_dir} is not prepared, or not completely: no manifest.json"
         raise UserError(f"data: {unprepared}; {how}")
 
+    # the kind decides what else must be there
     manifest = read_record(path, how)
     check_shape(path, manifest, {"format": str, "kind?": str}, how)
     kinds = {FORMAT: "text", ROWS_FORMAT: manifest.get("kind")}
@@ -177,6 +181,7 @@ def locate(path: str | Path) -> tuple[Path, str | None]:
 
     'data/x/wiki' is the source wiki of data/x if the manifest of data/x names it."""
     path = Path(path)
+    # a directory with a manifest of its own is no source of its parent
     if not (path / "manifest.json").exists() and (path.parent / "manifest.json").exists():
         sources = read_manifest(path.parent).get("sources", {})
         if path.name in sources:
@@ -192,6 +197,7 @@ def locate(path: str | Path) -> tuple[Path, str | None]:
 
 def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     """Return a 1-D .npy file, mapped read-only. Raise UserError if the manifest says otherwise."""
+    # The manifest says what header the file must have, so nothing in the file needs to be parsed.
     header = npy_header(np.dtype(dtype), length)
     try:
         size = check_regular(path)
@@ -207,6 +213,7 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     if size != expected:
         wrong = f"{path} ends at byte {size} instead of {expected}"
         raise UserError(f"data: {wrong}; {AGAIN}")
+    # little-endian on every machine, as the writer stores it
     little = np.dtype(dtype).newbyteorder("<")
     mapped = np.memmap(path, little, mode="r", offset=len(header), shape=(length,))
     return np.asarray(mapped)  # slices of the subclass np.memmap take three times as long
@@ -235,7 +242,7 @@ def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:
 
 def block_sums(tokens: np.ndarray) -> np.ndarray:
     """Return the CRC-32 of each block of token ids, uint32."""
-    size = BLOCK_BYTES // tokens.itemsize
+    size = BLOCK_BYTES // tokens.itemsize  # tokens in a block
     blocks = [tokens[k : k + size] for k in range(0, len(tokens), size)]
     return np.array([zlib.crc32(block) for block in blocks], np.uint32)
 
@@ -243,7 +250,7 @@ def block_sums(tokens: np.ndarray) -> np.ndarray:
 def file_sums(path: Path) -> np.ndarray:
     """Return the CRC-32 of each block of a file of token ids, as `block_sums`."""
     with open(path, "rb") as f:
-        f.seek(len(npy_header(np.dtype("u1"), 0)))
+        f.seek(len(npy_header(np.dtype("u1"), 0)))  # the header is no part of a block
         blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
         return np.fromiter(map(zlib.crc32, blocks), np.uint32)
 
@@ -273,10 +280,11 @@ class TokenData:
             has = ", ".join(name for name, shards in shards_of.items() if shards) or "none"
             lacks = f"{self.dir / (source or '')} has no split {split!r} (has: {has})"
             raise NoSplit(f"data: {lacks}; rerun prepare.py with more text")
-        self.entries = shards_of[split]
+        self.entries = shards_of[split]  # of the manifest, one for each shard
         self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)
         self.n_documents: int = sum(shard["documents"] for shard in self.entries)
         sha256 = {name: sha for shard in self.entries for name, sha in shard["sha256"].items()}
+        # small files, read now; those of token ids may be terabytes
         self.offsets = [
             map_checked(self.dir, shard["offsets"], sha256, "int64", shard["documents"] + 1)
             for shard in self.entries
@@ -299,6 +307,7 @@ class TokenData:
     @property
     def fingerprint(self) -> str:
         """The sha256 of all that decides the tokens: equal fingerprints, equal tokens."""
+        # The digests of the files stand in the manifest, so no token is read for this.
         parts = [FORMAT, self.split, self.tokenizer_fingerprint, self.vocab_size]
         parts += [shard["sha256"].get(shard["file"]) for shard in self.entries]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -313,12 +322,12 @@ class TokenData:
     def window(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length) as int64, across shards."""
         assert 0 <= start and start + length <= self.n_tokens, f"{start=} {length=}"
-        out = np.empty(length, dtype=np.int64)
+        out = np.empty(length, dtype=np.int64)  # torch embeds int64
         filled = 0
-        k = int(np.searchsorted(self.ends, start, side="right"))
+        k = int(np.searchsorted(self.ends, start, side="right"))  # the shard with the first token
         while filled < length:
             shard = self.shards[k]
-            shard_start = int(self.ends[k]) - len(shard)
+            shard_start = int(self.ends[k]) - len(shard)  # in tokens of the split
             begin = start + filled - shard_start
             piece = shard[begin : begin + length - filled]
             self._check_blocks(k, begin, begin + len(piece))
@@ -356,6 +365,7 @@ class TokenData:
 
     def most_documents(self, length: int) -> int:
         """Return an upper bound on the documents in a window of `length` tokens."""
+        # for a window that begins with each document: how many begin inside it
         starts = self.document_starts()
         within = np.searchsorted(starts, starts + length) - np.arange(len(starts))
         return 1 + int(within.max())  # and one that began before the window
@@ -384,6 +394,7 @@ class PackedData(TokenData):
             raise UserError(f"data: {path} is not of the tokens that are there now; {how}")
         self.n_rows: int = self.entry["rows"]
         sha256 = self.entry["sha256"]
+        # from here on the tokens are those of the rows, with the methods of TokenData
         self.lengths = map_checked(self.dir, self.entry["lengths"], sha256, "int32", self.n_rows)
         self._map_tokens(self.entry["shards"], sha256)
 

@@ -42,6 +42,7 @@ class NpyWriter:
         self.length += len(values)
 
     def close(self) -> None:
+        # the header has the same size for any length
         self.file.seek(0)
         self.file.write(npy_header(self.dtype, self.length))
         self.file.close()
@@ -59,6 +60,7 @@ def write_json(path: Path, value: dict) -> None:
     """Write a JSON file, whole or not at all."""
     with open(f"{path}.tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=1, ensure_ascii=False)
+        # on the disk before it has its name: after a power cut it is whole or not there
         f.flush()
         os.fsync(f.fileno())
     os.replace(f"{path}.tmp", path)
@@ -84,6 +86,7 @@ class ShardWriter:
     ) -> None:
         """first: number of the first shard; another writer has written those before it."""
         assert 0 <= eot_id < vocab_size, f"{eot_id=} {vocab_size=}"
+        # the source is a directory inside data_dir
         assert source == Path(source).name, f"{source=} must be a plain directory name"
         self.dir = Path(data_dir)
         self.split = split
@@ -104,10 +107,12 @@ class ShardWriter:
 
     def begin(self, n_ids: int, n_bytes: int) -> None:
         """Append a document of gigabytes: `extend` brings its ids, some at a time."""
+        # a document never crosses shards; one that is longer than a shard has one to itself
         if self.file and self.file.length + 1 + n_ids > self.shard_tokens:
             self._finish_shard()
         if not self.file:
             self._begin_shard()
+        # a document begins at its delimiter
         self.starts.append(self.file.length)
         self.file.add([self.eot_id])
         self.n_bytes += n_bytes
@@ -137,6 +142,7 @@ class ShardWriter:
 
     def _finish_shard(self, closing: Sequence[int] = ()) -> None:
         tokens, offsets, sums = (f"{self.name}{end}.npy" for end in ("", ".off", ".crc"))
+        # the closing delimiter belongs to no document
         ends = np.array([*self.starts, self.file.length], np.int64)
         self.file.add(closing)
         self.file.close()
@@ -178,6 +184,7 @@ def write_manifest(
         "splits": {},
         "info": info,
     }
+    # shards come from several writers: add them up by split
     for shard in shards:
         empty = dict.fromkeys(TOTALS, 0) | {"shards": []}
         split = manifest["splits"].setdefault(shard["split"], empty)
@@ -190,12 +197,14 @@ def write_manifest(
     if names not in ([], [""]):
         assert "" not in names, f"{names}: either all sources are named or there is only one"
         manifest["sources"] = {name: source_entry(name, shards, weights) for name in names}
+    # last: a directory with a manifest is complete
     write_record(Path(data_dir, "manifest.json"), manifest)
     return manifest
 
 
 def source_entry(name: str, shards: list[dict], weights: Mapping[str, float]) -> dict:
     """Return what the manifest says of a named source: the totals of its train split."""
+    # of training, as the weights are
     own = [s for s in shards if s["split"] == "train" and s["source"] == name]
     entry = {total: sum(shard[total] for shard in own) for total in TOTALS}
     return entry | ({"weight": weights[name]} if weights else {})
@@ -239,7 +248,7 @@ def verify(data_dir: str | Path) -> dict:
 
     Raise UserError for the first file whose size or sha256 differs from the manifest."""
     manifest = read_manifest(data_dir)
-    digests = {}
+    digests = {}  # {file: sha256}
     for split, entry in manifest["splits"].items():
         TokenData(data_dir, split)  # compares sizes and types
         for shard in entry["shards"]:

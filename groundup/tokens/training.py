@@ -8,7 +8,7 @@ import tiktoken
 
 from groundup.errors import UserError
 from groundup.tokens import bpe
-from groundup.tokens.foreign import (
+from groundup.tokens.engines import (
     PATTERNS,
     SIZE_STEP,
     added_token,
@@ -31,6 +31,13 @@ CONFIG = {  # the part of tokenizer_config.json that both backends share
 FOR_CHINESE = 4096
 SMALLEST_MEASURED = 300_000  # bytes
 SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special tokens
+# The step of a tokenizer.json that writes bytes as characters; a Split before it cuts the text
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 def train(
@@ -40,18 +47,8 @@ def train(
 
     Ids of bpe: 256 bytes, merges, SPECIALS, <|reserved_i|>; there are fewer than asked for if no
     pair is left to merge. Raise UserError."""
-    if backend not in ("bpe", "sentencepiece"):
-        raise UserError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")
-    if backend == "sentencepiece" and pattern != "qwen":
-        other = "is for backend=bpe; sentencepiece splits text its own way"
-        raise UserError(f"tokenizer: pattern={pattern!r} {other}")
-    if pattern not in PATTERNS:
-        known = ", ".join(PATTERNS)
-        raise UserError(f"tokenizer: unknown pattern {pattern!r}; use one of {known}")
+    check_settings(vocab_size, backend, pattern)
     size = rounded_up(vocab_size)
-    if size < SMALLEST:
-        small = f"vocab_size={vocab_size} cannot hold bytes and specials"
-        raise UserError(f"tokenizer: {small}; use >= {SMALLEST}")
     if size != vocab_size:
         rounded = f"rounded up to {size}, a multiple of {SIZE_STEP}"
         print(f"tokenizer: vocab_size={vocab_size} is {rounded}")
@@ -63,6 +60,7 @@ def train(
         raise UserError("tokenizer: the input holds no text to learn from")
     if line := advice(counts, size):
         print(line)
+    # what is left of the ids, behind those of single bytes and special tokens
     n_merges = size - 256 - len(SPECIALS)
     if pattern == "zh":
         counts = bpe.characters_first(counts, n_merges // 2)
@@ -76,6 +74,21 @@ def train(
     return tokenizer
 
 
+def check_settings(vocab_size: int, backend: str, pattern: str) -> None:
+    """Raise UserError for settings that no tokenizer can be trained with."""
+    if backend not in ("bpe", "sentencepiece"):
+        raise UserError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")
+    if backend == "sentencepiece" and pattern != "qwen":
+        other = "is for backend=bpe; sentencepiece splits text its own way"
+        raise UserError(f"tokenizer: pattern={pattern!r} {other}")
+    if pattern not in PATTERNS:
+        known = ", ".join(PATTERNS)
+        raise UserError(f"tokenizer: unknown pattern {pattern!r}; use one of {known}")
+    if rounded_up(vocab_size) < SMALLEST:
+        small = f"vocab_size={vocab_size} cannot hold bytes and specials"
+        raise UserError(f"tokenizer: {small}; use >= {SMALLEST}")
+
+
 def advice(counts: dict[bytes, int], size: int) -> str:
     """Return a line for a Chinese text with too small a vocabulary, else "". counts: of chunks."""
     n_bytes = sum(len(chunk) * n for chunk, n in counts.items())
@@ -84,8 +97,9 @@ def advice(counts: dict[bytes, int], size: int) -> str:
     if size >= FOR_CHINESE or n_chinese < n_bytes / 2 or n_bytes < SMALLEST_MEASURED:
         return ""
     return (
-        f"tokenizer: {n_bytes / 1e6:.1f} MB of mostly Chinese text want --vocab_size={FOR_CHINESE}: "
-        "with fewer ids many characters are split into bytes (docs/data.md)"
+        f"tokenizer: {n_bytes / 1e6:.1f} MB of mostly Chinese text want "
+        f"--vocab_size={FOR_CHINESE}: with fewer ids many characters are split into bytes "
+        "(docs/data.md)"
     )
 
 
@@ -106,6 +120,7 @@ def extended(tokenizer: Tokenizer, texts: Iterable[str], n_new: int) -> Tokenize
 def measure(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
     """Return a line on how well the tokenizer fits the texts."""
     n_bytes = n_chars = n_tokens = 0
+    # per byte to compare vocabularies; per character, because a Chinese one has three bytes
     for text in texts:
         n_bytes += len(text.encode())
         n_chars += len(text)
@@ -139,12 +154,6 @@ def bpe_description(
     for left, right in merges:
         pairs.append([in_chars(tokens[left]), in_chars(tokens[right])])
         tokens.append(tokens[left] + tokens[right])
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
     split = {
         "type": "Split",
         "pattern": {"Regex": pattern},
@@ -169,9 +178,9 @@ def bpe_description(
         "padding": None,
         "added_tokens": [added_token(name, i) for i, name in enumerate(specials, len(tokens))],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]},
         "post_processor": None,
-        "decoder": byte_level,
+        "decoder": BYTE_LEVEL,
         "model": model,
     }
 
@@ -205,12 +214,14 @@ def extended_bpe(
     filled up to a multiple of SIZE_STEP by reserved special tokens."""
     # with the special tokens in "vocab", so that no merge makes one of them
     description = json.loads(with_specials(files, [], first)["tokenizer.json"])
+    # what tiktoken cannot run could not be extended by its own merges either
     old, model = read_bpe(description), description["model"]
     if old.nfc:
         texts = (unicodedata.normalize("NFC", text) for text in texts)
     counts = bpe.count_chunks(texts, old.pattern)
     if not counts:
         raise UserError("tokenizer: the input holds no text to learn from")
+    # The chunks as the old merges leave them: a pattern that matches a chunk as a whole.
     whole = tiktoken.Encoding(
         "chunks", pat_str="(?s:.+)", mergeable_ranks=old.ranks, special_tokens={}
     )
@@ -221,6 +232,7 @@ def extended_bpe(
     words = {i: in_chars(token) for token, i in old.ranks.items()}
     for i, (left, right) in enumerate(merges, start=first):
         words[i] = words[left] + words[right]
+        # ids without a gap: those of merges that make nothing new are given to later ones
         if words[i] not in vocab:  # else an old token to which the old merges do not lead
             vocab[words[i]] = top
             pairs.append([words[left], words[right]])
@@ -228,6 +240,7 @@ def extended_bpe(
     if model.get("ignore_merges"):
         pairs = with_all_splits(pairs, set(words.values()), vocab)
     model["merges"] = pairs
+    # the matrix products of the head are faster at a multiple of SIZE_STEP
     names = reserved(-top % SIZE_STEP, old.specials)
     return with_specials(files | {"tokenizer.json": to_json(description)}, names, top)
 
@@ -237,7 +250,8 @@ def with_all_splits(
 ) -> list[list[str]]:
     """Return the merges with every split of a word into two tokens, in the order of the ids.
 
-    New tokens may lead to old ones to which no merges led, see foreign.check_merges."""
+    New tokens may lead to old ones to which no merges led, see engines.check_merges."""
+    # without these, check_merges would refuse what this file made
     listed = {(left, right) for left, right in pairs}
     for word in words:
         for i in range(1, len(word)):

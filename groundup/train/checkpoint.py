@@ -46,7 +46,7 @@ from groundup.errors import UserError, refuse
 from groundup.files import disk
 from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_zip, is_inside, read_json
-from groundup.tokens.mixture import changed_entry
+from groundup.tokens.batches import changed_entry
 from groundup.train import huggingface, ranks
 from groundup.train.config_json import is_as_saved
 from groundup.train.device import seed_everything, set_rng_state

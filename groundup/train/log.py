@@ -26,8 +26,7 @@ from tqdm import tqdm
 from configurator import defaults_of
 from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
-from groundup.tokens.batches import Batches
-from groundup.tokens.mixture import Corpus
+from groundup.tokens.batches import Batches, Corpus
 from groundup.train import ranks
 from groundup.train.checkpoint import made_by_a_run
 from groundup.train.device import hardware, peak_memory_gib, versions

@@ -11,7 +11,7 @@ from groundup.errors import UserError
 from groundup.generate.openai_format import template_settings
 from groundup.generate.rendering import Renderer
 from groundup.tokens import templates
-from groundup.tokens.foreign import to_json
+from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from groundup.generate.call_forms import CallReader
 from groundup.generate.completion import call_ids, never_sampled
 from groundup.generate.engine import StopStrings
 from groundup.generate.openai_answer import ThoughtReader
-from groundup.tokens.foreign import to_json
+from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, with_specials
 

@@ -11,7 +11,7 @@ import tokenizers
 from groundup.demo.python_docs import chinese_sample
 from groundup.tokens import bpe as bpe_module
 from groundup.tokens.bpe import characters_first, count_chunks, learn_in_python, learn_merges, train_bpe
-from groundup.tokens.foreign import PATTERNS, SAFE_CUT
+from groundup.tokens.engines import PATTERNS, SAFE_CUT
 
 ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be
 repeated. It's not for secrets: they're what the "secrets" module is for, and we'll say so again. I'd read it twice.

@@ -13,9 +13,8 @@ import prepare
 from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.tokens.batches import Batches
-from groundup.tokens.conversations import ChatCorpus, InMemory, Rows, fit, load_rows, read_chat, tokenize_chat
-from groundup.tokens.mixture import changed_entry
+from groundup.tokens.batches import Batches, changed_entry
+from groundup.tokens.conversations import ChatCorpus, ChatRows, InMemory, fit, load_rows, read_chat, tokenize_chat
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer
@@ -99,14 +98,14 @@ def write_talks(path: Path, found: list[list[dict]]) -> str:
     return write(path, [{"messages": messages} for messages in found])
 
 
-def rows_of(found: list[list[dict]], tokenizer, block_size: int, pack: bool, seed: int = 1) -> Rows:
+def rows_of(found: list[list[dict]], tokenizer, block_size: int, pack: bool, seed: int = 1) -> ChatRows:
     store = InMemory(tokenizer)
     for talk in found:
         store.append(tokenize_chat(talk, tokenizer))
-    return Rows(store.conversations(), block_size, pack, seed, "x")
+    return ChatRows(store.take(np.ones(len(found), bool)), block_size, pack, seed, "x")
 
 
-def everything(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def everything(rows: ChatRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x, y with IGNORE, documents of all rows in one batch."""
     numbers = np.arange(rows.n_rows)
     batch = load_rows([rows], np.zeros_like(numbers), numbers)
@@ -119,7 +118,7 @@ def pairs_by_hand(ids: list[int], mask: list[int]) -> tuple[tuple, tuple]:
     return tuple(ids[:-1]), tuple(i if learnt else IGNORE for i, learnt in zip(ids[1:], mask[1:], strict=True))
 
 
-def segments(rows: Rows) -> list[tuple[tuple, tuple]]:
+def segments(rows: ChatRows) -> list[tuple[tuple, tuple]]:
     """(inputs, labels) of every conversation as the model gets it; checks that padding has none."""
     found = []
     for x, y, documents in zip(*everything(rows), strict=True):

@@ -8,8 +8,9 @@ import pytest
 
 from groundup.errors import UserError
 from groundup.files import readers
+from groundup.files.paths import Stage, parse_data_dir, parse_weights
 from groundup.tokens import mixture
-from groundup.tokens.mixture import Mixture, Sampler, Stage, WindowSampler
+from groundup.tokens.mixture import Mixture, Sampler, window_sampler
 
 # ---- one source ------------------------------------------------------------------------------------------------------
 
@@ -45,7 +46,7 @@ def test_windows_of_an_epoch() -> None:
     """Every position is the target of exactly one window, but for fewer than 2T at the ends."""
     for block_size in (1, 2, 3, 8):
         for n_tokens in range(2 * block_size + 1, 8 * block_size + 4):
-            sampler = WindowSampler(n_tokens, block_size, seed=7)
+            sampler = window_sampler(n_tokens, block_size, seed=7)
             n = (n_tokens - 1) // block_size - 1
             assert sampler.per_epoch == n >= 1
             for epoch in range(4):
@@ -57,15 +58,15 @@ def test_windows_of_an_epoch() -> None:
 
 
 def test_epochs_differ_in_order_and_borders_and_seeds_differ() -> None:
-    sampler = WindowSampler(10_000, 16, seed=1)
+    sampler = window_sampler(10_000, 16, seed=1)
     n = sampler.per_epoch
     epochs = [tuple(sampler.starts_of(np.arange(e * n, (e + 1) * n))) for e in range(20)]
     assert len({epoch[0] % 16 for epoch in epochs}) > 8 and len({epoch[:8] for epoch in epochs}) == 20
     mixed = np.random.default_rng(0).permutation(20 * n)  # any order, many epochs at once
     assert np.array_equal(sampler.starts_of(mixed), np.concatenate(epochs)[mixed])
-    assert not np.array_equal(WindowSampler(10_000, 16, seed=2).starts_of(np.arange(n)), epochs[0])
+    assert not np.array_equal(window_sampler(10_000, 16, seed=2).starts_of(np.arange(n)), epochs[0])
     # fixed for ever: a changed order would break the resumption of every run
-    starts = WindowSampler(1000, 10, seed=1337).starts_of(np.array([0, 1, 2, 98, 10**9]))
+    starts = window_sampler(1000, 10, seed=1337).starts_of(np.array([0, 1, 2, 98, 10**9]))
     assert starts.tolist() == [281, 171, 881, 963, 624]
 
 
@@ -77,7 +78,7 @@ def test_rows_come_once_per_epoch() -> None:
 
 
 def test_sources_of_one_size_have_orders_of_their_own() -> None:
-    starts = [WindowSampler(10_000, 16, 1, source).starts_of(np.arange(300)) // 16 for source in range(3)]
+    starts = [window_sampler(10_000, 16, 1, source).starts_of(np.arange(300)) // 16 for source in range(3)]
     assert all((starts[a] == starts[b]).mean() < 0.05 for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
@@ -98,7 +99,7 @@ def test_sources_of_one_size_have_orders_of_their_own() -> None:
     ],
 )  # fmt: skip
 def test_data_dir(spec: str, stages: list[Stage]) -> None:
-    assert mixture.parse_data_dir(spec) == stages
+    assert parse_data_dir(spec) == stages
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_data_dir(spec: str, stages: list[Stage]) -> None:
 )
 def test_mistakes_in_data_dir_name_the_part(spec: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
-        mixture.parse_data_dir(spec)
+        parse_data_dir(spec)
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
 
 
@@ -132,7 +133,7 @@ STAGES = [(0, [0.7, 0.2, 0.1]), (3000, [0.0, 1.0, 0.0]), (3700, [1 / 3, 1 / 3, 1
 
 
 def of_sizes(*n_windows: int) -> list[Sampler]:
-    return [WindowSampler((n + 1) * 8 + 1, 8, 5, source) for source, n in enumerate(n_windows)]
+    return [window_sampler((n + 1) * 8 + 1, 8, 5, source) for source, n in enumerate(n_windows)]
 
 
 def largest_remainder(weights: list[float]) -> list[int]:
@@ -194,7 +195,7 @@ def test_a_later_stage_changes_nothing_before_it() -> None:
 
 
 def test_one_source_alone_has_the_order_of_its_sampler() -> None:
-    sampler = WindowSampler(1000, 10, seed=1337)
+    sampler = window_sampler(1000, 10, seed=1337)
     samples = np.array([0, 1, 2, 98, 1023, 1024, 10**9, 10**15])
     sources, starts = Mixture([sampler], 1337).starts_of(samples)
     assert not sources.any() and np.array_equal(starts, sampler.starts_of(samples))
@@ -253,18 +254,18 @@ def test_names_with_commas_equals_signs_and_brackets(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}\n")
     for name in names:
-        assert mixture.parse_weights(name, name) == {name: None}
-        assert mixture.parse_weights(f"{name}=0.5", name) == {name: 0.5}
+        assert parse_weights(name, name) == {name: None}
+        assert parse_weights(f"{name}=0.5", name) == {name: 0.5}
         assert readers.find_files(name) == [name]
     every = ",".join(names)
-    assert list(mixture.parse_weights(every, every)) == list(names)
+    assert list(parse_weights(every, every)) == list(names)
     assert readers.find_files(every) == list(names)
     weighed = "lang=zh/x.jsonl=2,a,b.jsonl=1,[v2]/y.jsonl=3"
-    assert mixture.parse_weights(weighed, "") == {names[1]: 2.0, names[0]: 1.0, names[2]: 3.0}
+    assert parse_weights(weighed, "") == {names[1]: 2.0, names[0]: 1.0, names[2]: 3.0}
     with pytest.raises(UserError, match="weigh all or none"):
-        mixture.parse_weights("c=1.jsonl=2,a,b.jsonl", "")
+        parse_weights("c=1.jsonl=2,a,b.jsonl", "")
     assert readers.find_files("[v2]/*.jsonl") == ["[v2]/y.jsonl"]
     assert readers.find_files("lang=*/*.jsonl") == ["lang=zh/x.jsonl"]
-    assert mixture.parse_weights("lang=*/*.jsonl=2", "") == {"lang=*/*.jsonl": 2.0}
+    assert parse_weights("lang=*/*.jsonl=2", "") == {"lang=*/*.jsonl": 2.0}
     (tmp_path / "[v2]" / "dataset_info.json").write_text("{}")
     assert readers.find_files("[v2]") == ["[v2]/y.jsonl"]

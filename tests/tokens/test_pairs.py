@@ -18,7 +18,7 @@ from groundup.files.turns import BadRow
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import ChatReader
 from groundup.tokens.mixture import Sampler
-from groundup.tokens.pairs import LabelReader, PairBatch, PairCorpus, load_pairs, read_pair, tokenize_pair
+from groundup.tokens.pairs import LabelReader, PairBatch, PairCorpus, load_pairs, pair_of, tokenize_pair
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer
@@ -269,7 +269,7 @@ def test_nothing_usable_is_one_clear_line(tok, tmp_path):
     with pytest.raises(UserError, match=r"other.jsonl:1: different prompts"):
         PairCorpus(write(tmp_path / "other.jsonl", other), tok, 64, 1)
     with pytest.raises(BadRow) as problem:
-        read_pair(["a list"])
+        pair_of(["a list"])
     assert problem.value.reason == "not understood"
 
 

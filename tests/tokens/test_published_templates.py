@@ -27,7 +27,7 @@ from groundup.files.turns import Pair
 from groundup.kernels.cross_entropy import cross_entropy, token_scores
 from groundup.tokens import pairs
 from groundup.tokens.conversations import ChatCorpus
-from groundup.tokens.foreign import added_token, to_json
+from groundup.tokens.engines import added_token, to_json
 from groundup.tokens.pairs import LabelReader, PairCorpus
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.templates import OPENED

@@ -14,10 +14,12 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from groundup.errors import UserError
+from groundup.files import TOOLS_HEAD, TOOLS_TAIL
 from groundup.files.row_formats import messages_of
+from groundup.tokens import BEGIN
 from groundup.tokens.conversations import ChatReader
-from groundup.tokens.foreign import to_json
-from groundup.tokens.templates import BEGIN, GUARD, ChatTemplate, Piece
+from groundup.tokens.engines import to_json
+from groundup.tokens.templates import GUARD, ChatTemplate, Given, Piece
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, chat_ready, with_specials
 
@@ -150,7 +152,11 @@ def test_tools_and_their_calls():
         {"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."},
     ]  # fmt: skip
-    text, found = marked(ChatTemplate(source, SPECIALS, VARIABLES).pieces(messages, tools=[tool]))
+    listed = TOOLS_HEAD + json.dumps(tool, ensure_ascii=False) + TOOLS_TAIL
+    written = "<tool_call>\n" + json.dumps(call["function"]) + "\n</tool_call>"
+    called = {"role": "assistant", "content": written}
+    rows = [{"role": "system", "content": listed}, messages[0], called, *messages[2:]]
+    text, found = marked(ChatTemplate(source, SPECIALS, VARIABLES).pieces(rows))
     assert text == render_jinja_template([messages], tools=[tool], chat_template=source, **VARIABLES)[0][0]
     learned = "".join(text[i] for i in sorted(found))
     assert '"name": "add", "arguments"' in learned and "<tool_response>" not in learned
@@ -393,7 +399,7 @@ def test_what_a_template_does_not_reach_is_not_computed(constant):
         assert tracemalloc.get_traced_memory()[1] < 10**7
     finally:
         tracemalloc.stop()
-    assert template.text([{"role": "user", "content": "a"}], None, False) == "a</s>"
+    assert template.text(Given([{"role": "user", "content": "a"}])) == "a</s>"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no copy is made elsewhere")

@@ -20,8 +20,8 @@ from groundup.errors import UserError
 from groundup.kernels.attention import documents_of as documents_of_ids
 from groundup.tokens import IGNORE, token_files
 from groundup.tokens.batches import Batches, TextCorpus, Windows, load_windows, val_batches
-from groundup.tokens.mixture import Mixture, Packing, WindowSampler, best_fit, pack_rows
-from groundup.tokens.packing import pack
+from groundup.tokens.mixture import Mixture, window_sampler
+from groundup.tokens.packing import Packing, best_fit, pack, pack_rows
 from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import PackedData, TokenData, npy_header
 from groundup.tokens.token_writer import ShardWriter, verify, write_manifest, write_record
@@ -72,7 +72,7 @@ def batches_of(
     world_size: int = 1, **more: object,
 ) -> Batches:
     """Of this one split alone."""
-    order = Mixture([WindowSampler(split.n_tokens, block_size, seed)], seed)
+    order = Mixture([window_sampler(split.n_tokens, block_size, seed)], seed)
     world = World(rank, rank, world_size)
     return Batches(Alone(split, block_size), order, batch_size, accum_steps, world, **more)
 
@@ -381,7 +381,7 @@ def test_batches_hold_the_samples_of_the_sampler(tmp_path: Path) -> None:
     split = TokenData(tmp_path, "train")
     batches = batches_of(split, 16, 3, 2, seed=9, first_step=4)
     assert batches.position(4) == 24
-    starts = WindowSampler(split.n_tokens, 16, 9).starts_of(np.arange(24, 24 + 60))
+    starts = window_sampler(split.n_tokens, 16, 9).starts_of(np.arange(24, 24 + 60))
     for k in range(20):
         x, y = batches.next()
         for row_x, row_y, start in zip(x, y, starts[3 * k : 3 * k + 3], strict=True):
@@ -408,7 +408,7 @@ class Strange:
 
 def test_batches_of_another_kind(tmp_path: Path) -> None:
     split = row(tmp_path, 2000)
-    order = Mixture([WindowSampler(split.n_tokens, 16, 5)], 5)
+    order = Mixture([window_sampler(split.n_tokens, 16, 5)], 5)
     batches = Batches(Strange(), order, 3, 2, World(0, 0, 1), first_step=1)
     _, starts = order.starts_of(np.arange(6, 12))
     assert batches.count_targets(1) == starts.sum()
@@ -437,7 +437,7 @@ def test_an_epoch_is_every_window_once_over_all_ranks(tmp_path: Path, world_size
     ranks = [take(split, 12 // world_size, 1, 8, rank, world_size) for rank in range(world_size)]
     windows = torch.cat(ranks).view(-1, 16)
     assert len(windows) == 96 and len({tuple(window.tolist()) for window in windows}) == 96
-    offset = WindowSampler(split.n_tokens, 16, 5).starts_of(np.arange(96)).min()
+    offset = window_sampler(split.n_tokens, 16, 5).starts_of(np.arange(96)).min()
     expected = split.window(int(offset), 96 * 16).reshape(96, 16)
     assert sorted(windows.tolist()) == sorted(expected.tolist())
 

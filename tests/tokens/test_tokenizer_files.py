@@ -13,7 +13,7 @@ import prepare
 from configurator import is_key
 from groundup.errors import UserError
 from groundup.text.workers import WorkerLost
-from groundup.tokens.foreign import added_token, to_json
+from groundup.tokens.engines import added_token, to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, chat_ready
 

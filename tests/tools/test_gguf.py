@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from groundup.errors import UserError
-from groundup.tokens.foreign import to_json
+from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from groundup.train import huggingface
 from tokenizer import Tokenizer, with_specials

@@ -27,7 +27,7 @@ from groundup.generate.completion import begin_prompt, generate
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import score_tokens
 from groundup.tokens.conversations import ChatCorpus
-from groundup.tokens.foreign import PATTERNS
+from groundup.tokens.engines import PATTERNS
 from groundup.train import huggingface
 from model import rope_frequencies, rotate
 from tokenizer import Tokenizer

@@ -1,16 +1,20 @@
-"""Tokenizers in the file formats of other libraries: read, checked, and given more special tokens.
+"""Engines that turn text into ids and back: how the files of a tokenizer are read, checked, run.
 
-A tokenizer is here its files, {name: content}, as in a Hugging Face directory: tokenizer.json
-(byte-level BPE) or tokenizer.model (sentencepiece), with tokenizer_config.json. tokenizer.py runs
-them, training.py makes new ones.
+"bpe" splits text into chunks by a regular expression and merges the most frequent neighbours inside
+them, starting from the 256 bytes, so that every text has ids and decodes to itself. tiktoken runs
+it, if it gives the ids that tokenizer.json says (`read_bpe` checks that). "tokenizers" runs any
+other tokenizer.json by the library of that name. "sentencepiece" is that library's BPE over
+characters, with byte fallback: a tokenizer.model.
+
+text_tokenizer.py opens a tokenizer's directory and chooses the engine.
 """
 
 import hashlib
 import itertools
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +23,9 @@ import sentencepiece
 import tiktoken
 
 from groundup.errors import UserError
-from groundup.files.untrusted import parse_object, read_bytes, read_json, scrub, why_unusable
+from groundup.files.untrusted import scrub, why_unusable
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a directory has one of them; the first wins
 SIZE_STEP = 128  # vocabularies are padded to a multiple: the matrix products of the head are faster
-MOST_IDS = 2**24  # of a tokenizer; a file may give a token any number
 
 # ---- how text is cut into chunks -------------------------------------------------------------
 
@@ -77,7 +79,7 @@ def blocks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-# ---- tokenizer.json: byte-level BPE ----------------------------------------------------------
+# ---- how tokenizer.json writes tokens --------------------------------------------------------
 
 
 def byte_alphabet() -> dict[int, str]:
@@ -106,8 +108,169 @@ def in_bytes(word: str) -> bytes:
         raise UserError(f"its token {word!r} is not in byte-level BPE's alphabet") from None
 
 
+def added_token(content: str, token_id: int = -1) -> dict:
+    """Return a special token's entry in tokenizer.json, or, without an id, in the config."""
+    entry = {"id": token_id} if token_id >= 0 else {}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return entry | {"content": content} | flags | {"special": True}
+
+
 def to_json(value: dict) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+# ---- what every engine has -------------------------------------------------------------------
+
+# Where a text stands: some tokenizers put a space before every text, others not after a marker
+START, AFTER_MARKER, INSIDE = "start", "after a marker", "inside a text"
+Spans = tuple[list[int], list[int], list[int]]  # ids, where each begins and ends in the text
+SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so in text it is written as bytes
+
+
+class Engine:
+    """Ids of ordinary text.
+
+    special_tokens {text: id}: ordinary text never becomes one of them
+    words {text: id}: added words that ordinary text does become (Qwen's "<think>")
+    token_bytes {id: bytes} of all tokens that are not special
+    """
+
+    special_tokens: dict[str, int]
+    words: dict[str, int]
+    token_bytes: dict[int, bytes]
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_spans(text)[0]
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return `encode` as uint32 (n,)."""
+        return np.array(self.encode(text), np.uint32)
+
+    def encode_spans(self, text: str, place: str = START) -> Spans:
+        """Return the ids of a text, and where each begins and ends: in bytes or characters."""
+        raise NotImplementedError
+
+    def position(self, text: str, end: int) -> int:
+        """Return where text[:end] ends, as encode_spans counts."""
+        raise NotImplementedError
+
+    def identity(self) -> list:
+        """Return all that decides the ids, besides the special tokens, as plain values."""
+        raise NotImplementedError
+
+    def encode_parts(self, text: str, cuts: Sequence[int], place: str) -> Spans:
+        """Return the Spans of a text that is encoded in parts, so that no token crosses a cut."""
+        ids, begins, ends, start = [], [], [], 0
+        for begin, end in itertools.pairwise([0, *cuts, len(text)]):
+            part = text[begin:end]
+            new, part_begins, part_ends = self.encode_spans(part, INSIDE if begin else place)
+            ids += new
+            begins += [start + one for one in part_begins]
+            ends += [start + one for one in part_ends]
+            start += self.position(part, len(part))
+        return ids, begins, ends
+
+
+# ---- byte-level BPE: tokenizer.json by tiktoken ----------------------------------------------
+
+IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))  # bytes; a vocabulary may lack the others, or some
+# Letters, digits, marks, emoji, quotes and white space of many kinds: a pattern must match them all
+ALL_KINDS = (
+    "a Z1\u0664 \u00e9\u0915\u093f \u7532\U0001f600 _'s'!\u3002 "
+    "\t\r\n\n \x00\x85\u00a0\u2028\u200b\ufffd  "
+)
+
+
+class ByteLevelBPE(Engine):
+    """The engine "bpe": a tokenizer.json, our own or another's, run by tiktoken.
+
+    pattern: the regular expression that cuts text into chunks. nfc: whether text is first brought
+    to Unicode's form C. missing: bytes that UTF-8 uses and that have no token.
+    """
+
+    def __init__(self, description: dict) -> None:
+        """Take a parsed tokenizer.json. Raise Unsupported if tiktoken would differ."""
+        found = read_bpe(description)
+        self.special_tokens = found.specials
+        self.pattern = found.pattern
+        self.nfc = found.nfc
+        self.words = found.words
+        self.added_words = set(found.words)  # tiktoken takes no other collection
+        self.encoding = tiktoken.Encoding(
+            "bpe",
+            pat_str=found.pattern,
+            mergeable_ranks=found.ranks,
+            special_tokens=found.specials | found.words,
+        )
+        self.token_bytes = {i: token for token, i in found.ranks.items()}
+        self.token_bytes |= {i: word.encode() for word, i in found.words.items()}
+        self.sizes = {i: len(token) for i, token in self.token_bytes.items()}
+        self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in found.ranks)
+        # The pattern may be anybody's. Try it before any text that matters is cut by it.
+        check_pattern(self.encoding, self.pattern)
+        wanted = ALL_KINDS.encode().translate(None, self.missing)
+        if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != wanted:
+            leaves_out = f"its pattern leaves out part of the text: {self.pattern!r:.200}"
+            raise Unsupported(leaves_out)
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) > MAX_CHARS:
+            return self.encode_array(text).tolist()
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
+        if self.missing and self.lacks(text):
+            return self.encode_without(text)
+        if self.words:  # these are found before the pattern cuts the text
+            words = self.added_words
+            return self.encoding.encode(text, allowed_special=words, disallowed_special=())
+        return self.encoding.encode_ordinary(text)  # replaces surrogates itself
+
+    def encode_array(self, text: str) -> np.ndarray:
+        text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
+        parts = []
+        for block in blocks(text):
+            if self.missing and self.lacks(block):
+                parts.append(np.array(self.encode_without(block), np.uint32))
+            else:
+                to_numpy, words = self.encoding.encode_to_numpy, self.added_words
+                parts.append(to_numpy(block, allowed_special=words, disallowed_special=()))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def lacks(self, text: str) -> bool:
+        """Return whether a text has bytes without a token."""
+        data = scrub(text).encode()
+        return len(data) > len(data.translate(None, self.missing))
+
+    def encode_without(self, text: str) -> list[int]:
+        """Return the ids of a text with bytes that have no token: merge chunks without them."""
+        ids = []
+        words = "|".join(map(re.escape, self.words))
+        for part in re.split(f"({words})", scrub(text)) if words else [scrub(text)]:
+            if part in self.words:
+                ids.append(self.encoding.encode_single_token(part))
+                continue
+            for chunk in regex.findall(self.pattern, part):
+                if data := chunk.encode().translate(None, self.missing):
+                    ids += self.encoding._encode_single_piece(data)
+        return ids
+
+    def encode_spans(self, text: str, place: str = START) -> Spans:
+        """Return the ids of a text, and the bytes at which each begins and ends."""
+        # The tokens are the bytes of the text, one behind the other, so their sizes are enough.
+        ids, sizes = self.encode(text), self.sizes
+        borders = [0, *itertools.accumulate([sizes[i] for i in ids])]
+        return ids, borders[:-1], borders[1:]
+
+    def position(self, text: str, end: int) -> int:
+        seen = scrub(text[:end])
+        if self.nfc:
+            seen = unicodedata.normalize("NFC", seen)
+        return len(seen.encode().translate(None, self.missing))
+
+    def identity(self) -> list:
+        # in the order of the merges
+        tokens = [(i, token.hex()) for i, token in sorted(self.token_bytes.items())]
+        return [self.pattern, self.nfc, sorted(self.words), tokens]
 
 
 class ByteLevel(NamedTuple):
@@ -139,6 +302,7 @@ def read_bpe(description: dict) -> ByteLevel:
     if model.get("type") != "BPE" or any(model.get(key) for key in others):
         raise Unsupported(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
 
+    # newer files list added tokens among the others, too
     names = specials.keys() | words.keys()
     ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in names}
     ids = [*ranks.values(), *specials.values(), *words.values()]
@@ -161,6 +325,7 @@ def check_words(added: list[dict], specials: dict[str, int], words: dict[str, in
     """Raise Unsupported for added words that tiktoken would not find in the same places."""
     flags = ("lstrip", "rstrip", "single_word")
     flagged = any(token.get(flag) for token in added if not token["special"] for flag in flags)
+    # in sorted order a name stands right before those that begin with it
     names = sorted([*specials, *words])
     overlap = any(after.startswith(name) for name, after in itertools.pairwise(names))
     if flagged or (words and overlap):
@@ -171,6 +336,7 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
     """Return the regular expression that splits text into chunks.
 
     Raise Unsupported for other ways to split text."""
+    # Three ways are known: ByteLevel alone (GPT-2), with Digits (SmolLM), with a Split (all newer).
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     *splits, last = steps
     kinds = [step.get("type") for step in steps]
@@ -198,7 +364,7 @@ def check_pattern(encoding: tiktoken.Encoding, pattern: str) -> None:
             encoding.encode_ordinary(text)
             regex.findall(pattern, text)
 
-    if pattern in (*PATTERNS.values(), DIGITS_GPT2):
+    if pattern in (*PATTERNS.values(), DIGITS_GPT2):  # ours are tested
         return
     if why := why_unusable(split):
         raise UserError(f"its pattern cannot be used: {why}: {pattern!r:.200}")
@@ -206,6 +372,7 @@ def check_pattern(encoding: tiktoken.Encoding, pattern: str) -> None:
 
 def named_panic(error: BaseException) -> BaseException:
     """Return a UserError for a panic of the library that splits text; other errors as they are."""
+    # Rust's panics come as a BaseException of a class that no module exports
     if type(error).__name__ != "PanicException":
         return error
     what = " ".join(str(error).split())
@@ -233,6 +400,7 @@ def check_merges(
     does. Then no merges need to lead to a token if the list has all its splits into two tokens
     (Llama 3's was made from the tokens).
     """
+    # First condition: the ids of what the merges make ascend.
     made = [
         ranks.get(left + right, -1) if left in ranks and right in ranks else -1
         for left, right in merges
@@ -240,6 +408,7 @@ def check_merges(
     if made and (min(made) < 0 or made != sorted(made)):
         why = "are not in the order of the token ids, or make tokens that do not exist"
         raise Unsupported(f"its merges {why}")
+    # Second condition: joining leads to each token by way of a listed pair.
     listed = set(merges)
     for token, rank in ranks.items():
         parts = merge_below(token, rank, ranks)
@@ -268,15 +437,9 @@ def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes
 
 # ---- any other tokenizer.json: the library tokenizers ----------------------------------------
 
-# Where a text stands: some tokenizers put a space before every text, others not after a marker
-START, AFTER_MARKER, INSIDE = "start", "after a marker", "inside a text"
-Spans = tuple[list[int], list[int], list[int]]  # ids, where each begins and ends in the text
 
-
-class LibraryTokenizer:
-    """A tokenizer.json that tiktoken cannot run, by the library it was made for.
-
-    Attributes as in ByteLevelBPE."""
+class LibraryTokenizer(Engine):
+    """The engine "tokenizers": a tokenizer.json that tiktoken cannot run."""
 
     def __init__(self, description: dict, why: str) -> None:
         """Take a parsed tokenizer.json. why: what tiktoken cannot do, for errors (UserError)."""
@@ -285,7 +448,8 @@ class LibraryTokenizer:
         except ImportError:
             raise UserError(f"{why}; to use it: pip install tokenizers==0.23.3") from None
         self.sha256 = hashlib.sha256(to_json(description)).hexdigest()
-        # its post-processor would add special tokens, and change where tokens begin
+        # Its post-processor would add special tokens, and change where tokens begin. Truncation and
+        # padding are for training in other frameworks.
         plain = description | {"truncation": None, "padding": None, "post_processor": None}
         self.plain, self.make = json.dumps(plain), tokenizers.Tokenizer.from_str
         self.runners: dict[str, Any] = {}
@@ -298,6 +462,10 @@ class LibraryTokenizer:
 
         self.special_tokens, self.words = added_ids(description.get("added_tokens") or [])
         self.names = re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
+        self.token_bytes = self._token_bytes(description, why)
+
+    def _token_bytes(self, description: dict, why: str) -> dict[int, bytes]:
+        # the decoder says how the vocabulary writes bytes
         decoder = json.dumps(description.get("decoder"))
         if '"ByteLevel"' in decoder:
             to_bytes = in_bytes
@@ -309,11 +477,12 @@ class LibraryTokenizer:
         if not isinstance(vocab, dict):  # Unigram: [[piece, score], ...]
             vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
         special = self.special_tokens
-        self.token_bytes = {i: to_bytes(word) for word, i in vocab.items() if word not in special}
-        self.token_bytes |= {i: word.encode() for word, i in self.words.items()}
+        found = {i: to_bytes(word) for word, i in vocab.items() if word not in special}
+        return found | {i: word.encode() for word, i in self.words.items()}
 
     def runner(self, place: str) -> Any:
         """Return the library's tokenizer for texts that stand there."""
+        # The space before a text is a setting of the file, so each place has a runner of its own.
         if place not in self.runners:
             text = self.plain
             if place != START:
@@ -322,7 +491,7 @@ class LibraryTokenizer:
                 text = text.replace('"prepend_scheme": "always"', '"prepend_scheme": "never"')
                 text = text.replace('"add_prefix_space": true', '"add_prefix_space": false')
                 text = re.sub(r'("type": "Prepend", "prepend": )"[^"]*"', r'\1""', text)
-            if place != START and text == self.plain:
+            if place != START and text == self.plain:  # one runner for all places: no space
                 return self.runner(START)
             self.runners[place] = self.make(text)
             # names of special tokens in a text are ordinary text
@@ -336,35 +505,15 @@ class LibraryTokenizer:
         if not {*self.special_tokens.values()}.isdisjoint(found.ids):
             # a Unigram vocabulary may hold the names of special tokens as words: cut those
             if cuts := [match.start() + 1 for match in self.names.finditer(text)]:
-                return joined(self, text, cuts, place)
+                return self.encode_parts(text, cuts, place)
         begins, ends = zip(*found.offsets, strict=True) if found.ids else ((), ())
         return found.ids, list(begins), list(ends)
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_spans(text)[0]
-
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), dtype=np.uint32)
-
     def position(self, text: str, end: int) -> int:
-        """Return where text[:end] ends, as encode_spans counts."""
-        return end
+        return end  # the library counts characters
 
     def identity(self) -> list:
         return [self.sha256]
-
-
-def joined(engine: Any, text: str, cuts: Sequence[int], place: str) -> Spans:
-    """Return the Spans of a text that an engine encodes in parts."""
-    ids, begins, ends, start = [], [], [], 0
-    for begin, end in itertools.pairwise([0, *cuts, len(text)]):
-        part = text[begin:end]
-        new, part_begins, part_ends = engine.encode_spans(part, INSIDE if begin else place)
-        ids += new
-        begins += [start + one for one in part_begins]
-        ends += [start + one for one in part_ends]
-        start += engine.position(part, len(part))
-    return ids, begins, ends
 
 
 def bytes_of_piece(piece: str) -> bytes:
@@ -381,10 +530,8 @@ NO_PREFIX = b"\x1a\x02\x18\x00"
 USER_DEFINED = 4  # the type of a piece that is found in every text
 
 
-class SentencePieceBPE:
-    """The backend "sentencepiece": a tokenizer.model, run by sentencepiece.
-
-    Attributes as in ByteLevelBPE."""
+class SentencePieceBPE(Engine):
+    """The engine "sentencepiece": a tokenizer.model, run by sentencepiece."""
 
     def __init__(self, model: bytes, config: dict) -> None:
         """Take a tokenizer.model, and tokenizer_config.json: "added_tokens_decoder", "legacy"."""
@@ -400,8 +547,26 @@ class SentencePieceBPE:
             token | {"id": int(i)} for i, token in added.items()
         ])
         self.token_bytes = {i: word.encode() for word, i in self.words.items()}
-        user_defined = []
-        for i, kind in enumerate(piece_types(model)):
+        user_defined = self._add_pieces(piece_types(model))
+
+        # Llama 2's puts a space before every text, so it would put one after each U+2581, too;
+        # then the ids of U+2581 are its own.
+        self.has_prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
+        names = [f"<0x{byte:02X}>" for byte in SPACE.encode()]
+        self.space_in_bytes = [processor.piece_to_id(name) for name in names]
+        # where no space is put before a text; transformers' "legacy" puts one after a marker
+        self.bare = processor
+        if self.has_prefix:
+            self.bare = sentencepiece.SentencePieceProcessor(model_proto=model + NO_PREFIX)
+        self.legacy = bool(config.get("legacy"))
+        self.breaks = self._find_breaks(user_defined)
+
+    def _add_pieces(self, types: list[int]) -> list[str]:
+        """Sort the pieces of the model into special tokens, words and others.
+
+        Return those that the sentencepiece library finds in every text, "user-defined"."""
+        processor, user_defined = self.processor, []
+        for i, kind in enumerate(types):
             piece = processor.id_to_piece(i)
             if processor.is_control(i) or processor.is_unknown(i):
                 self.special_tokens[piece] = i
@@ -415,24 +580,18 @@ class SentencePieceBPE:
                     self.words[piece] = i
         for i in self.special_tokens.values():
             self.token_bytes.pop(i, None)
-        # Llama 2's puts a space before every text, so it would put one after each U+2581, too;
-        # then the ids of U+2581 are its own.
-        self.has_prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
-        names = [f"<0x{byte:02X}>" for byte in SPACE.encode()]
-        self.space_in_bytes = [processor.piece_to_id(name) for name in names]
-        # where no space is put before a text; transformers' "legacy" puts one after a marker
-        self.bare = processor
-        if self.has_prefix:
-            self.bare = sentencepiece.SentencePieceProcessor(model_proto=model + NO_PREFIX)
-        self.legacy = bool(config.get("legacy"))
+        return user_defined
 
-        # Text is cut at added words, at U+2581, and within user-defined names of special tokens.
-        pieces = {processor.id_to_piece(i) for i in range(processor.get_piece_size())}
+    def _find_breaks(self, user_defined: list[str]) -> re.Pattern:
+        """Return where text is cut before the library encodes it.
+
+        That is at added words, at U+2581, and within user-defined names of special tokens."""
+        pieces = {self.processor.id_to_piece(i) for i in range(self.processor.get_piece_size())}
         whole = [re.escape(word) for word in self.words if word not in pieces]
         whole += [] if self.has_prefix else [SPACE]
         within = [name for name in user_defined if name in self.special_tokens]
         within = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in within]
-        self.breaks = re.compile("|".join([*within, *whole]) or "(?!)")
+        return re.compile("|".join([*within, *whole]) or "(?!)")
 
     def encode(self, text: str) -> list[int]:
         text = scrub(text)
@@ -444,9 +603,11 @@ class SentencePieceBPE:
         """Return the ids of a text, and the bytes at which each begins and ends."""
         text = scrub(text)
         ids, begins, ends, start, at = [], [], [], 0, 0
+        # part, break, part, break, ..., part: the last round has no break
         for found in [*self.breaks.finditer(text), None]:
             name = found[0] if found else ""
             is_whole = name in self.words or name == SPACE
+            # within the name of a special token the cut is behind its first character
             end = found.start() + (not is_whole) if found else len(text)
             new = self._encode_part(text[at:end], place)
             ids += [i for i, _, _ in new]
@@ -475,11 +636,7 @@ class SentencePieceBPE:
                 one[2] = following[2]
         return found
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), dtype=np.uint32)
-
     def position(self, text: str, end: int) -> int:
-        """Return where text[:end] ends, as encode_spans counts."""
         return len(scrub(text[:end]).encode())
 
     def identity(self) -> list:
@@ -492,6 +649,7 @@ def piece_types(model: bytes) -> list[int]:
     A piece is field 1: its text (field 1), score (2) and type (3), in protobuf's wire format."""
 
     def varint(at: int) -> tuple[int, int]:
+        # seven bits a byte, the lowest first; the eighth bit says that another byte follows
         value = shift = 0
         while True:
             value |= (model[at] & 127) << shift
@@ -502,6 +660,8 @@ def piece_types(model: bytes) -> list[int]:
     def fields(at: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (number, begin, end or value) of the fields there."""
         while at < end:
+            # The low three bits of a key say how the value is written: 0 = a varint, 1 and 5 =
+            # eight and four bytes, 2 = its size, then bytes.
             key, at = varint(at)
             number, wire = key >> 3, key & 7
             size, begin = varint(at) if wire in (0, 2) else ({1: 8, 5: 4}[wire], at)
@@ -510,122 +670,3 @@ def piece_types(model: bytes) -> list[int]:
 
     pieces = [(begin, end) for number, begin, end in fields(0, len(model)) if number == 1]
     return [next((v for n, _, v in fields(*one) if n == 3), 1) for one in pieces]
-
-
-SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so in text it is written as bytes
-
-
-# ---- what the files say beside the ids -------------------------------------------------------
-
-
-def files_of(directory: Path) -> Path:
-    """Return where a tokenizer's files are: those of a run are in its newest checkpoint."""
-    has_own = any((directory / name).exists() for name in TOKENIZERS)
-    is_run = (directory / "latest").is_dir() and not has_own
-    return directory / "latest" if is_run else directory
-
-
-def begins_text(files: dict[str, bytes], config: dict) -> bool:
-    """Return whether the tokenizer puts its begin token before every text.
-
-    Ask tokenizer_config.json, then the template in tokenizer.json; for a sentencepiece model do
-    what transformers does for Llama's."""
-    if "add_bos_token" in config:
-        return bool(config["add_bos_token"])
-    if "tokenizer.json" not in files:
-        return str(config.get("tokenizer_class", "")).startswith("Llama")
-    processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
-    steps = processor.get("processors") or [processor]
-    templates = [step for step in steps if step.get("type") == "TemplateProcessing"]
-    return any("SpecialToken" in step["single"][0] for step in templates)
-
-
-def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by their names, "default" and "tool_use" ..."""
-    found = config.get("chat_template") or ""
-    if isinstance(found, list):
-        named = {one["name"]: one["template"] for one in found}
-    else:
-        named = {"default": found}
-    if "chat_template.jinja" in files:
-        named["default"] = files["chat_template.jinja"].decode()
-    return named
-
-
-def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the FILES of a tokenizer with what a directory's other files say.
-
-    These are additional_chat_templates/NAME.jinja and, in old directories, special_tokens_map.json:
-    {"eos_token": name}, and added_tokens.json: {name: id}."""
-    config = parse_object(files.get("tokenizer_config.json", b"{}"))
-    changes = {}
-    more = sorted(directory.glob("additional_chat_templates/*.jinja"))
-    if more:
-        named = find_templates(files, config) | {
-            path.stem: read_bytes(path).decode() for path in more
-        }
-        listed = [{"name": name, "template": source} for name, source in named.items() if source]
-        changes["chat_template"] = listed
-        files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
-    tokens, names = config.get("added_tokens_decoder") or {}, directory / "special_tokens_map.json"
-    if not tokens and names.exists():
-        for key, name in read_json(names).items():
-            if key.endswith("_token") and config.get(key) != name:
-                changes[key] = name
-    added = directory / "added_tokens.json"
-    if added.exists():
-        tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
-        changes["added_tokens_decoder"] = tokens
-    if "tokenizer.json" in files:
-        files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
-        changes.pop("added_tokens_decoder", None)
-    return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
-
-
-def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
-    """Return a tokenizer.json with those of the tokens {id: token} that it lacks."""
-    lacking = [
-        {"id": int(i)} | token
-        for i, token in tokens.items()
-        if not any(form in tokenizer_json for form in as_written(token["content"]))
-    ]
-    if not lacking:
-        return tokenizer_json
-    description = parse_object(tokenizer_json)
-    added, vocab = description.get("added_tokens") or [], description["model"]["vocab"]
-    taken = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
-    taken |= {token["id"] for token in added}
-    description["added_tokens"] = added + [one for one in lacking if one["id"] not in taken]
-    return to_json(description)
-
-
-def as_written(text: str) -> list[bytes]:
-    """Return a text as JSON files write it, with and without escapes."""
-    return [json.dumps(text, ensure_ascii=escaped).encode() for escaped in (False, True)]
-
-
-def find_special(
-    special_tokens: dict[str, int],
-    config: dict,
-    generation_config: dict,
-    key: str,
-    name: str = "",
-    default: int = -1,
-) -> int:
-    """Return the id of the special token `name`, or else of the one that the files name `key`.
-
-    tokenizer_config.json has it as a text or {"content": text}, generation_config.json under
-    `key`_id as a number or a list."""
-    token = config.get(key)
-    token = token["content"] if isinstance(token, dict) else token
-    ids = generation_config.get(key + "_id")
-    candidates = [special_tokens.get(name), special_tokens.get(token)]
-    candidates += ids if isinstance(ids, list) else [ids]
-    return next((i for i in candidates if i in special_tokens.values()), default)
-
-
-def added_token(content: str, token_id: int = -1) -> dict:
-    """Return a special token's entry in tokenizer.json, or, without an id, in the config."""
-    entry = {"id": token_id} if token_id >= 0 else {}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return entry | {"content": content} | flags | {"special": True}
