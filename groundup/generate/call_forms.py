@@ -145,7 +145,9 @@ JSON = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
 OPENING = re.compile(r"\s*(?:;\s*)?(?=[\[{])")  # of the first value, or of one that follows
 NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\{)")  # Mistral's
 # DeepSeek-V3 and R1: function SEP name ```json {...} ```; DeepSeek-V3.1: name SEP {...}
-DEEPSEEK_CALL = re.compile(rf"\s*{CALL_BEGIN}(?:function{SEP})?([\w.-]+)\s*(?:(?:{SEP}|```json)\s*)?(?=\{{)")
+DEEPSEEK_CALL = re.compile(
+    rf"\s*{CALL_BEGIN}(?:function{SEP})?([\w.-]+)\s*(?:(?:{SEP}|```json)\s*)?(?=\{{)"
+)
 DEEPSEEK_END = re.compile(rf"\s*(?:```\s*)?{CALL_END}")
 
 
@@ -218,7 +220,9 @@ def keyed_call(text: str, begin: re.Match, types: Types) -> tuple[list[dict], in
     return [call_of({"name": begin[1], "arguments": arguments})], end
 
 
-def tagged(text: str, end: int, pattern: re.Pattern, is_text: Mapping[str, bool]) -> tuple[dict, int]:
+def tagged(
+    text: str, end: int, pattern: re.Pattern, is_text: Mapping[str, bool]
+) -> tuple[dict, int]:
     """Return the arguments that are written as `pattern`, a key and a value each, and their end."""
     arguments = {}
     while one := pattern.match(text, end):
