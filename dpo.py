@@ -42,12 +42,10 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus
 from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.arithmetic import check_arithmetic
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     autocast,
-    check_compiler,
     choose_device,
     choose_dtype,
     peak_flops,
@@ -341,11 +339,9 @@ if __name__ == "__main__":
     base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
-    check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if compile:
-        check_compiler(torch_device)
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)

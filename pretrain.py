@@ -28,12 +28,10 @@ from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.arithmetic import check_arithmetic
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     autocast,
-    check_compiler,
     choose_device,
     choose_dtype,
     peak_flops,
@@ -297,14 +295,12 @@ if __name__ == "__main__":
     base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
-    check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if doc_mask:
         model.delimiter_id = tokenizer.eot_id
         model.most_documents = corpus.most_documents()
     if compile:
-        check_compiler(torch_device)
         compile_loss(torch_device)
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):

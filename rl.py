@@ -36,11 +36,9 @@ from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
-from groundup.train.arithmetic import check_arithmetic
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
-    check_compiler,
     choose_device,
     choose_dtype,
     peak_flops,
@@ -327,7 +325,6 @@ if __name__ == "__main__":
     else:
         huggingface.load_start(model, init_dir, n_known, tokenizer)
     base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
-    check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     models = [model]
 
@@ -364,7 +361,6 @@ if __name__ == "__main__":
     for network in models:
         network.activation_checkpointing = activation_checkpointing
     if compile:
-        check_compiler(torch_device)
         # A block is compiled for each model, with gradients and without, and for other lengths.
         torch._dynamo.config.recompile_limit = 32
         for network in models:

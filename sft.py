@@ -32,12 +32,10 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
 from groundup.tokens.rows import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.arithmetic import check_arithmetic
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     autocast,
-    check_compiler,
     choose_device,
     choose_dtype,
     peak_flops,
@@ -329,12 +327,10 @@ if __name__ == "__main__":
         distillation = Distillation(distill_weight, distill_beta, distill_temperature)
 
     # ---- device, compile, data parallel, optimizer
-    check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     model.most_documents = corpus.most_documents()
     if compile:
-        check_compiler(torch_device)
         compile_loss(torch_device)
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):

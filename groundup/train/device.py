@@ -1,14 +1,8 @@
 """The machine a run uses: device, dtype, random state, memory, versions."""
 
 import contextlib
-import math
-import os
 import platform
 import re
-import shutil
-import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -19,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, refuse, say
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -44,6 +38,11 @@ def choose_device(name: str, local_rank: int = 0, plan_only: bool = False) -> to
     kind = name.partition(":")[0]
     known = kind in ("cuda", "mps", "cpu")
     refuse(not known, f"device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
+    if kind == "mps":
+        # Before 2.13 its fused AdamW knew neither clipping nor skipped steps.
+        too_old = torch.__version__ < (2, 13)
+        refuse(too_old, f"device='mps' needs torch 2.13 or newer, this is {torch.__version__}")
+        say("warning     device='mps' has not been tested; compare with device='cpu' first")
     if kind != "cuda" or plan_only:
         return torch.device(name)
 
@@ -79,28 +78,6 @@ def choose_dtype(name: str, device: torch.device, scaled: bool = False) -> torch
     if native:
         return torch.bfloat16
     return torch.float16 if scaled and device.type == "cuda" else torch.float32
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raise UserError if torch.compile cannot work on a CPU: it compiles C++ against Python."""
-    if device.type != "cpu":
-        return
-    usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    compiler = os.environ.get("CXX", usual)  # what torch would call
-    text = f"compile=True needs a C++ compiler on a CPU; install {compiler}"
-    refuse(not shutil.which(compiler), f"{text} or use compile=False")
-
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    text = f"compile=True needs {header}; install python3-dev or use compile=False"
-    refuse(not header.exists(), text)
-
-    # What is compiled must also run where it is written.
-    directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    is_noexec = False
-    if hasattr(os, "ST_NOEXEC") and os.path.isdir(directory):
-        is_noexec = os.statvfs(directory).f_flag & os.ST_NOEXEC
-    text = f"compile=True needs programs to run in {directory}, which is mounted noexec"
-    refuse(is_noexec, f"{text}; set TMPDIR to another directory or use compile=False")
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -202,32 +179,6 @@ def peak_memory_gib(device: torch.device) -> float:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
     return 0.0
-
-
-def memory_limit(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
-    """Return the bytes that this process may use, infinity where the system does not tell."""
-    limits = [math.inf]  # the lowest counts
-    lines = []
-    with contextlib.suppress(OSError):  # no Linux
-        meminfo = Path(proc, "meminfo").read_text(encoding="utf-8")
-        limits.append(1024 * int(re.search(r"MemTotal:\s+(\d+) kB", meminfo)[1]))
-        lines = Path(proc, "self/cgroup").read_text(encoding="utf-8").splitlines()
-
-    # A control group (of a container or a job) may allow less. In a line
-    # number:controllers:path, number 0 means version 2 of the interface.
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            group, file = Path(cgroups, path.lstrip("/")), "memory.max"
-        elif "memory" in controllers.split(","):
-            group, file = Path(cgroups, "memory", path.lstrip("/")), "memory.limit_in_bytes"
-        else:
-            continue
-        # Each group limits those below it.
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no such file; "max"
-                limits.append(int((folder / file).read_text(encoding="utf-8")))
-    return min(limits)
 
 
 # ---- what figures depend on ----------------------------------------------------------------------
