@@ -75,9 +75,7 @@ class Saver:
         self.config, self.data_record = config, data_record
         self.base, self.model_format = base, model_format
         self.saved = True  # False if the last save failed
-        self.timeout_s = config["timeout_s"]
         self.newest_step = log.steps_done
-        self.memory = HostMemory()
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
         # Python waits for this thread before it exits, after an exception too.
@@ -99,7 +97,7 @@ class Saver:
         ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: plain data and tensors, added to
         the training state.
         """
-        # The copy before this one must be written: its memory is used again.
+        # The copy before this one must be written: host memory has room for one.
         self.wait()
         ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
         # Training on would write into a directory that nobody looks at.
@@ -107,7 +105,7 @@ class Saver:
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
-        copied = self.memory.copy(self._content(step, model, ddp, opt, scaler, extra or {}))
+        copied = to_host(self._content(step, model, ddp, opt, scaler, extra or {}))
         # From here on training may change all tensors: the thread writes the copies, and reads of
         # the model only its architecture.
         self.pending.append(self.pool.submit(self._write, step, model, copied))
@@ -162,7 +160,6 @@ class Saver:
         # All ranks have the same work under way, in the same order.
         pending, self.pending = self.pending, []
         for future in pending:
-            ranks.wait_together(future, self.timeout_s)
             future.result()  # raises LostRank, or a mistake in our code
 
     def close(self) -> None:
@@ -179,7 +176,6 @@ class Saver:
     def _write(self, step: int, model: Transformer, copied: dict[str, dict]) -> None:
         """Write a checkpoint, then note it in the log and update links."""
         final = self.out_dir / f"step_{step:06d}"
-        self.memory.wait()
         if ranks.rank() == 0:
             problem = self._write_on_rank_0(final, model, copied)
         else:
@@ -257,52 +253,18 @@ def let_training_go_first() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-class HostMemory:
-    """Copies of tensors in host memory. The memory is used again for the next copy."""
-
-    # To allocate gigabytes takes longer than to copy them. Copies from a GPU are page-locked, so
-    # that they run while the CPU goes on.
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
-        self.n_used = 0
-        self.device = 0
-        self.done: torch.cuda.Event | None = None
-
-    @torch.no_grad()
-    def copy(self, value: Any) -> Any:
-        """Return `value` with a copy of every tensor in its dicts and lists."""
-        # The copies before this one are overwritten. Call `wait` before reading these.
-        self.n_used = 0
-        copied = self._copy(value)
-        if torch.cuda.is_initialized():
-            self.device = torch.cuda.current_device()
-            self.done = torch.cuda.current_stream().record_event()
-        return copied
-
-    def wait(self) -> None:
-        """Wait until the GPU has finished the copies. Any thread may call it."""
-        if self.done is not None:
-            torch.cuda.set_device(self.device)  # a new thread would open a context on GPU 0
-            self.done.synchronize()
-
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self._copy(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)([self._copy(item) for item in value])
-        if not isinstance(value, Tensor):
-            return value
-        # In host memory already: gathered for this save, or a random state.
-        if torch.cuda.is_initialized() and not value.is_cuda:
-            return value
-        # The buffer that held this tensor last time, or a new one.
-        i = self.n_used
-        self.n_used += 1
-        sizes = [(buffer.shape, buffer.dtype) for buffer in self.buffers[i : i + 1]]
-        if sizes != [(value.shape, value.dtype)]:
-            new = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self.buffers[i : i + 1] = [new]
-        return self.buffers[i].copy_(value, non_blocking=value.is_cuda)
+@torch.no_grad()
+def to_host(value: Any) -> Any:
+    """Return `value` with a copy in host memory of every tensor in its dicts and lists."""
+    if isinstance(value, dict):
+        return {key: to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([to_host(item) for item in value])
+    if not isinstance(value, Tensor):
+        return value
+    # Beside a GPU this is a copy already: gathered for this save, or a random state.
+    is_copy = torch.cuda.is_initialized() and not value.is_cuda
+    return value if is_copy else value.detach().to("cpu", copy=True)
 
 
 # ---- files ---------------------------------------------------------------------------------------
