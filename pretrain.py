@@ -28,7 +28,6 @@ from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     autocast,
@@ -281,8 +280,7 @@ if __name__ == "__main__":
     data_record |= {"max_epochs": max_epochs} | corpus.record()
     if reproducible and torch_device.type == "cpu":  # a product's last bits depend on it
         data_record["OMP_NUM_THREADS"] = torch.get_num_threads()
-    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     huggingface.check_saves(model_config, tokenizer)
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)

@@ -30,7 +30,6 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
 from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     autocast,
@@ -257,8 +256,7 @@ if __name__ == "__main__":
     # ---- the checkpoint to continue, or the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
-    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, state)  # steps

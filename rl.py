@@ -36,7 +36,6 @@ from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
-from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     choose_device,
@@ -314,8 +313,7 @@ if __name__ == "__main__":
         data_record["reference_weights"] = huggingface.shared_fingerprint(init_dir)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
         data_record["critic_weights"] = huggingface.shared_fingerprint(critic_dir)
-    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, state)  # steps

@@ -32,7 +32,6 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
 from groundup.tokens.rows import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     autocast,
@@ -307,8 +306,7 @@ if __name__ == "__main__":
         data_record |= {"teacher_weights": huggingface.shared_fingerprint(teacher_dir)}
         data_record |= {"distill_weight": distill_weight, "distill_beta": distill_beta}
         data_record |= {"distill_temperature": distill_temperature}
-    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, state)  # steps

@@ -35,7 +35,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,7 +65,7 @@ START_OVER = "start over with --resume=never --overwrite=True"
 
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
 OWN_FILES = re.compile(
-    r"(\.lock|config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
+    r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
     r"|\.?latest|\.?best2?|\.?step_\d+)(\.(tmp|old)\d*)?"
 )
 # Users have files of these names too. A run's own have this in their first line.
@@ -243,8 +242,11 @@ def choose(config: dict) -> Path | None:
     out, resume, step = Path(config["out_dir"]), resume_mode(config), config["resume_from"]
 
     # Another run could delete the checkpoint while we read it.
-    if (out / ".lock").exists() or (out / "log.jsonl").exists():
+    try:
+        out.mkdir(parents=True, exist_ok=True)
         lock(out)
+    except OSError as error:
+        raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
     used = bool(run_files(out))
     if resume == "never":
         if used:
@@ -351,8 +353,7 @@ def check_overwrite(config: dict, out: Path) -> None:
 def run_files(out: Path) -> list[str]:
     """Return the names in `out` that a run writes."""
     # A config.py or README.md in the way counts only if its first line is a run's.
-    names = os.listdir(out) if out.exists() else []
-    own = [name for name in names if OWN_FILES.fullmatch(name)]
+    own = [name for name in os.listdir(out) if OWN_FILES.fullmatch(name)]
     return sorted(name for name in own if name not in FIRST_LINES or made_by_a_run(out / name))
 
 
@@ -368,9 +369,8 @@ def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
     # Other names than those of a run do not matter: nothing is written under them.
     suspects = [*NO_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
-    # The first file of a run is config.py, the second log.jsonl.
-    begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
-    if not (begun or (out / "log.jsonl").exists()):
+    # The first file of a run is config.py, so without it nothing here is a run's.
+    if not made_by_a_run(out / "config.py"):
         # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
         # that it is not computed again: dpo.py checks it.
         own = [name for name in run_files(out) if name[0] != "." and not name.endswith(".tmp")]
@@ -395,38 +395,16 @@ def repair(out: Path) -> None:
 
 def link_again(link: Path) -> None:
     """Replace a copy of a checkpoint by a link to it: `cp -rL` and object stores copy what links
-    lead to.
-
-    If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
-    stays.
-    """
-    sums = link / "checksums.json"
-    if link.is_symlink() or not sums.is_file():
+    lead to. What is no copy of a step stays."""
+    copied = link / "checksums.json"
+    if link.is_symlink() or not copied.is_file():
         return
-    # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
-    with suppress(ValueError, KeyError, TypeError):
-        step = link.parent / f"step_{read_state(link / 'train_state.pt')['step']:06d}"
-        original = step / sums.name
-        same = original.is_file() and original.read_bytes() == sums.read_bytes()
-        if step.exists() and not same:  # of another run, perhaps
-            return
-        if step.exists() and is_whole(step):
+    for step in step_dirs(link.parent):
+        original = step / copied.name
+        if original.is_file() and original.read_bytes() == copied.read_bytes():
             discard(link)
-        else:
-            check_bytes(link)
-            if step.exists():
-                discard(step)
-            link.rename(step)
-        link.symlink_to(step.name, target_is_directory=True)
-
-
-def is_whole(step_dir: Path) -> bool:
-    """Return whether every file of a checkpoint is as it was written."""
-    try:
-        check_bytes(step_dir)
-    except UserError:
-        return False
-    return True
+            link.symlink_to(step.name, target_is_directory=True)
+            return
 
 
 def discard(directory: Path) -> None:
@@ -515,20 +493,12 @@ def rate_after(step: int, config: Mapping, warmup: int, max_steps: int) -> float
 
 @ranks.on_rank_0
 def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict:
-    """Make out_dir, without a run for overwrite=True, and write config.py. All ranks call it.
+    """Delete what overwrite=True gives up, and write config.py. All ranks call it.
 
     state: of `find`. Return the settings as recorded.
     """
     out = Path(config["out_dir"])
-    try:
-        # The directory may have come into being since `find`, by a run that began at the same time.
-        out.mkdir(parents=True, exist_ok=True)
-        other_run = not is_locked_here(out) and (out / "log.jsonl").exists()  # `find` saw no log
-        lock(out)
-        refuse(other_run, f"another run has begun in {out}; run the same command again")
-        delete_overwritten(out, config, state["step"])
-    except OSError as error:
-        raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
+    delete_overwritten(out, config, state["step"])
 
     # A resumed run keeps its init_from, unless that was moved, perhaps to config["init_from"].
     recorded = dict(config)
@@ -556,7 +526,7 @@ def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
         path = out / name
         if path.is_dir() and not path.is_symlink():
             discard(path)
-        elif name != ".lock":
+        else:
             path.unlink()
     # ... and with resume_from the steps after it, with the card that tells of them.
     later = [path for path in step_dirs(out) if steps_done and step_of(path) > steps_done]
@@ -575,7 +545,7 @@ LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
 
 def lock(out: Path) -> None:
     """Keep `out` for this process as long as it lives."""
-    if is_locked_here(out):  # since `find`
+    if is_locked_here(out):  # by a run before, in this process
         return
     # The lock is the system's: it ends with the process, however that ends. The file stays open.
     file = open(out / ".lock", "a+", encoding="utf-8")

@@ -807,6 +807,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of pretrain.py that has saved step 3."""
     monkeypatch.setattr("sys.argv", ["pretrain.py"])
     out = tmp_path / "out"
+    assert find(out) is None
     make_run_dir(settings(out), None)
     save(out, 3, tiny(), config={"max_steps": 9, "init_from": "first"}, other={"data": DATA})
     return out
