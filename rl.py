@@ -41,7 +41,6 @@ from groundup.train.device import (
     choose_device,
     choose_dtype,
     peak_flops,
-    seed_everything,
 )
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
@@ -230,7 +229,7 @@ if __name__ == "__main__":
     torch_dtype = choose_dtype(dtype, torch_device)
     # a plan may be for other ranks than the one that prints it
     world_size = ranks.planned_world_size() if plan_only else world.world_size
-    peak = peak_flops(torch_device, torch_dtype)
+    peak = peak_flops(torch_device)
 
     # ---- batch: each rank draws the answers to its own prompts
     check_settings(world_size)
@@ -277,7 +276,7 @@ if __name__ == "__main__":
     check_schedule(config, max_steps)
 
     # ---- model
-    seed_everything(seed)  # of new weights
+    torch.manual_seed(seed)  # of new weights
     init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
     with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = Transformer(model_config)

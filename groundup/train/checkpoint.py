@@ -48,7 +48,7 @@ from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.mixture import changed_entry
 from groundup.train import huggingface, ranks
 from groundup.train.config_json import is_as_saved
-from groundup.train.device import seed_everything, set_rng_state
+from groundup.train.device import set_rng_state
 from groundup.train.huggingface import fail
 from groundup.train.optim import learning_rate_at, warmup_length
 from groundup.train.powersgd import PowerSGD
@@ -57,9 +57,6 @@ from model import ModelConfig, Transformer
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
 LINKS = ("latest", *BEST)
-# Settings that the learning rate of a step depends on; without max_steps, epochs tell the steps.
-OF_THE_RATE = ("learning_rate", "min_lr", "schedule", "warmup_steps", "decay_fraction")
-OF_THE_RATE += ("max_steps", "epochs")
 NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
 START_OVER = "start over with --resume=never --overwrite=True"
 
@@ -386,10 +383,7 @@ def repair(out: Path) -> None:
         with housekeeping("turn copies of checkpoints into links again"):
             link_again(out / name)
     for path in list(out.iterdir()):
-        found = HIDDEN.fullmatch(path.name)
-        if found and found[2] == "old" and not (out / found[1]).exists():
-            path.rename(out / found[1])  # a step that was about to be replaced
-        elif found:
+        if HIDDEN.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -411,7 +405,7 @@ def discard(directory: Path) -> None:
     """Remove a directory of a run."""
     # Renamed first: a half removed step must not look finished.
     hidden = directory.name.startswith(".")
-    temp = directory if hidden else directory.rename(disk.free_name(directory, "tmp"))
+    temp = directory if hidden else directory.rename(disk.free_name(directory, "old"))
     with housekeeping("remove old checkpoints"):
         shutil.rmtree(temp)
 
@@ -460,12 +454,10 @@ def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> st
     # init_from is said apart, because it has no effect.
     changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
     # A longer run decays later, so its learning rate jumps back up.
-    if set(keys) & set(OF_THE_RATE):
-        warmup = warmup_of(config, max_steps, state)
-        before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
-        after = rate_after(state["step"], config, warmup, max_steps)
-        if before != after and state["step"] < max_steps:
-            changed.append(f"so the next learning rate {before:.3g} -> {after:.3g}")
+    before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
+    after = rate_after(state["step"], config, warmup_of(config, max_steps, state), max_steps)
+    if before != after and state["step"] < max_steps:
+        changed.append(f"so the next learning rate {before:.3g} -> {after:.3g}")
     source = config["init_from"]
     text = f"continuing {path} after step {step_of(path)}"
     if changed:
@@ -596,8 +588,8 @@ def restore(
     All ranks call it, after DDP or FSDP. path, state: of `find`. A new run only seeds the
     generators. The optimizer's part of the state is taken out, so that its memory is freed.
     """
-    # Dropout differs by rank.
-    seed_everything(seed + 1_000_003 * state["step"], ranks.rank())  # far apart: it adds the rank
+    # Dropout differs by rank. The step's seeds are far apart, because the rank is added.
+    torch.manual_seed(seed + 1_000_003 * state["step"] + ranks.rank())
 
     # What all ranks share. The scaler's state is empty unless the run was in float16.
     if path:

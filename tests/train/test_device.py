@@ -59,30 +59,24 @@ def test_a_gpu_without_bfloat16_trains_in_float16(native, scaled, dtype, monkeyp
     ("NVIDIA RTX A1000", 0), ("NVIDIA T400 4GB", 0), ("NVIDIA H1000", 0),
 ])  # fmt: skip
 def test_a_gpu_is_known_by_whole_words(name, tflops, monkeypatch):
-    """One that is not known is measured."""
+    """One that is not known has no mfu."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    measured = []
-    monkeypatch.setattr(devices, "synchronize", lambda device: measured.append(1) or 1 / 0)
-    monkeypatch.setattr(torch, "ones", lambda *sizes, **keys: None)
-    try:
-        assert devices.peak_flops(torch.device("cuda"), torch.float16) == tflops * 1e12
-    except ZeroDivisionError:
-        assert tflops == 0 and measured
+    assert devices.peak_flops(torch.device("cuda")) == tflops * 1e12
 
 
 def test_the_random_state_comes_back():
-    devices.seed_everything(3, rank=1)
+    torch.manual_seed(4)
     state = devices.rng_state(CPU)
     drawn = torch.rand(3)
     devices.set_rng_state(state, CPU)
     assert torch.equal(torch.rand(3), drawn)
-    devices.seed_everything(4)
+    torch.manual_seed(4)
     assert torch.equal(torch.rand(3), drawn)
 
 
 def test_the_peak_of_a_cpu_is_not_known():
-    assert devices.peak_flops(CPU, torch.float32) == 0
+    assert devices.peak_flops(CPU) == 0
 
 
 def test_memory_is_measured_on_a_cpu():
