@@ -45,6 +45,7 @@ from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.device import (
     SkipInit,
     autocast,
+    check_compiler,
     choose_device,
     choose_dtype,
     peak_flops,
@@ -339,6 +340,7 @@ if __name__ == "__main__":
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if compile:
+        check_compiler(torch_device)
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)

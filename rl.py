@@ -38,6 +38,7 @@ from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.device import (
     SkipInit,
+    check_compiler,
     choose_device,
     choose_dtype,
     peak_flops,
@@ -358,6 +359,7 @@ if __name__ == "__main__":
     for network in models:
         network.activation_checkpointing = activation_checkpointing
     if compile:
+        check_compiler(torch_device)
         # A block is compiled for each model, with gradients and without, and for other lengths.
         torch._dynamo.config.recompile_limit = 32
         for network in models:

@@ -35,6 +35,7 @@ from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.device import (
     SkipInit,
     autocast,
+    check_compiler,
     choose_device,
     choose_dtype,
     peak_flops,
@@ -328,6 +329,7 @@ if __name__ == "__main__":
     model.activation_checkpointing = activation_checkpointing
     model.most_documents = corpus.most_documents()
     if compile:
+        check_compiler(torch_device)
         compile_loss(torch_device)
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):

@@ -17,13 +17,7 @@ removal of old steps are housekeeping: where the file system refuses them, a run
 Rank 0 alone writes, so machines need not share a disk. At a start rank 0 reads, compares checksums
 and sends what it read; the others read small files alone, and with ZeRO-1 and FSDP their share.
 
-Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
-
-    resume_dir, state = find(config, model_config, data_record, max_steps)   # None: a new run
-    huggingface.load_resumed(model, resume_dir)                              # or load_start
-    restore(resume_dir, state, model, ddp, opt, scaler, seed)
-    config = make_run_dir(config, __file__, state, max_steps)
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record)
+Opening a checkpoint never runs code: weights are safetensors, state is plain data.
 """
 
 import dataclasses
@@ -239,11 +233,8 @@ def choose(config: dict) -> Path | None:
     out, resume, step = Path(config["out_dir"]), resume_mode(config), config["resume_from"]
 
     # Another run could delete the checkpoint while we read it.
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    if (out / ".lock").exists() or (out / "log.jsonl").exists():
         lock(out)
-    except OSError as error:
-        raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
     used = bool(run_files(out))
     if resume == "never":
         if used:
@@ -350,7 +341,8 @@ def check_overwrite(config: dict, out: Path) -> None:
 def run_files(out: Path) -> list[str]:
     """Return the names in `out` that a run writes."""
     # A config.py or README.md in the way counts only if its first line is a run's.
-    own = [name for name in os.listdir(out) if OWN_FILES.fullmatch(name)]
+    names = os.listdir(out) if out.exists() else []
+    own = [name for name in names if OWN_FILES.fullmatch(name)]
     return sorted(name for name in own if name not in FIRST_LINES or made_by_a_run(out / name))
 
 
@@ -485,12 +477,20 @@ def rate_after(step: int, config: Mapping, warmup: int, max_steps: int) -> float
 
 @ranks.on_rank_0
 def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict:
-    """Delete what overwrite=True gives up, and write config.py. All ranks call it.
+    """Make out_dir, without a run for overwrite=True, and write config.py. All ranks call it.
 
     state: of `find`. Return the settings as recorded.
     """
     out = Path(config["out_dir"])
-    delete_overwritten(out, config, state["step"])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # By a run that began at the same time: `find` saw no log and locked nothing.
+        other_run = not is_locked_here(out) and (out / "log.jsonl").exists()
+        lock(out)
+        refuse(other_run, f"another run has begun in {out}; run the same command again")
+        delete_overwritten(out, config, state["step"])
+    except OSError as error:
+        raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
 
     # A resumed run keeps its init_from, unless that was moved, perhaps to config["init_from"].
     recorded = dict(config)
@@ -530,16 +530,15 @@ def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
             discard(path)
 
 
-# Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
-# The open file keeps the system from giving the directory's number to another one.
-LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
+# Run directories that this process has locked: {path: its open file .lock}
+LOCKS: dict[Path, IO] = {}
 
 
 def lock(out: Path) -> None:
     """Keep `out` for this process as long as it lives."""
-    if is_locked_here(out):  # by a run before, in this process
-        return
     # The lock is the system's: it ends with the process, however that ends. The file stays open.
+    if is_locked_here(out):  # since `find`
+        return
     file = open(out / ".lock", "a+", encoding="utf-8")
     try:
         disk.lock(file)
@@ -551,16 +550,12 @@ def lock(out: Path) -> None:
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}")
         file.flush()
-    LOCKS[out.resolve()] = file, os.stat(out)
+    LOCKS[out.resolve()] = file
 
 
 def is_locked_here(out: Path) -> bool:
-    """Return whether `out` is the directory that this process has locked."""
-    # Not a new one in its place: a user may have moved the run.
-    if out.resolve() not in LOCKS or not out.exists():
-        return False
-    _, directory = LOCKS[out.resolve()]
-    return os.path.samestat(directory, os.stat(out))
+    """Return whether this process has locked `out`, and the directory is still there."""
+    return out.resolve() in LOCKS and (out / ".lock").exists()
 
 
 # ---- restore -------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
 """The machine a run uses: device, dtype, random state, memory, versions."""
 
 import contextlib
+import os
 import platform
 import re
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -77,6 +80,15 @@ def choose_dtype(name: str, device: torch.device, scaled: bool = False) -> torch
     if native:
         return torch.bfloat16
     return torch.float16 if scaled and device.type == "cuda" else torch.float32
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError if torch.compile has no compiler on a CPU, before anything is begun."""
+    usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    compiler = os.environ.get("CXX", usual)  # what torch would call
+    absent = device.type == "cpu" and not shutil.which(compiler)
+    text = f"compile=True needs a C++ compiler on a CPU; install {compiler} or use compile=False"
+    refuse(absent, text)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:

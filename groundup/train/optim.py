@@ -105,12 +105,10 @@ class MuonStack:
         self.items = items
         self.begin, end = own_span(bucket, items)
         n, m = bucket.params[items[0]].shape
-        # With ZeRO-1 this rank may have a part of the stack, but no part of a matrix
-        if (self.begin - bucket.offsets[items[0]]) % (n * m) or (end - self.begin) % (n * m):
-            raise UserError(
-                "optim: Muon needs whole matrices, but a shard ends inside one; pass "
-                "whole_matrices=True to DDP"
-            )
+        # With ZeRO-1 this rank may have a part of the stack, but no part of a matrix: that is what
+        # whole_matrices=True asks of DDP.
+        assert (self.begin - bucket.offsets[items[0]]) % (n * m) == 0
+        assert (end - self.begin) % (n * m) == 0
         k = (end - self.begin) // (n * m)
         self.param = bucket.param[self.begin : end].view(k, n, m)
         self.grad = bucket.grad[self.begin : end].view(k, n, m)
@@ -201,8 +199,6 @@ class Optimizer:
         muon_dtype: torch.dtype = torch.bfloat16,
         one_by_one: bool = False,
     ) -> None:
-        if kind not in ("adamw", "muon"):
-            raise UserError(f"optim: optimizer must be 'adamw' or 'muon', got {kind!r}")
         # A group is the update of some parameters of a bucket, with its state.
         self.buckets = list(buckets)
         self.groups: list[list[Group]] = []  # by bucket

@@ -2,11 +2,6 @@
 
 Training waits for the save before this one, and for a copy of weights and state in host
 memory. A thread writes the copy.
-
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record)
-    saver.save(step, model, ddp, opt, scaler)
-    saver.tidy()     # after an evaluation
-    saver.close()    # saver.saved tells whether the last save succeeded
 """
 
 import gc

@@ -65,6 +65,17 @@ def test_a_gpu_is_known_by_whole_words(name, tflops, monkeypatch):
     assert devices.peak_flops(torch.device("cuda")) == tflops * 1e12
 
 
+def test_compile_on_a_cpu_needs_a_compiler(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    devices.check_compiler(CPU)
+    monkeypatch.setattr(devices.shutil, "which", {"/opt/g++-14": "/opt/g++-14"}.get)
+    devices.check_compiler(torch.device("cuda"))
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler.*install g\+\+ or use compile=False"):
+        devices.check_compiler(CPU)
+    monkeypatch.setenv("CXX", "/opt/g++-14")
+    devices.check_compiler(CPU)
+
+
 def test_the_random_state_comes_back():
     torch.manual_seed(4)
     state = devices.rng_state(CPU)
