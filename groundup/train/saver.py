@@ -5,13 +5,9 @@ memory. A thread writes the copy.
 """
 
 import gc
-import os
 import shutil
-import sys
-import threading
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +35,6 @@ from groundup.train.powersgd import PowerSGD
 from model import Transformer
 
 LINKS = ("latest", *BEST)
-NICENESS = 10  # of the thread: it takes a tenth of a busy core, all of an idle one
 
 
 class Saver:
@@ -74,7 +69,7 @@ class Saver:
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
         # Python waits for this thread before it exits, after an exception too.
-        self.pool = futures.ThreadPoolExecutor(1, initializer=let_training_go_first)
+        self.pool = futures.ThreadPoolExecutor(1)
         self.pending: list[futures.Future] = []
         self.tidy()  # a kill may have come between a save and its links
 
@@ -249,13 +244,6 @@ class Saver:
         if ranks.rank() == 0:
             tidy_run_dir(self.out_dir, self.newest_step, self.keep_last, self.log.val_losses())
         ranks.gather_objects(None, self.group)
-
-
-def let_training_go_first() -> None:
-    """Lower the priority of this thread, where threads have one of their own."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # a container may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 @torch.no_grad()
