@@ -105,10 +105,12 @@ class MuonStack:
         self.items = items
         self.begin, end = own_span(bucket, items)
         n, m = bucket.params[items[0]].shape
-        # With ZeRO-1 this rank may have a part of the stack, but no part of a matrix: that is what
-        # whole_matrices=True asks of DDP.
-        assert (self.begin - bucket.offsets[items[0]]) % (n * m) == 0
-        assert (end - self.begin) % (n * m) == 0
+        # With ZeRO-1 this rank may have a part of the stack, but no part of a matrix
+        if (self.begin - bucket.offsets[items[0]]) % (n * m) or (end - self.begin) % (n * m):
+            raise UserError(
+                "optim: Muon needs whole matrices, but a shard ends inside one; pass "
+                "whole_matrices=True to DDP"
+            )
         k = (end - self.begin) // (n * m)
         self.param = bucket.param[self.begin : end].view(k, n, m)
         self.grad = bucket.grad[self.begin : end].view(k, n, m)
