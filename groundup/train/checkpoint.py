@@ -357,7 +357,7 @@ def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
     # Other names than those of a run do not matter: nothing is written under them.
     suspects = [*NO_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
-    # The first file of a run is config.py. A kill while overwrite=True deletes may leave the others.
+    # The first file of a run is config.py. A kill while overwrite=True deletes may leave others.
     begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
     if not (begun or (out / "log.jsonl").exists()):
         # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
