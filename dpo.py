@@ -43,7 +43,6 @@ from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus
 from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.arithmetic import check_arithmetic
-from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     autocast,
@@ -51,7 +50,6 @@ from groundup.train.device import (
     choose_device,
     choose_dtype,
     peak_flops,
-    seed_everything,
 )
 from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
@@ -113,7 +111,7 @@ compress = "none"  # none | fp16 | bf16 | powersgd (gradients on the wire)
 overlap_step = "off"  # off | forward | backward (when a block is updated; see docs/ddp.md)
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
-peak_tflops = 0.0  # of one device, for mfu and the plan's time; 0 = a GPU's own (at least 0)
+peak_tflops = 0.0  # of one device, for mfu and the plan's time; 0 = a listed GPU's own (at least 0)
 plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step (at least 1)
@@ -253,7 +251,7 @@ if __name__ == "__main__":
     torch_dtype = choose_dtype(dtype, torch_device, scaled=True)
     # a plan may be for other ranks than the one that prints it
     world_size = ranks.planned_world_size() if plan_only else world.world_size
-    peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
+    peak = peak_tflops * 1e12 or peak_flops(torch_device)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
     pairs_per_micro_step = batch_size * world_size
@@ -293,7 +291,7 @@ if __name__ == "__main__":
     batch_line = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {epochs_of_each}"
 
     # ---- model
-    seed_everything(seed)  # of new weights
+    torch.manual_seed(seed)  # of new weights
     if parallel == "fsdp" and not plan_only:
         fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
@@ -322,8 +320,7 @@ if __name__ == "__main__":
         made_of = describe_reference(init_dir, corpus, torch_dtype)
         # a resumed run must be compared with the same weights
         data_record["reference_weights"] = made_of["checkpoint"]
-    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, state)  # steps

@@ -29,7 +29,6 @@ from groundup.tokens.batches import Batches, TextCorpus
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.arithmetic import check_arithmetic
-from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     autocast,
@@ -37,7 +36,6 @@ from groundup.train.device import (
     choose_device,
     choose_dtype,
     peak_flops,
-    seed_everything,
 )
 from groundup.train.log import RunLog, raise_not_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
@@ -100,7 +98,7 @@ overlap_step = "off"  # off | forward | backward (when a block is updated; see d
 reproducible = False  # the same bits on any number of ranks with the same OMP_NUM_THREADS
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
-peak_tflops = 0.0  # of one device, for mfu and the plan's time; 0 = a GPU's own (at least 0)
+peak_tflops = 0.0  # of one device, for mfu and the plan's time; 0 = a listed GPU's own (at least 0)
 plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
 eval_every = 250  # steps; also before the first and after the last step (at least 1)
@@ -213,7 +211,7 @@ if __name__ == "__main__":
     torch_dtype = choose_dtype(dtype, torch_device, scaled=True)
     # a plan may be for other ranks than the one that prints it
     world_size = ranks.planned_world_size() if plan_only else world.world_size
-    peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
+    peak = peak_tflops * 1e12 or peak_flops(torch_device)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
     tokens_per_micro_step = batch_size * block_size * world_size
@@ -258,7 +256,7 @@ if __name__ == "__main__":
     huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
 
     # ---- model
-    seed_everything(seed)  # of new weights
+    torch.manual_seed(seed)  # of new weights
     if parallel == "fsdp" and not plan_only:
         fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=not init_dir)
@@ -283,8 +281,7 @@ if __name__ == "__main__":
     data_record |= {"max_epochs": max_epochs} | corpus.record()
     if reproducible and torch_device.type == "cpu":  # a product's last bits depend on it
         data_record["OMP_NUM_THREADS"] = torch.get_num_threads()
-    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     huggingface.check_saves(model_config, tokenizer)
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
@@ -373,7 +370,7 @@ if __name__ == "__main__":
             x, y = batches.next()  # (B, T), (B, T)
             number = world.rank * accum_steps + micro_step  # of this micro-batch in the step
             if reproducible:
-                seed_everything(seed + 1_000_003 * step, number)  # dropout depends on no rank
+                torch.manual_seed(seed + 1_000_003 * step + number)  # dropout depends on no rank
             with autocast(torch_device, torch_dtype):
                 # the model returns a sum; ddp averages over the ranks, or adds up (InTree)
                 loss = model(x, y) * (n_averaged / n_targets)

@@ -37,14 +37,12 @@ from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.arithmetic import check_arithmetic
-from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
     SkipInit,
     check_compiler,
     choose_device,
     choose_dtype,
     peak_flops,
-    seed_everything,
 )
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
@@ -233,7 +231,7 @@ if __name__ == "__main__":
     torch_dtype = choose_dtype(dtype, torch_device)
     # a plan may be for other ranks than the one that prints it
     world_size = ranks.planned_world_size() if plan_only else world.world_size
-    peak = peak_flops(torch_device, torch_dtype)
+    peak = peak_flops(torch_device)
 
     # ---- batch: each rank draws the answers to its own prompts
     check_settings(world_size)
@@ -280,7 +278,7 @@ if __name__ == "__main__":
     check_schedule(config, max_steps)
 
     # ---- model
-    seed_everything(seed)  # of new weights
+    torch.manual_seed(seed)  # of new weights
     init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
     with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = Transformer(model_config)
@@ -316,8 +314,7 @@ if __name__ == "__main__":
         data_record["reference_weights"] = huggingface.shared_fingerprint(init_dir)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
         data_record["critic_weights"] = huggingface.shared_fingerprint(critic_dir)
-    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "logits": fingerprint})
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, state)  # steps

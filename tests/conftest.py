@@ -18,8 +18,6 @@ os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 # What is on the disk matters when the machine stops, which no test does; a check that the file is open remains.
 os.fsync = lambda fd: os.fstat(fd) and None
-# A saver's thread of low priority would wait for seconds beside another worker's tests.
-os.setpriority = lambda *_: None
 # Each run writes down the versions of seven packages, and reads their descriptions for it.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 

@@ -129,7 +129,8 @@ def test_settings_that_fsdp_cannot_combine_are_named(monkeypatch):
 def hurt(accident: str, jobs: str) -> None:
     """Run trainers on this rank, one after the other; one rank has the accident, after the save of step 2."""
     number = {"stalled": signal.SIGSTOP, "killed while saving": signal.SIGKILL}.get(accident)
-    reduce, write_state, calls, saves = fsdp.ReduceScatter.__call__, saver.write_state, [], []
+    reduce, write, calls, saves = fsdp.ReduceScatter.__call__, saver.Saver._write, [], []
+    write_state = saver.write_state
 
     def reduce_until(*args, **kwargs):
         calls.append(args)
@@ -142,15 +143,16 @@ def hurt(accident: str, jobs: str) -> None:
             raise OSError(28, "No space left on device")
         write_state(path, state)
 
-    def save_until(memory: saver.HostMemory) -> None:
-        saves.append(memory)
+    def save_until(*args) -> None:
+        saves.append(args)
         if len(saves) == 2:  # of step 4
             os.kill(os.getpid(), number)
+        write(*args)
 
     if os.environ["RANK"] == "1" and accident == "stalled":
         fsdp.ReduceScatter.__call__ = reduce_until
     elif os.environ["RANK"] == "1" and accident == "killed while saving":
-        saver.HostMemory.wait = save_until
+        saver.Saver._write = save_until
     elif os.environ["RANK"] == "0" and accident == "full disk":
         saver.write_state = write_until
     for sys.argv in json.loads(jobs):

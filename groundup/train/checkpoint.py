@@ -17,13 +17,7 @@ removal of old steps are housekeeping: where the file system refuses them, a run
 Rank 0 alone writes, so machines need not share a disk. At a start rank 0 reads, compares checksums
 and sends what it read; the others read small files alone, and with ZeRO-1 and FSDP their share.
 
-Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
-
-    resume_dir, state = find(config, model_config, data_record, max_steps)   # None: a new run
-    huggingface.load_resumed(model, resume_dir)                              # or load_start
-    restore(resume_dir, state, model, ddp, opt, scaler, seed)
-    config = make_run_dir(config, __file__, state, max_steps)
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record)
+Opening a checkpoint never runs code: weights are safetensors, state is plain data.
 """
 
 import dataclasses
@@ -35,7 +29,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +42,7 @@ from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.batches import changed_entry
 from groundup.train import huggingface, ranks
 from groundup.train.config_json import is_as_saved
-from groundup.train.device import seed_everything, set_rng_state
+from groundup.train.device import set_rng_state
 from groundup.train.huggingface import fail
 from groundup.train.optim import learning_rate_at, warmup_length
 from groundup.train.powersgd import PowerSGD
@@ -57,16 +50,12 @@ from model import ModelConfig, Transformer
 
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
-LINKS = ("latest", *BEST)
-# Settings that the learning rate of a step depends on; without max_steps, epochs tell the steps.
-OF_THE_RATE = ("learning_rate", "min_lr", "schedule", "warmup_steps", "decay_fraction")
-OF_THE_RATE += ("max_steps", "epochs")
 NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
 START_OVER = "start over with --resume=never --overwrite=True"
 
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
 OWN_FILES = re.compile(
-    r"(\.lock|config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
+    r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
     r"|\.?latest|\.?best2?|\.?step_\d+)(\.(tmp|old)\d*)?"
 )
 # Users have files of these names too. A run's own have this in their first line.
@@ -368,7 +357,7 @@ def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
     # Other names than those of a run do not matter: nothing is written under them.
     suspects = [*NO_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
-    # The first file of a run is config.py, the second log.jsonl.
+    # The first file of a run is config.py. A kill while overwrite=True deletes may leave others.
     begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
     if not (begun or (out / "log.jsonl").exists()):
         # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
@@ -381,59 +370,17 @@ def check_nothing_foreign(out: Path) -> None:
 
 
 def repair(out: Path) -> None:
-    """Remove what a killed save has left, and what links became in a copy of the run."""
-    for name in LINKS:
-        with housekeeping("turn copies of checkpoints into links again"):
-            link_again(out / name)
+    """Remove what a killed save has left."""
     for path in list(out.iterdir()):
-        found = HIDDEN.fullmatch(path.name)
-        if found and found[2] == "old" and not (out / found[1]).exists():
-            path.rename(out / found[1])  # a step that was about to be replaced
-        elif found:
+        if HIDDEN.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def link_again(link: Path) -> None:
-    """Replace a copy of a checkpoint by a link to it: `cp -rL` and object stores copy what links
-    lead to.
-
-    If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
-    stays.
-    """
-    sums = link / "checksums.json"
-    if link.is_symlink() or not sums.is_file():
-        return
-    # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
-    with suppress(ValueError, KeyError, TypeError):
-        step = link.parent / f"step_{read_state(link / 'train_state.pt')['step']:06d}"
-        original = step / sums.name
-        same = original.is_file() and original.read_bytes() == sums.read_bytes()
-        if step.exists() and not same:  # of another run, perhaps
-            return
-        if step.exists() and is_whole(step):
-            discard(link)
-        else:
-            check_bytes(link)
-            if step.exists():
-                discard(step)
-            link.rename(step)
-        link.symlink_to(step.name, target_is_directory=True)
-
-
-def is_whole(step_dir: Path) -> bool:
-    """Return whether every file of a checkpoint is as it was written."""
-    try:
-        check_bytes(step_dir)
-    except UserError:
-        return False
-    return True
 
 
 def discard(directory: Path) -> None:
     """Remove a directory of a run."""
     # Renamed first: a half removed step must not look finished.
     hidden = directory.name.startswith(".")
-    temp = directory if hidden else directory.rename(disk.free_name(directory, "tmp"))
+    temp = directory if hidden else directory.rename(disk.free_name(directory, "old"))
     with housekeeping("remove old checkpoints"):
         shutil.rmtree(temp)
 
@@ -482,12 +429,10 @@ def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> st
     # init_from is said apart, because it has no effect.
     changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
     # A longer run decays later, so its learning rate jumps back up.
-    if set(keys) & set(OF_THE_RATE):
-        warmup = warmup_of(config, max_steps, state)
-        before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
-        after = rate_after(state["step"], config, warmup, max_steps)
-        if before != after and state["step"] < max_steps:
-            changed.append(f"so the next learning rate {before:.3g} -> {after:.3g}")
+    before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
+    after = rate_after(state["step"], config, warmup_of(config, max_steps, state), max_steps)
+    if before != after and state["step"] < max_steps:
+        changed.append(f"so the next learning rate {before:.3g} -> {after:.3g}")
     source = config["init_from"]
     text = f"continuing {path} after step {step_of(path)}"
     if changed:
@@ -521,9 +466,9 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
     """
     out = Path(config["out_dir"])
     try:
-        # The directory may have come into being since `find`, by a run that began at the same time.
         out.mkdir(parents=True, exist_ok=True)
-        other_run = not is_locked_here(out) and (out / "log.jsonl").exists()  # `find` saw no log
+        # By a run that began at the same time: `find` saw no log and locked nothing.
+        other_run = not is_locked_here(out) and (out / "log.jsonl").exists()
         lock(out)
         refuse(other_run, f"another run has begun in {out}; run the same command again")
         delete_overwritten(out, config, state["step"])
@@ -556,7 +501,7 @@ def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
         path = out / name
         if path.is_dir() and not path.is_symlink():
             discard(path)
-        elif name != ".lock":
+        else:
             path.unlink()
     # ... and with resume_from the steps after it, with the card that tells of them.
     later = [path for path in step_dirs(out) if steps_done and step_of(path) > steps_done]
@@ -568,16 +513,15 @@ def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
             discard(path)
 
 
-# Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
-# The open file keeps the system from giving the directory's number to another one.
-LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
+# Run directories that this process has locked: {path: its open file .lock}
+LOCKS: dict[Path, IO] = {}
 
 
 def lock(out: Path) -> None:
     """Keep `out` for this process as long as it lives."""
+    # The lock is the system's: it ends with the process, however that ends. The file stays open.
     if is_locked_here(out):  # since `find`
         return
-    # The lock is the system's: it ends with the process, however that ends. The file stays open.
     file = open(out / ".lock", "a+", encoding="utf-8")
     try:
         disk.lock(file)
@@ -589,16 +533,12 @@ def lock(out: Path) -> None:
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}")
         file.flush()
-    LOCKS[out.resolve()] = file, os.stat(out)
+    LOCKS[out.resolve()] = file
 
 
 def is_locked_here(out: Path) -> bool:
-    """Return whether `out` is the directory that this process has locked."""
-    # Not a new one in its place: a user may have moved the run.
-    if out.resolve() not in LOCKS or not out.exists():
-        return False
-    _, directory = LOCKS[out.resolve()]
-    return os.path.samestat(directory, os.stat(out))
+    """Return whether this process has locked `out`, and the directory is still there."""
+    return out.resolve() in LOCKS and (out / ".lock").exists()
 
 
 # ---- restore -------------------------------------------------------------------------------------
@@ -626,8 +566,8 @@ def restore(
     All ranks call it, after DDP or FSDP. path, state: of `find`. A new run only seeds the
     generators. The optimizer's part of the state is taken out, so that its memory is freed.
     """
-    # Dropout differs by rank.
-    seed_everything(seed + 1_000_003 * state["step"], ranks.rank())  # far apart: it adds the rank
+    # Dropout differs by rank. The step's seeds are far apart, because the rank is added.
+    torch.manual_seed(seed + 1_000_003 * state["step"] + ranks.rank())
 
     # What all ranks share. The scaler's state is empty unless the run was in float16.
     if path:

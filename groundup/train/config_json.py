@@ -229,13 +229,6 @@ def fixed_logits(kind: str) -> tuple[float, ...]:
     return tuple(round(x, 4) for x in logits.tolist())
 
 
-def model_fingerprint(cfg: ModelConfig) -> str:
-    """Return what model.py computes for this architecture, equal on all machines with this file."""
-    # Rounded, because float32 differs between processors.
-    kind = cfg.model_type
-    return kind if is_plain(kind) else str([round(x, 2) for x in fixed_logits(kind)])
-
-
 def is_plain(kind: str) -> bool:
     """Return whether model.py computes what transformers does for this model_type."""
     return is_as_saved({"model_type": kind})

@@ -133,8 +133,6 @@ def save_adapter(
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors. weights: of stored_weights."""
     cfg = lora_config_of(model)
-    if cfg is None:
-        raise UserError("lora: the model has no adapters to save")
     # float32, as they are trained: a resume continues from these bits.
     stored = {PREFIX + hf_name(n): t.to("cpu", torch.float32) for n, t in weights.items()}
     save_weights(directory / ADAPTER_WEIGHTS, stored)

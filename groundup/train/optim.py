@@ -201,8 +201,6 @@ class Optimizer:
         muon_dtype: torch.dtype = torch.bfloat16,
         one_by_one: bool = False,
     ) -> None:
-        if kind not in ("adamw", "muon"):
-            raise UserError(f"optim: optimizer must be 'adamw' or 'muon', got {kind!r}")
         # A group is the update of some parameters of a bucket, with its state.
         self.buckets = list(buckets)
         self.groups: list[list[Group]] = []  # by bucket

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from groundup.kernels.cross_entropy import chunk_rows
-from groundup.train import huggingface, ranks
-from groundup.train.device import memory_limit
+from groundup.train import huggingface
 from groundup.train.log import clock
 from model import ModelConfig, Transformer
 
@@ -163,26 +162,6 @@ def activations(cfg: ModelConfig, N: int, recompute: bool, dtype: torch.dtype) -
     return N * (n_whole * block + inputs)
 
 
-def needs_by_way(
-    model: Transformer,
-    config: dict,
-    world_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    other: Mapping[str, float] | None,
-) -> dict[str, float]:
-    """Return {way to use several ranks: bytes that the same run needs on each}."""
-    # What differs from plain DDP. FSDP has no Muon.
-    ways = {"ddp": {"parallel": "ddp", "zero1": False}, "zero1": {"zero1": True}}
-    if "parallel" in config:
-        ways["fsdp"] = {"parallel": "fsdp", "zero1": False, "optimizer": "adamw"}
-    needs = {}
-    for way, changed in ways.items():
-        settings = config | ways["ddp"] | changed
-        needs[way] = sum(memory(model, settings, world_size, device, dtype, other).values())
-    return needs
-
-
 def describe(
     model: Transformer,
     config: dict,
@@ -216,26 +195,8 @@ def describe(
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
-    if world_size > 1:
-        needs = needs_by_way(model, config, world_size, device, dtype, other)
-        shown = ", ".join(f"{way} {size / GIB:.2f}" for way, size in needs.items())
-        lines.append(f"ways        {shown} GiB per rank")
-    lines += memory_warning(need, device)
     lines.append(time_line(tokens * flops, peak, world_size, note))
     return "\n".join(lines)
-
-
-def memory_warning(need: float, device: torch.device) -> list[str]:
-    """Return a line if the ranks of this machine need more bytes than it has, `need` each."""
-    if device.type != "cpu":
-        return []
-    # A CPU's ranks share the memory of their machine; torchrun says how many there are.
-    need *= ranks.number_in("LOCAL_WORLD_SIZE", 1) if ranks.world_size() > 1 else 1
-    has = memory_limit()
-    if need <= has:
-        return []
-    text = f"this machine or its container has {has / GIB:.2f} GiB"
-    return [f"warning     needs {need / GIB:.2f} GiB, {text}"]
 
 
 def time_line(flops: float, peak: float, world_size: int, note: str) -> str:

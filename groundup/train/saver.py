@@ -2,21 +2,12 @@
 
 Training waits for the save before this one, and for a copy of weights and state in host
 memory. A thread writes the copy.
-
-    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record)
-    saver.save(step, model, ddp, opt, scaler)
-    saver.tidy()     # after an evaluation
-    saver.close()    # saver.saved tells whether the last save succeeded
 """
 
 import gc
-import os
 import shutil
-import sys
-import threading
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +23,6 @@ from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import fsdp, huggingface, ranks
 from groundup.train.checkpoint import (
     BEST,
-    LINKS,
     discard,
     is_locked_here,
     rank_file,
@@ -44,7 +34,7 @@ from groundup.train.log import RunLog
 from groundup.train.powersgd import PowerSGD
 from model import Transformer
 
-NICENESS = 10  # of the thread: it takes a tenth of a busy core, all of an idle one
+LINKS = ("latest", *BEST)
 
 
 class Saver:
@@ -75,13 +65,11 @@ class Saver:
         self.config, self.data_record = config, data_record
         self.base, self.model_format = base, model_format
         self.saved = True  # False if the last save failed
-        self.timeout_s = config["timeout_s"]
         self.newest_step = log.steps_done
-        self.memory = HostMemory()
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
         # Python waits for this thread before it exits, after an exception too.
-        self.pool = futures.ThreadPoolExecutor(1, initializer=let_training_go_first)
+        self.pool = futures.ThreadPoolExecutor(1)
         self.pending: list[futures.Future] = []
         self.tidy()  # a kill may have come between a save and its links
 
@@ -99,7 +87,7 @@ class Saver:
         ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: plain data and tensors, added to
         the training state.
         """
-        # The copy before this one must be written: its memory is used again.
+        # The copy before this one must be written: host memory has room for one.
         self.wait()
         ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
         # Training on would write into a directory that nobody looks at.
@@ -107,7 +95,7 @@ class Saver:
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
-        copied = self.memory.copy(self._content(step, model, ddp, opt, scaler, extra or {}))
+        copied = to_host(self._content(step, model, ddp, opt, scaler, extra or {}))
         # From here on training may change all tensors: the thread writes the copies, and reads of
         # the model only its architecture.
         self.pending.append(self.pool.submit(self._write, step, model, copied))
@@ -162,7 +150,6 @@ class Saver:
         # All ranks have the same work under way, in the same order.
         pending, self.pending = self.pending, []
         for future in pending:
-            ranks.wait_together(future, self.timeout_s)
             future.result()  # raises LostRank, or a mistake in our code
 
     def close(self) -> None:
@@ -179,7 +166,6 @@ class Saver:
     def _write(self, step: int, model: Transformer, copied: dict[str, dict]) -> None:
         """Write a checkpoint, then note it in the log and update links."""
         final = self.out_dir / f"step_{step:06d}"
-        self.memory.wait()
         if ranks.rank() == 0:
             problem = self._write_on_rank_0(final, model, copied)
         else:
@@ -229,7 +215,17 @@ class Saver:
             write_state(temp / "train_state.pt", copied["train_state"])
             weights = copied["weights"]
             self.model_format.write_model(temp, model, self.tokenizer, self.base, weights=weights)
-            commit(temp, final)
+            # The checksums come last: a directory that has them is complete.
+            sums = {path.name: huggingface.checksum(path) for path in sorted(temp.iterdir())}
+            huggingface.write_json(temp / "checksums.json", sums)
+            # On the disk before it has the name, or a power cut could leave empty files with it.
+            for path in (*temp.iterdir(), temp):
+                sync(path)
+            # A step of this number is damaged: the run went on from one before it.
+            if final.exists():
+                discard(final)
+            temp.rename(final)
+            sync(final.parent)
         finally:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
 
@@ -250,59 +246,18 @@ class Saver:
         ranks.gather_objects(None, self.group)
 
 
-def let_training_go_first() -> None:
-    """Lower the priority of this thread, where threads have one of their own."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # a container may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-class HostMemory:
-    """Copies of tensors in host memory. The memory is used again for the next copy."""
-
-    # To allocate gigabytes takes longer than to copy them. Copies from a GPU are page-locked, so
-    # that they run while the CPU goes on.
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
-        self.n_used = 0
-        self.device = 0
-        self.done: torch.cuda.Event | None = None
-
-    @torch.no_grad()
-    def copy(self, value: Any) -> Any:
-        """Return `value` with a copy of every tensor in its dicts and lists."""
-        # The copies before this one are overwritten. Call `wait` before reading these.
-        self.n_used = 0
-        copied = self._copy(value)
-        if torch.cuda.is_initialized():
-            self.device = torch.cuda.current_device()
-            self.done = torch.cuda.current_stream().record_event()
-        return copied
-
-    def wait(self) -> None:
-        """Wait until the GPU has finished the copies. Any thread may call it."""
-        if self.done is not None:
-            torch.cuda.set_device(self.device)  # a new thread would open a context on GPU 0
-            self.done.synchronize()
-
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self._copy(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)([self._copy(item) for item in value])
-        if not isinstance(value, Tensor):
-            return value
-        # In host memory already: gathered for this save, or a random state.
-        if torch.cuda.is_initialized() and not value.is_cuda:
-            return value
-        # The buffer that held this tensor last time, or a new one.
-        i = self.n_used
-        self.n_used += 1
-        sizes = [(buffer.shape, buffer.dtype) for buffer in self.buffers[i : i + 1]]
-        if sizes != [(value.shape, value.dtype)]:
-            new = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self.buffers[i : i + 1] = [new]
-        return self.buffers[i].copy_(value, non_blocking=value.is_cuda)
+@torch.no_grad()
+def to_host(value: Any) -> Any:
+    """Return `value` with a copy in host memory of every tensor in its dicts and lists."""
+    if isinstance(value, dict):
+        return {key: to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([to_host(item) for item in value])
+    if not isinstance(value, Tensor):
+        return value
+    # Beside a GPU this is a copy already: gathered for this save, or a random state.
+    is_copy = torch.cuda.is_initialized() and not value.is_cuda
+    return value if is_copy else value.detach().to("cpu", copy=True)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -318,25 +273,6 @@ def write_state(path: Path, state: dict) -> None:
     if unsafe:
         text = f"{path.name} holds {', '.join(unsafe)}; what is not plain data cannot be resumed"
         raise UserError(text)
-
-
-def commit(temp: Path, final: Path) -> None:
-    """Put a complete checkpoint on the disk, then give it its name."""
-    # The checksums come last: a directory that has them is complete.
-    files = [path for path in sorted(temp.rglob("*")) if path.is_file()]
-    sums = {path.relative_to(temp).as_posix(): huggingface.checksum(path) for path in files}
-    huggingface.write_json(temp / "checksums.json", sums)
-    # On the disk before it has the name, or a power cut could leave empty files with it.
-    for path in (*temp.rglob("*"), temp):
-        sync(path)
-    # If there is a step of this number it is damaged: the run was resumed from an earlier one
-    # and has come to it again. After a kill between the two renames checkpoint.repair puts the
-    # old one back.
-    old = final.rename(free_name(final, "old")) if final.exists() else None
-    temp.rename(final)
-    sync(final.parent)
-    if old:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, float]) -> None:
@@ -373,6 +309,8 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
 
 def point(link: Path, target: Path | None) -> None:
     """Replace a symbolic link in one operation; None removes it."""
+    if is_copied_step(link):
+        discard(link)
     if target is None:
         link.unlink(missing_ok=True)
         return
@@ -384,3 +322,12 @@ def point(link: Path, target: Path | None) -> None:
     except OSError:
         temp.unlink()
         raise
+
+
+def is_copied_step(link: Path) -> bool:
+    """Return whether a link has become a copy of its step, as `cp -rL` and object stores make."""
+    copied = link / "checksums.json"
+    if link.is_symlink() or not copied.is_file():
+        return False
+    originals = (step / copied.name for step in step_dirs(link.parent))
+    return any(path.is_file() and path.read_bytes() == copied.read_bytes() for path in originals)

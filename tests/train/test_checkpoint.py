@@ -807,6 +807,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of pretrain.py that has saved step 3."""
     monkeypatch.setattr("sys.argv", ["pretrain.py"])
     out = tmp_path / "out"
+    assert find(out) is None
     make_run_dir(settings(out), None)
     save(out, 3, tiny(), config={"max_steps": 9, "init_from": "first"}, other={"data": DATA})
     return out
@@ -852,6 +853,18 @@ def test_a_file_of_ones_own_beside_a_log_is_neither_replaced_nor_deleted(tmp_pat
     assert find(begun) == begun / "step_000003"
     make_run_dir(settings(begun), begun / "step_000003")
     assert (begun / name).read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("left", [["log.jsonl"], ["step_000003"], ["latest", "log.jsonl", "step_000003"]])
+def test_an_overwrite_that_was_killed_goes_on(begun: Path, left: list[str]) -> None:
+    (begun / "log.jsonl").write_text("", encoding="utf-8")
+    for path in list(begun.iterdir()):
+        if path.name not in left and path.name != ".lock":
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    changes = {"resume": "never", "overwrite": True}
+    assert find(begun, **changes) is None
+    make_run_dir(settings(begun, **changes), None)
+    assert names(begun) == ["config.py"]
 
 
 def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monkeypatch) -> None:

@@ -1,8 +1,5 @@
 """device.py: the choice of device and dtype, and the random state."""
 
-import os
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -56,52 +53,35 @@ def test_a_gpu_without_bfloat16_trains_in_float16(native, scaled, dtype, monkeyp
     ("NVIDIA RTX A1000", 0), ("NVIDIA T400 4GB", 0), ("NVIDIA H1000", 0),
 ])  # fmt: skip
 def test_a_gpu_is_known_by_whole_words(name, tflops, monkeypatch):
-    """One that is not known is measured."""
+    """One that is not known has no mfu."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    measured = []
-    monkeypatch.setattr(devices, "synchronize", lambda device: measured.append(1) or 1 / 0)
-    monkeypatch.setattr(torch, "ones", lambda *sizes, **keys: None)
-    try:
-        assert devices.peak_flops(torch.device("cuda"), torch.float16) == tflops * 1e12
-    except ZeroDivisionError:
-        assert tflops == 0 and measured
+    assert devices.peak_flops(torch.device("cuda")) == tflops * 1e12
 
 
-def test_compile_on_a_cpu_needs_what_it_calls(monkeypatch, tmp_path):
+def test_compile_on_a_cpu_needs_a_compiler(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     devices.check_compiler(CPU)
-
-    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.shutil, "which", {"/opt/g++-14": "/opt/g++-14"}.get)
     devices.check_compiler(torch.device("cuda"))
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler.*install g\+\+ or use compile=False"):
         devices.check_compiler(CPU)
     monkeypatch.setenv("CXX", "/opt/g++-14")
-    monkeypatch.setattr(devices.shutil, "which", {"/opt/g++-14": "/opt/g++-14"}.get)
     devices.check_compiler(CPU)
-
-    noexec = SimpleNamespace(f_flag=os.ST_NOEXEC)
-    with monkeypatch.context() as patched:
-        patched.setattr(devices.os, "statvfs", lambda directory: noexec)
-        with pytest.raises(UserError, match="mounted noexec; set TMPDIR to another directory or use compile=False"):
-            devices.check_compiler(CPU)
-    monkeypatch.setattr(devices.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match="needs .*/Python.h; install python3-dev or use compile=False"):
-        devices.check_compiler(CPU)
 
 
 def test_the_random_state_comes_back():
-    devices.seed_everything(3, rank=1)
+    torch.manual_seed(4)
     state = devices.rng_state(CPU)
     drawn = torch.rand(3)
     devices.set_rng_state(state, CPU)
     assert torch.equal(torch.rand(3), drawn)
-    devices.seed_everything(4)
+    torch.manual_seed(4)
     assert torch.equal(torch.rand(3), drawn)
 
 
 def test_the_peak_of_a_cpu_is_not_known():
-    assert devices.peak_flops(CPU, torch.float32) == 0
+    assert devices.peak_flops(CPU) == 0
 
 
 def test_memory_is_measured_on_a_cpu():
