@@ -99,6 +99,7 @@ NEXT = {
     "chat": "python sft.py --init_from=MODEL --data=",
     "preference": "python dpo.py --init_from=MODEL --data=",
 }
+VOCAB_SIZE = vocab_size  # the default; what is given may be another
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 
 
@@ -123,6 +124,14 @@ def existing_tokenizer(
     if kind == "chat":
         tokenizer.check_turn_end()
     return tokenizer
+
+
+def warn_of_vocab_size(config: dict, tokenizer: Tokenizer) -> None:
+    """Say it if a vocab_size was given that the existing tokenizer does not have."""
+    given, n_ids = config["vocab_size"], tokenizer.vocab_size
+    if given != VOCAB_SIZE and not given <= n_ids < given + 128:  # a size is rounded up
+        has = f"tokenizer_dir={config['tokenizer_dir']} has a tokenizer of {n_ids}"
+        print(f"prepare: vocab_size={given} has no effect: {has}; leave it out, or name another")
 
 
 def build(
@@ -277,6 +286,8 @@ def main(config: dict) -> int:
     dated = (work_path(out_dir) / "out", out_dir)
     of_template = config["chat_template_kwargs"]
     tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind, of_template, dated)
+    if tokenizer:
+        warn_of_vocab_size(config, tokenizer)
     if recipe.kind == "chat" and tokenizer and tokenizer.foreign_template:
         recipe = replace(recipe, template=tokenizer.chat_fingerprint())
     if config["show"]:

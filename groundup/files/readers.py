@@ -159,6 +159,8 @@ def read_rows(
             report.lost_bytes += record.lost
             line = lines_before(path, begin) + record.line
             report.add(path, line, record.offset, reason, detail)
+            if record.in_text:
+                report.in_text[reason] += 1
             continue
         if record.encoding != "utf-8":
             report.mended[record.encoding] += 1

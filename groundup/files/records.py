@@ -38,6 +38,7 @@ class Report:
     problems {reason: places where documents are lost}: bad_json, bad_field (no text), bad_encoding,
     bad_csv, too_long, truncated_file (damaged or cut; what came before was read), not_text (another
     kind of file). mended {encoding or surrogates: documents}
+    in_text: those of the problems that cost a part of a text file, such as a line
     places: (path, line, byte offset, "reason: detail") of the first max_places problems
     digest: also hash the bytes that are read
     """
@@ -46,7 +47,7 @@ class Report:
         self, strict: bool = False, max_places: int = 10_000, digest: bool = False
     ) -> None:
         self.strict, self.max_places = strict, max_places
-        self.problems, self.mended = Counter(), Counter()
+        self.problems, self.mended, self.in_text = Counter(), Counter(), Counter()
         self.n_bytes = 0  # of the files, unpacked: those of documents and those lost
         self.lost_bytes = 0  # of what no document was made of
         self.sha256 = hashlib.sha256() if digest else None
@@ -306,6 +307,7 @@ def text_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record
     for record in text_lines(stream, decoder):
         if record.problem:
             n_problems += 1
+            record.in_text = True
             yield record
             continue
         if record.encoding != "utf-8":

@@ -76,6 +76,7 @@ class Record:
     detail: str = ""
     lost: int = 0  # unpacked bytes that no record is made of
     piece: int = 0  # of a long text file: 1, 2, ... for what continues the record before
+    in_text: bool = False  # a problem of a text file: what is lost is a part of the text
 
     def fail(self, problem: str, detail: str, lost: int) -> "Record":
         """Put a problem in the place of the value."""

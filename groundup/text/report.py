@@ -64,6 +64,8 @@ def what_became(
         "lost": dict(+counts.lost),
         "mended": dict(+counts.mended),
     }
+    if lost_lines := dict(+counts.lost_lines):
+        documents["lost_lines"] = lost_lines
     left_out = sum(documents["dropped"].values()) + sum(documents["lost"].values())
     assert documents["read"] == documents["kept"] + left_out, f"{documents=}"
 
@@ -211,6 +213,8 @@ def summary(info: dict) -> list[str]:
         for reason, n in documents[what].items():
             size = n_bytes["dropped"].get(reason, 0) if what == "dropped" else 0
             lines.append(f"{what}: {n:,} {reason}" + (f" ({size:,} bytes)" if size else ""))
+    for reason, n in documents.get("lost_lines", {}).items():
+        lines.append(f"lost: {n:,} {reason} within texts that are kept")
     if info["marked"]:
         hint = "it stays text, so a model would learn to write it as words"
         hint += "; if these are conversations, use kind=chat"

@@ -144,11 +144,13 @@ def plan_units(inputs: list[Input]) -> list[Unit]:
 class Counts:
     """What was read of the input, before documents are compared with each other.
 
-    Documents: records read = those that passed or were dropped by a rule + unusable + lost. Bytes
-    of the files: input_bytes = those of documents + lost_bytes."""
+    Documents: records read = those that passed or were dropped by a rule + unusable + lost. A lost
+    line of a text file is no record. Bytes of the files: input_bytes = those of documents +
+    lost_bytes."""
 
     records: int = 0  # read, or lost on the way
     lost: Counter[str] = field(default_factory=Counter)  # records by reason: bad_json, ...
+    lost_lines: Counter[str] = field(default_factory=Counter)  # of texts that are kept otherwise
     unusable: Counter[str] = field(default_factory=Counter)  # records without a text, by reason
     mended: Counter[str] = field(default_factory=Counter)  # by what was mended; split_huge: more
     bytes_read: int = 0  # of text in UTF-8
@@ -177,8 +179,13 @@ class Counts:
     def add_report(self, report: Report, name: str, n_passed: int) -> None:
         """Add what reading a part of a file reported. n_passed: documents that it gave."""
         n_problems = report.problems.total()
-        self.records += n_problems
-        for reason, n in report.problems.items():
+        lost = report.problems - report.in_text
+        if n_passed:
+            self.lost_lines.update(report.in_text)
+        elif report.in_text:  # nothing is left of the text
+            lost[next(iter(report.in_text))] += 1
+        self.records += lost.total()
+        for reason, n in lost.items():
             (self.unusable if reason == "bad_field" else self.lost)[reason] += n
         self.mended.update(report.mended)
         self.input_bytes += report.n_bytes
