@@ -147,7 +147,7 @@ def read_rows(
     understood goes to the report and is left out. Raise UserError if the report is strict, or if
     the file cannot be opened.
     """
-    report = report if report is not None else Report()
+    report = report or Report()
     found = read_records(path, txt_split, begin, end, columns, (), encoding, report)
     for record in found:
         reason, detail, value = record.problem, record.detail, None
