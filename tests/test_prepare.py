@@ -607,13 +607,13 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
 
 
 def test_a_damaged_file_of_a_unit_is_one_line(tmp_path, tok, monkeypatch):
-    path, real = write_jsonl(tmp_path / "x.jsonl", texts(50)), prepare.tokenize_units
+    path, real = write_jsonl(tmp_path / "x.jsonl", texts(50)), prepare.tokenize_unit
 
-    def damaged(units, *args):
-        units[0].file(args[-1], "json").write_bytes(b"\0" * 99)
-        real(units, *args)
+    def damaged(unit, **settings):
+        unit.file(settings["work"], "json").write_bytes(b"\0" * 99)
+        real(unit, **settings)
 
-    monkeypatch.setattr(prepare, "tokenize_units", damaged)
+    monkeypatch.setattr(prepare, "tokenize_unit", damaged)
     with pytest.raises(UserError, match=r"000000.json is damaged: .*; run again"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     monkeypatch.undo()

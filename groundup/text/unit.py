@@ -38,6 +38,7 @@ from groundup.text import clean, dedup, quality
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input
 from groundup.text.recipe import VERSION, Recipe, Source, outside_range, parse_score
+from groundup.tokens.token_files import token_dtype
 from groundup.tokens.token_writer import write_json
 from tokenizer import Tokenizer
 
@@ -600,25 +601,26 @@ load_tokenizer = lru_cache(maxsize=1)(lambda directory, fingerprint: Tokenizer.l
 
 
 def tokenize_unit(
-    unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False, threads: int = 1
+    unit: Unit, fingerprint: str, work: Path, kind: str = "text", threads: int = 1
 ) -> None:
     """Write the ids of the documents of a unit that are kept, unless an earlier run
     finished the unit. threads: that encode documents, for fewer units than processes; the tokenizer
     releases the GIL."""
     done, fates = unit.file(work, "tokenized"), unit.fates(work)
     tokenizer = load_tokenizer(work / "out", fingerprint)
-    decides = repr((unit.inspected(work)["key"], fingerprint, dtype)).encode() + fates.tobytes()
+    decides = repr((unit.inspected(work)["key"], fingerprint)).encode() + fates.tobytes()
     key = hashlib.sha256(decides).hexdigest()
     if read_json(done).get("key") == key:
         return
     done.unlink(missing_ok=True)
 
     def encode(text: str) -> tuple[Any, Any]:
-        if chat:
+        if kind == "chat":
             return tokenizer.render(json.loads(text)["messages"])
         return tokenizer.encode_array(text), ()
 
-    documents, lengths = unit.documents(work, np.flatnonzero(fates == KEPT)), []
+    dtype, lengths = token_dtype(tokenizer.vocab_size), []
+    documents = unit.documents(work, np.flatnonzero(fates == KEPT))
     with (
         open(unit.file(work, "tokens"), "wb") as tokens,
         open(unit.file(work, "mask"), "wb") as masks,
