@@ -308,6 +308,8 @@ def read_turn(turn: dict) -> list[dict]:
     if name in CALLERS and content.text is not None:
         text, written = split_thoughts(content.text)
         calls = list_of(written)
+    if text is not None:
+        message(role, text)  # refuses what is no text
     if content.results:
         return content.results + ([message(role, text)] if text else [])
     if role != "assistant":

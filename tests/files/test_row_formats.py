@@ -736,3 +736,11 @@ def test_rarer_names_beside_usual_ones_lose_nothing():
     assert "'critic'" in row_formats.messages_of({"prompt": critic, "response": "a"})[1]
     two = {"Question": "q", "answer": "a", "Response": "x y", "generation": "z w"}
     assert sorted(row_formats.unread_keys(two, "chat")) == ["Response", "generation"]
+
+
+@pytest.mark.parametrize("beside", [{"reasoning": "Sum."}, {"tool_calls": [{"name": "f"}]}, {}])
+@pytest.mark.parametrize("content", [{"a": 1}, {}, 4])
+def test_an_answer_that_is_no_text_is_a_bad_row_whatever_stands_beside_it(content: object, beside: dict) -> None:
+    answer = {"role": "assistant", "content": content} | beside
+    messages, problem = messages_of({"messages": [{"role": "user", "content": "2 + 2?"}, answer]})
+    assert messages == [] and problem == f"a turn (assistant) holds {type(content).__name__}, not text"
