@@ -228,7 +228,7 @@ def test_documents_are_made_of_columns_that_are_read(monkeypatch) -> None:
     """Of a parquet file without text_key only these are read."""
     rows = [(row, text) for row, text in DOCUMENTS.values() if isinstance(row, dict)]
     spies = [(Spy(row_formats.with_format(row, "text")[0]), text) for row, text in rows]
-    monkeypatch.setattr(row_formats, "rename", lambda row, names: row)  # it copies
+    monkeypatch.setattr(row_formats, "rename", lambda row, answers=False: row)  # it copies
     for spy, text in spies:
         assert document_of(spy) == (text, "")
         assert spy.asked and spy.asked <= row_formats.COLUMNS
