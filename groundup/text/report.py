@@ -52,6 +52,13 @@ def problem_lines(counts: Counts) -> list[str]:
     return [f"{where}: {problem}" for problem, where in counts.shown.items()]
 
 
+def check_sum(account: dict, *left_out: str) -> None:
+    """Check that what was read is what is kept and what is left out: numbers, or by reason."""
+    parts = [account[name] for name in left_out]
+    n = sum(sum(part.values()) if isinstance(part, dict) else part for part in parts)
+    assert account["read"] == account["kept"] + n, f"{account=}"
+
+
 def what_became(
     inputs: list[Input], counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray
 ) -> dict:
@@ -66,9 +73,7 @@ def what_became(
     }
     if lost_lines := dict(+counts.lost_lines):
         documents["lost_lines"] = lost_lines
-    left_out = sum(documents["dropped"].values()) + sum(documents["lost"].values())
-    assert documents["read"] == documents["kept"] + left_out, f"{documents=}"
-
+    check_sum(documents, "dropped", "lost")
     # A last line without an end counts as if it had one, so more than all may seem lost.
     n_lost = min(counts.lost_bytes.total(), counts.input_bytes)
     files = {
@@ -78,7 +83,6 @@ def what_became(
         "files_with_losses": len(counts.lost_bytes),
         "files": dict(counts.lost_bytes.most_common(SHOWN_FILES)),
     }
-
     text = {
         "read": counts.bytes_read,
         "kept": int(n_bytes[KEPT]),
@@ -86,8 +90,7 @@ def what_became(
         "cut": counts.bytes_cut,
         "dropped": by_reason(n_bytes),
     }
-    left_out = sum(text["dropped"].values()) + text["cleaned"] + text["cut"]
-    assert text["read"] == text["kept"] + left_out, f"{text=}"
+    check_sum(text, "dropped", "cleaned", "cut")
     failed = {file.name for file in inputs if file.problem}
     failed |= {name for name in counts.bad if not counts.passed[name]}
     return {

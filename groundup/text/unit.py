@@ -391,11 +391,16 @@ class Judge:
 load_judge = lru_cache(maxsize=1)(Judge)  # recipe.files_digest changes with the files it reads
 
 
+def numbers_of(row: dict, keys: Iterable[str]) -> dict[str, float]:
+    """Return the numbers that a row has under these keys."""
+    numbers = {key: as_score(row, key) for key in keys}
+    return {key: number for key, number in numbers.items() if math.isfinite(number)}
+
+
 def pair_fields(row: dict) -> str:
     """Return a pair's PAIR_NUMBERS and the model that made its answers, as JSON; "" if a row has
     none of them."""
-    numbers = {key: as_score(row, key) for key in PAIR_NUMBERS}
-    found: dict = {key: value for key, value in numbers.items() if math.isfinite(value)}
+    found: dict = numbers_of(row, PAIR_NUMBERS)
     if isinstance(row.get("made_by"), str):
         found["made_by"] = row["made_by"]
     return json.dumps(found, ensure_ascii=False) if found else ""
