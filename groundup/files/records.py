@@ -40,13 +40,13 @@ class Report:
     kind of file). mended {encoding or surrogates: documents}
     in_text: those of the problems that cost a part of a text file, such as a line
     places: (path, line, byte offset, "reason: detail") of the first max_places problems
-    digest: also hash the bytes that are read
+    digest: also hash the bytes that are read. name: of the file, for people, instead of its path
     """
 
     def __init__(
-        self, strict: bool = False, max_places: int = 10_000, digest: bool = False
+        self, strict: bool = False, max_places: int = 10_000, digest: bool = False, name: str = ""
     ) -> None:
-        self.strict, self.max_places = strict, max_places
+        self.strict, self.max_places, self.name = strict, max_places, name
         self.problems, self.mended, self.in_text = Counter(), Counter(), Counter()
         self.n_bytes = 0  # of the files, unpacked: those of documents and those lost
         self.lost_bytes = 0  # of what no document was made of
@@ -54,14 +54,18 @@ class Report:
         self.places: list[tuple[str, int, int, str]] = []
 
     def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
-        """Raise UserError if strict."""
-        detail = " ".join(detail.split())
+        """Count a problem and note its place. Raise UserError if strict."""
+        name, detail = self.name or path, " ".join(detail.split())  # one line without tabs
         if self.strict:
-            where = f"{streams.shown_name(path)}:{line}: {reason} at byte {offset}"
-            raise UserError(f"data: {where}: {detail}; mend it, or use strict=False")
+            what = f"{streams.shown_name(name)}:{line}: {reason}: {detail}"
+            hint = "mend it, or leave such records out with strict=False"
+            raise UserError(f"prepare: {what}; {hint}")
         self.problems[reason] += 1
+        self.note(name, line, offset, reason, detail)
+
+    def note(self, name: str, line: int, offset: int, reason: str, detail: str) -> None:
         if len(self.places) < self.max_places:
-            self.places.append((path, line, offset, f"{reason}: {detail}"))
+            self.places.append((name, line, offset, f"{reason}: {detail}"))
 
 
 # ---- a file --------------------------------------------------------------------------------------

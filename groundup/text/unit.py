@@ -203,19 +203,13 @@ class Problems(Report):
     def __init__(
         self, name: str, file: TextIO, shown: dict[str, str], strict: bool, digest: bool = False
     ) -> None:
-        super().__init__(strict, digest=digest)
-        self.name, self.file, self.shown = name, file, shown
+        super().__init__(strict, digest=digest, name=name)
+        self.file, self.shown = file, shown
 
-    def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
-        detail = " ".join(detail.split())  # one line without tabs
-        what, where = f"{reason}: {detail}", f"{self.name}:{line}"
-        if self.strict:
-            hint = "mend it, or leave such records out with strict=False"
-            raise UserError(f"prepare: {where}: {what}; {hint}")
-        self.problems[reason] += 1
-        self.file.write(f"{self.name}\t{line}\t{offset}\t{reason}\t{detail}\n")
+    def note(self, name: str, line: int, offset: int, reason: str, detail: str) -> None:
+        self.file.write(f"{name}\t{line}\t{offset}\t{reason}\t{detail}\n")
         if len(self.shown) < SHOWN:
-            self.shown.setdefault(what, where)
+            self.shown.setdefault(f"{reason}: {detail}", f"{name}:{line}")
 
 
 # ---- one document --------------------------------------------------------------------------------
