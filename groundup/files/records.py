@@ -440,17 +440,7 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
     lines that is a row by itself."""
     waiting: deque[Record] = deque()  # lines to read again
     held: list[Record] = []  # the lines of the row at hand
-
-    def texts() -> Iterator[str]:
-        size = 0
-        while record := waiting.popleft() if waiting else next(lines, None):
-            held.append(record)
-            size += len(record.value or "")
-            if record.problem or size > MAX_BYTES or len(held) > MAX_CSV_LINES:
-                raise csv.Error(record.detail or "a quote is not closed")
-            yield record.value + "\n"
-
-    reader = csv.reader(texts(), **dialect)
+    reader = csv.reader(csv_lines(lines, waiting, held), **dialect)
     while True:
         held.clear()
         try:
@@ -460,7 +450,7 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
         except csv.Error as error:
             row, detail = [], str(error)
             # the old one is within a row
-            reader = csv.reader(texts(), **dialect)
+            reader = csv.reader(csv_lines(lines, waiting, held), **dialect)
         first = held[0]
         if first.problem:
             waiting.extendleft(reversed(held[1:]))
@@ -469,12 +459,8 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
         if names and row and len(row) != len(names):
             detail = f"{len(row)} fields, but {len(names)} columns"
         if detail:
-            ends = (
-                k
-                for k in range(1, len(held))
-                if held[k].problem or is_row(held[k].value, names, dialect)
-            )
-            again = next(ends, len(held))
+            rows = (k for k in range(1, len(held)) if is_row(held[k], names, dialect))
+            again = next(rows, len(held))
             lost = sum(map(size_of, held[:again]))
             waiting.extendleft(reversed(held[again:]))
             if len(held) > 1:  # which rows they are is a guess
@@ -487,12 +473,26 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
             yield first
 
 
-def is_row(line: str, names: Sequence[str], dialect: dict) -> bool:
+def csv_lines(lines: Iterator[Record], waiting: deque[Record], held: list[Record]) -> Iterator[str]:
+    """Yield texts for csv.reader: first of the waiting lines; each is put into `held`, too. Raise
+    csv.Error if the row at hand has too many, or one that is a problem."""
+    size = 0
+    while record := waiting.popleft() if waiting else next(lines, None):
+        held.append(record)
+        size += len(record.value or "")
+        if record.problem or size > MAX_BYTES or len(held) > MAX_CSV_LINES:
+            raise csv.Error(record.detail or "a quote is not closed")
+        yield record.value + "\n"
+
+
+def is_row(line: Record, names: Sequence[str], dialect: dict) -> bool:
+    """Return whether a line is a row by itself, or a problem of its own."""
+    if line.problem:
+        return True
     try:
-        row = next(csv.reader([line], **dialect), ())
+        return len(next(csv.reader([line.value], **dialect), ())) == len(names)
     except csv.Error:
         return False
-    return len(row) == len(names)
 
 
 # ---- JSON --------------------------------------------------------------------------------------

@@ -145,15 +145,11 @@ def open_stream(
         raise UserError(f"data: {shown_name(path)} is {POINTER_HINT}")
 
     chunks = iter(lambda: file.read(READ_BYTES), b"")
-    chunks = chunks if begin else itertools.chain([first], chunks)
+    chunks = itertools.chain([] if begin else [first], chunks)
     head, compression = first, compression_of(first, path)
     if compression:
-        if check and compression == "gz" and file.seekable():
-            chunks = checked_gzip(chunks, file, path)
-        else:
-            chunks = decompress(chunks, path, compression)
-        head, chunks = with_head(chunks)
-
+        twice = file if check and compression == "gz" and file.seekable() else None
+        head, chunks = with_head(decompress(chunks, path, compression, twice))
     plain, verdict, reason = not compression, Verdict(), "bad_encoding"
     if what := no_text(head, path, compression):
         reason, verdict = "not_text", Verdict(refused=what)
@@ -167,8 +163,8 @@ def open_stream(
     if verdict.refused:
         n_bytes = len(head) if path == "-" else os.fstat(file.fileno()).st_size - begin
         chunks = refusal(reason, verdict.refused, n_bytes)
-    opened = Chunks(chunks, verdict, plain, None if path == "-" else file)
-    return io.BufferedReader(opened, READ_BYTES)
+    to_close = None if path == "-" else file
+    return io.BufferedReader(Chunks(chunks, verdict, plain, to_close), READ_BYTES)
 
 
 def compression_of(first: bytes, path: str) -> str:
@@ -290,8 +286,14 @@ def decompressors(path: str, compression: str) -> tuple[Callable[[], Any], tuple
     return makers[compression], (zlib.error, lzma.LZMAError, OSError, MemoryError)
 
 
-def decompress(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[bytes]:
-    """Unpack any number of streams, one after the other, as such files may hold."""
+def decompress(
+    chunks: Iterator[bytes], path: str, compression: str, twice: BinaryIO | None = None
+) -> Iterator[bytes]:
+    """Unpack any number of streams, one after the other, as such files may hold. twice: a gzip file
+    whose checksums are compared first."""
+    if twice:
+        yield from checked_gzip(chunks, twice, path)
+        return
     for made, _ in members(chunks, path, compression):
         if made:
             yield made

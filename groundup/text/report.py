@@ -69,20 +69,10 @@ def what_became(
         "kept": int(n_documents[KEPT]),
         "dropped": dict(+counts.unusable) | by_reason(n_documents),
         "lost": dict(+counts.lost),
+        "lost_lines": dict(counts.lost_lines),
         "mended": dict(+counts.mended),
     }
-    if lost_lines := dict(+counts.lost_lines):
-        documents["lost_lines"] = lost_lines
     check_sum(documents, "dropped", "lost")
-    # A last line without an end counts as if it had one, so more than all may seem lost.
-    n_lost = min(counts.lost_bytes.total(), counts.input_bytes)
-    files = {
-        "bytes": counts.input_bytes,
-        "documents": counts.input_bytes - n_lost,
-        "lost": n_lost,
-        "files_with_losses": len(counts.lost_bytes),
-        "files": dict(counts.lost_bytes.most_common(SHOWN_FILES)),
-    }
     text = {
         "read": counts.bytes_read,
         "kept": int(n_bytes[KEPT]),
@@ -95,12 +85,25 @@ def what_became(
     failed |= {name for name in counts.bad if not counts.passed[name]}
     return {
         "documents": documents,
-        "input": files,
+        "input": bytes_of_files(counts),
         "bytes": text,
         "marked": counts.marked,
         "unread": dict(counts.unread),
         "n_failed": len(failed),
         "failed": sorted(failed)[:SHOWN_FILES],
+    }
+
+
+def bytes_of_files(counts: Counts) -> dict:
+    """Return what the manifest says about the bytes of the files, unpacked."""
+    # A last line without an end counts as if it had one, so more than all may seem lost.
+    n_lost = min(counts.lost_bytes.total(), counts.input_bytes)
+    return {
+        "bytes": counts.input_bytes,
+        "documents": counts.input_bytes - n_lost,
+        "lost": n_lost,
+        "files_with_losses": len(counts.lost_bytes),
+        "files": dict(counts.lost_bytes.most_common(SHOWN_FILES)),
     }
 
 
@@ -216,7 +219,7 @@ def summary(info: dict) -> list[str]:
         for reason, n in documents[what].items():
             size = n_bytes["dropped"].get(reason, 0) if what == "dropped" else 0
             lines.append(f"{what}: {n:,} {reason}" + (f" ({size:,} bytes)" if size else ""))
-    for reason, n in documents.get("lost_lines", {}).items():
+    for reason, n in documents["lost_lines"].items():
         lines.append(f"lost: {n:,} {reason} within texts that are kept")
     if info["marked"]:
         hint = "it stays text, so a model would learn to write it as words"
