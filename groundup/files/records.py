@@ -176,9 +176,9 @@ def records_of(
     """Yield the records of a stream that is to be read as a `container` says."""
     decoder = Decoder(stream.raw.verdict)  # of a file in UTF-8, decode is bytes.decode
     if kind == "json":
-        yield from json_records(stream, decoder)
+        yield from json_records(stream, decoder)  # resumes behind damage
     elif kind == "file":
-        yield from text_records(stream, decoder)
+        yield from text_records(stream, decoder)  # one record, or pieces of one
     elif kind in ("csv", "tsv"):
         csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than an article
         dialect = dialect_of(kind, stream.peek())

@@ -291,7 +291,7 @@ def read_turn(turn: dict) -> list[dict]:
         calls += list_of(turn[key]) if turn.get(key) else []
     if name in CALLERS and text is not None:
         text, written = split_thoughts(text)
-        calls = list_of(written)
+        calls = list_of(written)  # the turn says it itself, whatever stands beside it
     if text is not None:
         message(role, text)  # refuses what is no text
     if results:

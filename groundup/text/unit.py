@@ -356,6 +356,7 @@ class Judge:
             reason, detail = self.judge_row(item)
             if reason:
                 return reason, detail
+        # Of a pair each answer is judged behind its prompt.
         texts = [item.text, f"{item.prompt}\n{item.rejected}"] if item.rejected else [item.text]
         for text in texts:
             rule, detail = self.rules.check(text)
@@ -482,6 +483,7 @@ class Inspector:
             self.judge.columns, source.encoding,
         )  # fmt: skip
         n_passed = sum(self.take(row, number) for row in islice(rows, limit))
+        # Only now has the report the bytes and the sum of all that was read.
         self.counts.add_report(report, part.name, n_passed)
         if report.sha256:
             self.counts.digests.append([part.name, report.sha256.hexdigest()])
