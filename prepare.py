@@ -10,14 +10,12 @@
 
 The steps: read -> clean -> quality rules -> decontaminate -> exact copies -> near copies -> split
 -> tokenize. Several processes clean and filter the input, one unit (a part of it) at a time
-(unit.py). One process then finds the copies (select.py), several tokenize the units, and one copies
-the tokens into the splits in the order of the input. The output is the same to the byte for any
-number of processes.
+(unit.py). One then finds the copies (select.py), several tokenize the units, and one writes the
+splits in the order of the input. The output is the same to the byte for any number of processes.
 
-Everything is built in a hidden directory beside out_dir, which is renamed at the end, so out_dir is
-never incomplete. A run that was killed leaves the hidden directory, and the same command continues
-it. If the inputs, the settings and the tokenizer are those that out_dir was made with, nothing is
-done; if they are others, only --overwrite=True replaces it.
+All is built in a hidden directory beside out_dir, which is renamed at the end. A run that was
+killed leaves it, and the same command continues. If the inputs, the settings and the tokenizer are
+those that out_dir was made with, nothing is done; only --overwrite=True replaces others.
 """
 
 if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C prints one line
@@ -54,10 +52,9 @@ from groundup.text.select import (
 )
 from groundup.text.show import show_rows
 from groundup.text.unit import Counts, Unit, inspect_unit, plan_units, tokenize_unit
-from groundup.text.workers import with_progress, worker_pool
+from groundup.text.workers import worker_pool
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.text_tokenizer import TOKENIZERS, find_tokenizer
-from groundup.tokens.token_files import token_dtype
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
 
@@ -99,6 +96,7 @@ NEXT = {
     "chat": "python sft.py --init_from=MODEL --data=",
     "preference": "python dpo.py --init_from=MODEL --data=",
 }
+VOCAB_SIZE = vocab_size  # the default; what is given may be another
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 
 
@@ -113,27 +111,18 @@ def existing_tokenizer(
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory).with_template_settings(template_settings, *dated)
-    lacks = ""
-    if kind == "chat" and tokenizer.turn_end_id < 0:
-        lacks = "no chat template and no <|im_end|> to mark turns"
-    if kind == "text" and tokenizer.eot_id < 0:
-        lacks = "no end of text, which separates documents"
-    if lacks:
-        raise UserError(f"prepare: the tokenizer in {directory} has {lacks}")
     if kind == "chat":
         tokenizer.check_turn_end()
+    elif tokenizer.eot_id < 0:
+        lacks = "has no end of text, which separates documents"
+        raise UserError(f"prepare: the tokenizer in {directory} {lacks}")
     return tokenizer
 
 
 def build(
-    files: list[Input],
-    recipe: Recipe,
-    tokenizer: Tokenizer | None,
-    work: Path,
-    config: dict,
-    info: dict,
-    lost: Counts,
-) -> dict:
+    files: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work: Path, config: dict,
+    info: dict, lost: Counts,
+) -> dict:  # fmt: skip
     """Make work/out, all that out_dir will hold, and return its manifest.
 
     info: entries of the manifest, completed here; info["inputs"] are the lines of inputs.tsv. lost:
@@ -151,12 +140,18 @@ def build(
         counts.add(lost)
         chosen, parts = choose_documents(files, units, counts, recipe, work, info)
         if recipe.kind == "text" and tokenizer is None:
-            tokenizer = train_tokenizer(parts, chosen, recipe, config)
+            texts = training_texts(parts, chosen, TOKENIZER_BYTES, recipe)
+            tokenizer = train(texts, config["vocab_size"], "bpe", config["pattern"])
+            tokenizer.save(out)
             if config["tokenizer_dir"]:
+                tokenizer.save(config["tokenizer_dir"])
                 info["tokenizer"] = tokenizer.fingerprint()
         if tokenizer:
             threads = max(1, n_workers // max(1, len(units)))  # one text is one unit
-            tokenize_units(units, tokenizer, recipe.kind, threads, map_units, work)
+            settings = {"fingerprint": tokenizer.chat_fingerprint(), "threads": threads}
+            tokenize = partial(tokenize_unit, kind=recipe.kind, work=work, **settings)
+            for _ in map_units(tokenize, units, "tokenize"):
+                pass
     write = write_splits if recipe.kind == "text" else write_rows
     manifest = write(parts, chosen, recipe, tokenizer, info)
     if config["pack"]:
@@ -166,13 +161,11 @@ def build(
 
 def inspect_units(units: list[Unit], recipe: Recipe, map_units: Callable, work: Path) -> Counts:
     """Read, clean and filter all units, and return their counts, added up in their order."""
-    inspect = partial(inspect_unit, recipe=recipe, work=work)
-    total, n_documents = Counts(), 0
-    for counts in with_progress(map_units(inspect, units), units, "read"):
+    total, inspect = Counts(), partial(inspect_unit, recipe=recipe, work=work)
+    for counts in map_units(inspect, units, "read"):
         total.add(counts)
-        n_documents += counts.passed.total()
         if recipe.near > 0:
-            dedup.check_number(n_documents)
+            dedup.check_number(total.passed.total())
     return total
 
 
@@ -192,38 +185,6 @@ def choose_documents(
     report.write_dropped(chosen)
     report.write_report(info, chosen)
     return chosen, parts
-
-
-def train_tokenizer(
-    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, config: dict
-) -> Tokenizer:
-    """Train a tokenizer on the documents of train. Save it in work/out and in tokenizer_dir."""
-    texts = training_texts(parts, chosen, TOKENIZER_BYTES, recipe)
-    tokenizer = train(texts, config["vocab_size"], "bpe", config["pattern"])
-    for directory in filter(None, (config["tokenizer_dir"], chosen.work / "out")):
-        tokenizer.save(directory)
-    return tokenizer
-
-
-def tokenize_units(
-    units: list[Unit],
-    tokenizer: Tokenizer,
-    kind: str,
-    threads: int,
-    map_units: Callable,
-    work: Path,
-) -> None:
-    """Write the ids of the documents that are kept. Workers load the tokenizer from work/out."""
-    tokenize = partial(
-        tokenize_unit,
-        dtype=token_dtype(tokenizer.vocab_size).str,
-        fingerprint=tokenizer.chat_fingerprint(),
-        work=work,
-        chat=kind == "chat",
-        threads=threads,
-    )
-    for _ in with_progress(map_units(tokenize, units), units, "tokenize"):
-        pass
 
 
 def save_evals(recipe: Recipe, work: Path) -> dict:
@@ -275,8 +236,13 @@ def main(config: dict) -> int:
     out_dir = out_dir.resolve() if out_dir.is_symlink() else out_dir  # replace what a link leads to
     # The date that a template writes may be recorded by an unfinished run, or by a finished one.
     dated = (work_path(out_dir) / "out", out_dir)
-    of_template = config["chat_template_kwargs"]
-    tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind, of_template, dated)
+    tokenizer = existing_tokenizer(
+        config["tokenizer_dir"], recipe.kind, config["chat_template_kwargs"], dated
+    )
+    size, n_ids = config["vocab_size"], tokenizer.vocab_size if tokenizer else 0
+    if n_ids and size != VOCAB_SIZE and not size <= n_ids < size + 128:  # it is rounded up
+        has = f"tokenizer_dir={config['tokenizer_dir']} has a tokenizer of {n_ids}"
+        print(f"prepare: vocab_size={size} has no effect: {has}; leave it out, or name another")
     if recipe.kind == "chat" and tokenizer and tokenizer.foreign_template:
         recipe = replace(recipe, template=tokenizer.chat_fingerprint())
     if config["show"]:

@@ -117,7 +117,8 @@ def line_of(error: BaseException) -> str:
     if isinstance(error, UserError):
         return text
     if isinstance(error, KeyboardInterrupt):
-        return f"{script}: interrupted; run the same command again"
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        return f"{script}: {rank}interrupted; run the same command again"
     if isinstance(error, ModuleNotFoundError) and error.name in REQUIREMENTS:
         fix = "run: source .venv/bin/activate (make install creates it)"
         return f"{script}: {sys.executable} has no package {error.name}; {fix}"

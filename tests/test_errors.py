@@ -125,6 +125,12 @@ def test_ctrl_c_during_the_imports_is_one_line(script, tmp_path):
     assert done.stderr == f"{script[:-3]}: interrupted; run the same command again\n"
 
 
+def test_an_interrupted_rank_says_which_it_is(monkeypatch):
+    """torchrun ends all ranks if one fails."""
+    monkeypatch.setenv("RANK", "3")
+    assert errors.line_of(KeyboardInterrupt()).endswith(": rank 3: interrupted; run the same command again")
+
+
 def test_a_reader_that_has_gone_is_no_traceback():
     for code in (
         "print(1)",

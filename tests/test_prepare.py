@@ -607,13 +607,13 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
 
 
 def test_a_damaged_file_of_a_unit_is_one_line(tmp_path, tok, monkeypatch):
-    path, real = write_jsonl(tmp_path / "x.jsonl", texts(50)), prepare.tokenize_units
+    path, real = write_jsonl(tmp_path / "x.jsonl", texts(50)), prepare.tokenize_unit
 
-    def damaged(units, *args):
-        units[0].file(args[-1], "json").write_bytes(b"\0" * 99)
-        real(units, *args)
+    def damaged(unit, **settings):
+        unit.file(settings["work"], "json").write_bytes(b"\0" * 99)
+        real(unit, **settings)
 
-    monkeypatch.setattr(prepare, "tokenize_units", damaged)
+    monkeypatch.setattr(prepare, "tokenize_unit", damaged)
     with pytest.raises(UserError, match=r"000000.json is damaged: .*; run again"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     monkeypatch.undo()
@@ -670,6 +670,32 @@ def test_a_tokenizer_of_its_own_is_part_of_what_is_compared(tmp_path, capsys):
         run(tmp_path / "out2", input=path, vocab_size=512, tokenizer_dir=tmp_path / "new")
         assert expected in capsys.readouterr().out
     assert Tokenizer.load(tmp_path / "new").fingerprint() == Tokenizer.load(tmp_path / "out2").fingerprint()
+
+
+def test_a_vocab_size_beside_a_tokenizer_is_said_to_have_no_effect(tmp_path, tok, capsys):
+    path, size = write_jsonl(tmp_path / "x.jsonl", texts(50)), Tokenizer.load(tok).vocab_size
+    said = f"prepare: vocab_size=4096 has no effect: tokenizer_dir={tok} has a tokenizer of {size}; leave it out"
+    for vocab_size, expected in ((4096, True), (size, False), (size - 100, False), (KEYS["vocab_size"], False)):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok, vocab_size=vocab_size)
+        assert capsys.readouterr().out.startswith(said) == expected, vocab_size
+    run(tmp_path / "new", input=path, tokenizer_dir=tmp_path / "trained", vocab_size=640)
+    assert "has no effect" not in capsys.readouterr().out
+
+
+def test_a_lost_line_of_a_text_file_is_no_lost_document(tmp_path, tok, capsys):
+    """One .txt file is one document: it is kept without the line."""
+    source = tmp_path / "in"
+    source.mkdir()
+    lines = [f"{k} Übung {EN}".encode() for k in range(300)]
+    (source / "a.txt").write_bytes(b"\n".join([*lines, b"\xff\xfe", b"\xff"]))
+    (source / "b.txt").write_bytes(b"\xe9 all of it is lost \xff\xff")
+    assert run(tmp_path / "out", input=source, tokenizer_dir=tok, val_fraction=0.1) == 1
+    out = capsys.readouterr().out
+    assert "prepare: documents: 2 read = 1 kept + 0 dropped + 1 lost\n" in out
+    assert "prepare: lost: 1 bad_encoding\nprepare: lost: 2 bad_encoding within texts that are kept\n" in out
+    documents = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["info"]["documents"]
+    assert documents["lost"] == {"bad_encoding": 1} and documents["lost_lines"] == {"bad_encoding": 2}
+    assert len((tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()) == 4
 
 
 def test_an_input_that_changes_meanwhile_is_an_error(tmp_path, tok, monkeypatch):

@@ -369,7 +369,7 @@ def compare(job: Job, rank: int, tasks: int) -> None:
 def tokenize(job: Job, rank: int, tasks: int) -> None:
     """Encode the texts that are kept, choose their splits, and count what became of all."""
     tokenizer = Tokenizer.load(job.work / "out")
-    dtype, fingerprint = token_dtype(tokenizer.vocab_size).str, tokenizer.chat_fingerprint()
+    fingerprint = tokenizer.chat_fingerprint()
     documents, n_bytes = np.zeros((2, len(REASONS)), np.int64)
     records: Counter[str] = Counter()  # by source, with a text that is kept
     for unit in job.part(rank, tasks):
@@ -379,7 +379,7 @@ def tokenize(job: Job, rank: int, tasks: int) -> None:
         fates[passed[copies_of(unit, job, "exact")]] = EXACT
         fates[passed[copies_of(unit, job, "near")]] = NEAR
         save(unit.file(job.work, "fates.npy"), fates)
-        tokenize_unit(unit, dtype, fingerprint, job.work)
+        tokenize_unit(unit, fingerprint, job.work)
         kept = rows[fates == KEPT]
         splits = split_of(kept["position"], job.recipe.val_fraction, job.recipe.test_fraction)
         splits.tofile(unit.file(job.work, "splits"))

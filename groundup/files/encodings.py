@@ -7,6 +7,7 @@ Western 8-bit encodings wrongly about half the time, and each of these decodes a
 """
 
 import codecs
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -137,26 +138,19 @@ def judge(sample: bytes, given: str = "") -> Verdict:
             f"iconv -f {seven_bit} -t UTF-8"
         )
     if given:
-        hint = f" (encoding={given} was given)"
         own = standing_alone(sample.split(b"\n"), given)
-        return Verdict(given, False, True, own, hint=hint)
-    try:
+        return Verdict(given, False, True, own, hint=f" (encoding={given} was given)")
+    with contextlib.suppress(UnicodeDecodeError):
         sample.decode()
         return Verdict()
-    except UnicodeDecodeError:
-        pass
 
     lines = sample.split(b"\n")
-    n_utf8, n_sure, foreign, others = 0, 0, 0, []
-    for line in lines:
-        if line.isascii():
-            others.append(line)
-        elif is_utf8(line):
-            n_utf8 += 1
-            n_sure += is_surely_utf8(line.decode("utf-8", "ignore"))
-        else:
-            foreign += 1
-            others.append(line)
+    wide = [line for line in lines if not line.isascii()]
+    utf8 = set(filter(is_utf8, wide))
+    others = [line for line in lines if line not in utf8]
+    n_utf8 = sum(line in utf8 for line in wide)
+    n_sure = sum(is_surely_utf8(line.decode("utf-8", "ignore")) for line in wide if line in utf8)
+    foreign = len(wide) - n_utf8
     if not foreign:
         return Verdict()
 

@@ -147,7 +147,7 @@ def read_rows(
     understood goes to the report and is left out. Raise UserError if the report is strict, or if
     the file cannot be opened.
     """
-    report = report if report is not None else Report()
+    report = report or Report()
     found = read_records(path, txt_split, begin, end, columns, (), encoding, report)
     for record in found:
         reason, detail, value = record.problem, record.detail, None
@@ -159,6 +159,8 @@ def read_rows(
             report.lost_bytes += record.lost
             line = lines_before(path, begin) + record.line
             report.add(path, line, record.offset, reason, detail)
+            if record.in_text:
+                report.in_text[reason] += 1
             continue
         if record.encoding != "utf-8":
             report.mended[record.encoding] += 1

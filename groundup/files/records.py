@@ -6,10 +6,10 @@ streams.py, encodings in encodings.py, rows of parquet in parquet.py.
 """
 
 import codecs
+import contextlib
 import csv
 import hashlib
 import io
-import itertools
 import json
 import os
 import re
@@ -38,29 +38,34 @@ class Report:
     problems {reason: places where documents are lost}: bad_json, bad_field (no text), bad_encoding,
     bad_csv, too_long, truncated_file (damaged or cut; what came before was read), not_text (another
     kind of file). mended {encoding or surrogates: documents}
+    in_text: those of the problems that cost a part of a text file, such as a line
     places: (path, line, byte offset, "reason: detail") of the first max_places problems
-    digest: also hash the bytes that are read
+    digest: also hash the bytes that are read. name: of the file, for people, instead of its path
     """
 
     def __init__(
-        self, strict: bool = False, max_places: int = 10_000, digest: bool = False
+        self, strict: bool = False, max_places: int = 10_000, digest: bool = False, name: str = ""
     ) -> None:
-        self.strict, self.max_places = strict, max_places
-        self.problems, self.mended = Counter(), Counter()
+        self.strict, self.max_places, self.name = strict, max_places, name
+        self.problems, self.mended, self.in_text = Counter(), Counter(), Counter()
         self.n_bytes = 0  # of the files, unpacked: those of documents and those lost
         self.lost_bytes = 0  # of what no document was made of
         self.sha256 = hashlib.sha256() if digest else None
         self.places: list[tuple[str, int, int, str]] = []
 
     def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
-        """Raise UserError if strict."""
-        detail = " ".join(detail.split())
+        """Count a problem and note its place. Raise UserError if strict."""
+        name, detail = self.name or path, " ".join(detail.split())  # one line without tabs
         if self.strict:
-            where = f"{streams.shown_name(path)}:{line}: {reason} at byte {offset}"
-            raise UserError(f"data: {where}: {detail}; mend it, or use strict=False")
+            what = f"{streams.shown_name(name)}:{line}: {reason}: {detail}"
+            hint = "mend it, or leave such records out with strict=False"
+            raise UserError(f"prepare: {what}; {hint}")
         self.problems[reason] += 1
+        self.note(name, line, offset, reason, detail)
+
+    def note(self, name: str, line: int, offset: int, reason: str, detail: str) -> None:
         if len(self.places) < self.max_places:
-            self.places.append((path, line, offset, f"{reason}: {detail}"))
+            self.places.append((name, line, offset, f"{reason}: {detail}"))
 
 
 # ---- a file --------------------------------------------------------------------------------------
@@ -70,11 +75,15 @@ def unpacked_name(path: str) -> str:
     return re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
 
 
+def suffix_of(path: str) -> str:
+    return os.path.splitext(unpacked_name(path))[1]
+
+
 def container(path: str, head: bytes, txt_split: str) -> str:
     """Return how to read a file, from its first bytes and, where these cannot tell, its name:
-    parquet, csv, tsv, array, values (JSON values over several lines), jsonl, or the txt_split of
-    plain text."""
-    suffix = os.path.splitext(unpacked_name(path))[1]
+    parquet, csv, tsv, json (an array, or values over several lines), jsonl, or the txt_split of plain
+    text."""
+    suffix = suffix_of(path)
     head = head.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\n\r\x1e")
     if head.startswith(b"PAR1") or suffix == ".parquet":
         return "parquet"
@@ -84,8 +93,8 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     if suffix in JSON_SUFFIXES or is_json:
         if head.startswith(b"["):
             named = suffix in (".jsonl", ".ndjson")
-            return "jsonl" if lines_of_arrays(head, named) else "array"
-        return "values" if is_over_lines(head) else "jsonl"
+            return "jsonl" if lines_of_arrays(head, named) else "json"
+        return "json" if is_over_lines(head) else "jsonl"
     if txt_split not in ("file", "blank", "line"):
         raise UserError(f"data: txt_split must be file, blank or line, got {txt_split!r}")
     return txt_split
@@ -93,23 +102,20 @@ def container(path: str, head: bytes, txt_split: str) -> str:
 
 def is_over_lines(head: bytes) -> bool:
     """Return whether the first JSON value goes on over several lines."""
-    first = head.partition(b"\n")[0].decode("utf-8", "replace")
+    text = head.decode("utf-8", "replace")
+    first = text.partition("\n")[0]
     try:
-        DECODER.raw_decode(first)
-        return False
-    except json.JSONDecodeError:
-        text = head.decode("utf-8", "replace")
-    except (ValueError, RecursionError):  # a number of thousands of digits, nested too deep
-        return False
-    try:
+        with contextlib.suppress(json.JSONDecodeError):
+            DECODER.raw_decode(first)
+            return False
         DECODER.raw_decode(text)
+        return True
     except json.JSONDecodeError as error:
         # it may go on behind the head
         goes_on = error.pos >= len(text) - 1 or error.msg.startswith("Unterminated string")
         return goes_on and len(first) < len(text) - 1
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # a number of thousands of digits, nested too deep
         return False
-    return True
 
 
 def lines_of_arrays(head: bytes, named: bool) -> bool:
@@ -140,51 +146,50 @@ def read_records(
     A line belongs to the part that holds its first byte, a paragraph to the part that holds the
     blank line before it: wherever the cuts are, every record is read once.
     """
-    report = report if report is not None else Report()
+    report = report or Report()
     if begin and is_parquet(path):
-        report.sha256 = None
+        report.sha256 = None  # the whole file is hashed with its first part
         yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
         return
-    stream = streams.open_stream(path, max(begin - 1, 0), encoding, check=True)
-    with stream:
+    with streams.open_stream(path, max(begin - 1, 0), encoding, check=True) as stream:
         raw = stream.raw
         if begin:  # of a file of lines, as `work_units` found
-            suffix = os.path.splitext(unpacked_name(path))[1]
-            kind = "jsonl" if suffix in JSON_SUFFIXES else txt_split
-            head = b""
+            kind = "jsonl" if suffix_of(path) in JSON_SUFFIXES else txt_split
         else:
-            head = stream.peek()
-            kind = container(path, head, txt_split)
-        decoder = Decoder(raw.verdict)  # of a file in UTF-8, decode is bytes.decode
-        if report.sha256 and raw.file:  # of parquet the whole file, with its first part
+            kind = container(path, stream.peek(), txt_split)
+        if report.sha256 and raw.file:
             streams.hash_part(raw.file, begin, None if kind == "parquet" else end, report.sha256)
         if kind == "parquet":
             yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
             return
-        if kind in ("array", "values"):
-            yield from json_records(stream, decoder)
-        elif kind == "file":
-            yield from text_records(stream, decoder)
-        elif kind in ("csv", "tsv"):
-            csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than an article
-            lines = decoded(read_lines(stream), decoder)
-            if kind == "tsv" and not quotes_of_tsv(head):
-                yield from plain_rows(lines, names)
-            else:
-                delimiter = delimiter_of(kind, head)
-                yield from csv_records(lines, names, delimiter)
-        elif kind == "blank":
-            yield from decoded(paragraphs(stream, begin, end), decoder)
-        else:
-            lines = read_lines(stream, begin, end)
-            lines = (line for line in lines if line.problem or not line.value.isspace())
-            lines = decoded(lines, decoder)
-            yield from jsonl_records(lines) if kind == "jsonl" else lines
+        yield from records_of(stream, kind, begin, end, names)
         if raw.plain and raw.file:
             size = os.fstat(raw.file.fileno()).st_size
             report.n_bytes += (size if end is None else min(end, size)) - begin
         else:
             report.n_bytes += raw.n_made + (raw.damage[2] if raw.damage else 0)
+
+
+def records_of(
+    stream: io.BufferedReader, kind: str, begin: int, end: int | None, names: Sequence[str]
+) -> Iterator[Record]:
+    """Yield the records of a stream that is to be read as a `container` says."""
+    decoder = Decoder(stream.raw.verdict)  # of a file in UTF-8, decode is bytes.decode
+    if kind == "json":
+        yield from json_records(stream, decoder)  # resumes behind damage
+    elif kind == "file":
+        yield from text_records(stream, decoder)  # one record, or pieces of one
+    elif kind in ("csv", "tsv"):
+        csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than an article
+        dialect = dialect_of(kind, stream.peek())
+        yield from csv_records(decoded(read_lines(stream), decoder), names, dialect)
+    elif kind == "blank":
+        yield from decoded(paragraphs(stream, begin, end), decoder)
+    else:
+        lines = read_lines(stream, begin, end)
+        lines = (line for line in lines if line.problem or not line.value.isspace())
+        lines = decoded(lines, decoder)
+        yield from jsonl_records(lines) if kind == "jsonl" else lines
 
 
 def is_parquet(path: str) -> bool:
@@ -306,6 +311,7 @@ def text_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record
     for record in text_lines(stream, decoder):
         if record.problem:
             n_problems += 1
+            record.in_text = True
             yield record
             continue
         if record.encoding != "utf-8":
@@ -376,44 +382,40 @@ def character_end(raw: bytes) -> int:
 # ---- tables ------------------------------------------------------------------------------------
 
 
-def delimiter_of(kind: str, head: bytes) -> str:
-    """Return what separates the fields of a CSV or TSV file: of the marks that cut most of the first
-    rows into as many fields as the very first, the one that makes most; else a comma."""
+def dialect_of(kind: str, head: bytes) -> dict:
+    """Return the arguments of csv.reader for a CSV or TSV file.
+
+    What separates the fields of CSV is, of the marks that cut most of the first rows into as many
+    fields as the very first, the one that makes most; else a comma. In TSV quotes enclose fields
+    only if the file is written so, as by pandas and csv.writer."""
     if kind == "tsv":
-        return "\t"
-    text = head.removeprefix(codecs.BOM_UTF8)[:HEAD_BYTES].decode("utf-8", "replace")
+        is_cut = len(head) >= streams.READ_BYTES  # perhaps within quotes
+        widths, broken = widths_of(head, "\t", is_cut)
+        regular = len({*widths} - {0}) == 1 and (not broken or (is_cut and len(widths) > 1))
+        quoted = regular and re.search(rb'(?:^|\t)"', head, re.MULTILINE)
+        quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+        return {"delimiter": "\t", "quoting": quoting, "strict": True}
 
     def n_fields(delimiter: str) -> int:
-        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        widths: list[int] = []
-        is_cut = len(head) > HEAD_BYTES  # within the last row
-        try:
-            widths += (len(row) for row in itertools.islice(rows, 20) if row)
-        except csv.Error:
-            is_cut = False  # that row is not among these
-        if is_cut and len(widths) < 20:
-            widths = widths[:-1]
+        widths = widths_of(head[:HEAD_BYTES], delimiter, len(head) > HEAD_BYTES)[0]
+        widths = [n for n in widths if n][:20]
         most = widths and 2 * widths.count(widths[0]) > len(widths)
         return widths[0] if most and widths[0] > 1 else 0
 
-    return max(",;\t|", key=n_fields)  # of equals the first
+    return {"delimiter": max(",;\t|", key=n_fields), "strict": True}  # of equals the first
 
 
-def quotes_of_tsv(head: bytes) -> bool:
-    """Return whether quotes enclose fields in a TSV file, as pandas and csv.writer write them. In
-    other files a quote is a character like any other."""
-    text = head.decode("utf-8", "replace")
-    if not re.search(r'(?:^|\t)"', text, re.MULTILINE):
-        return False
-    whole = len(head) < streams.READ_BYTES
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
-    widths = []
+def widths_of(head: bytes, delimiter: str, is_cut: bool) -> tuple[list[int], bool]:
+    """Return the number of fields of each whole row, up to one that is no CSV, and whether there is
+    one. is_cut: the head ends within the last row."""
+    text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
+    widths: list[int] = []
     try:
-        widths += (len(row) for row in rows)
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        widths += map(len, rows)
     except csv.Error:
-        if whole or len(widths) < 2:
-            return False
-    return len(set(widths[: None if whole else -1]) - {0}) == 1
+        return widths, True
+    return widths[:-1] if is_cut else widths, False
 
 
 def column_names(row: Sequence[str]) -> list[str]:
@@ -426,47 +428,19 @@ def column_names(row: Sequence[str]) -> list[str]:
     return names
 
 
-def plain_rows(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[Record]:
-    """Yield the rows of TSV as {column: text}, as `csv_records`, where quotes are characters."""
-    for record in lines:
-        row = [] if record.problem else record.value.split("\t")
-        if record.problem:
-            yield record
-        elif not names:
-            names = column_names(row)
-        elif len(row) != len(names) and record.value:
-            detail = f"{len(row)} fields, but {len(names)} columns"
-            yield record.fail("bad_csv", detail, size_of(record))
-        elif record.value:
-            record.value = dict(zip(names, row, strict=True))
-            yield record
-
-
 def size_of(record: Record) -> int:
     """Return the bytes of a decoded line."""
     codec = record.encoding
     return len(record.value.encode(codec, "replace")) + 1
 
 
-def csv_records(
-    lines: Iterator[Record], names: Sequence[str] = (), delimiter: str = ","
-) -> Iterator[Record]:
+def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) -> Iterator[Record]:
     """Yield the rows as {column: text}; the first row names the columns if `names` does not. A
     quoted field may hold line ends. After a row that cannot be read, go on at the next of its
     lines that is a row by itself."""
     waiting: deque[Record] = deque()  # lines to read again
     held: list[Record] = []  # the lines of the row at hand
-
-    def texts() -> Iterator[str]:
-        size = 0
-        while record := waiting.popleft() if waiting else next(lines, None):
-            held.append(record)
-            size += len(record.value or "")
-            if record.problem or size > MAX_BYTES or len(held) > MAX_CSV_LINES:
-                raise csv.Error(record.detail or "a quote is not closed")
-            yield record.value + "\n"
-
-    reader = csv.reader(texts(), strict=True, delimiter=delimiter)
+    reader = csv.reader(csv_lines(lines, waiting, held), **dialect)
     while True:
         held.clear()
         try:
@@ -476,7 +450,7 @@ def csv_records(
         except csv.Error as error:
             row, detail = [], str(error)
             # the old one is within a row
-            reader = csv.reader(texts(), strict=True, delimiter=delimiter)
+            reader = csv.reader(csv_lines(lines, waiting, held), **dialect)
         first = held[0]
         if first.problem:
             waiting.extendleft(reversed(held[1:]))
@@ -485,12 +459,8 @@ def csv_records(
         if names and row and len(row) != len(names):
             detail = f"{len(row)} fields, but {len(names)} columns"
         if detail:
-            ends = (
-                k
-                for k in range(1, len(held))
-                if held[k].problem or is_row(held[k].value, names, delimiter)
-            )
-            again = next(ends, len(held))
+            rows = (k for k in range(1, len(held)) if is_row(held[k], names, dialect))
+            again = next(rows, len(held))
             lost = sum(map(size_of, held[:again]))
             waiting.extendleft(reversed(held[again:]))
             if len(held) > 1:  # which rows they are is a guess
@@ -503,12 +473,26 @@ def csv_records(
             yield first
 
 
-def is_row(line: str, names: Sequence[str], delimiter: str) -> bool:
+def csv_lines(lines: Iterator[Record], waiting: deque[Record], held: list[Record]) -> Iterator[str]:
+    """Yield texts for csv.reader: first of the waiting lines; each is put into `held`, too. Raise
+    csv.Error if the row at hand has too many, or one that is a problem."""
+    size = 0
+    while record := waiting.popleft() if waiting else next(lines, None):
+        held.append(record)
+        size += len(record.value or "")
+        if record.problem or size > MAX_BYTES or len(held) > MAX_CSV_LINES:
+            raise csv.Error(record.detail or "a quote is not closed")
+        yield record.value + "\n"
+
+
+def is_row(line: Record, names: Sequence[str], dialect: dict) -> bool:
+    """Return whether a line is a row by itself, or a problem of its own."""
+    if line.problem:
+        return True
     try:
-        row = next(csv.reader([line], strict=True, delimiter=delimiter), ())
+        return len(next(csv.reader([line.value], **dialect), ())) == len(names)
     except csv.Error:
         return False
-    return len(row) == len(names)
 
 
 # ---- JSON --------------------------------------------------------------------------------------
@@ -600,7 +584,7 @@ class JsonStream:
         self.text, self.pos = "", 0  # what is held; how much of it is used
         self.line, self.offset = 1, 0  # of text[pos]: from 1; in bytes
         self.space = ""  # white space before text[pos]
-        self.openings: set[tuple[str, str]] = set()  # how elements began so far
+        self.openings: set[str] = set()  # patterns of how elements began so far
 
     def __iter__(self) -> Iterator[Record]:
         array, before = self._next() == "[", ""
@@ -656,17 +640,22 @@ class JsonStream:
         name = "utf-8" if text.isascii() else self.decoder.name
         return Record(value, line, offset, name), True
 
-    def _opening(self) -> tuple[str, str] | None:
-        """Return how the element at hand begins: the white space before it if that has a line end,
-        and its brackets and first key, if it has any. None if any text could begin so."""
+    def _opening(self) -> str:
+        """Return a pattern of how the element at hand begins: of the white space before it if that
+        has a line end, of its brackets and first key if it has any. "" if any text could begin so."""
         found = self.OPENING.match(self.text, self.pos)
-        return (self.space if "\n" in self.space else "", found[0]) if found else None
+        if not found:
+            return ""
+        space = re.escape(self.space) if "\n" in self.space else ""
+        if found[0]:
+            return space + re.escape(found[0])
+        return space + r'(?=["\d\-])' if space else r'(?<=[^\\]",)\s*(?=")'
 
     def _skip(self) -> tuple[int, bool]:
         """Go on to the next opening, or to the end. Return how many characters are left out, and
         whether bytes that could not be decoded are among them."""
-        patterns = [opening_pattern(*opening) for opening in sorted(self.openings - {None})]
-        pattern, at = re.compile("|".join(patterns) or r"(?!)"), self.pos + 1
+        patterns = "|".join(sorted(self.openings - {""}))
+        pattern, at = re.compile(patterns or r"(?!)"), self.pos + 1
         n_skipped, undecoded, ended = 0, False, False
         while True:
             found = pattern.search(self.text, at)
@@ -741,10 +730,3 @@ class JsonStream:
         if len(held) > 1:
             self.text, self.pos = "".join(held), 0
         return len(held) > 1
-
-
-def opening_pattern(space: str, first: str) -> str:
-    """Return a pattern of an element's opening, see `JsonStream._opening`."""
-    if first:
-        return re.escape(space) + re.escape(first)
-    return re.escape(space) + r'(?=["\d\-])' if space else r'(?<=[^\\]",)\s*(?=")'

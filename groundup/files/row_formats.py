@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from groundup.files import turns
-from groundup.files.text_keys import THREADS, as_score, parse_text_key, text
+from groundup.files.text_keys import THREADS, as_score, text
 from groundup.files.turns import (
     KTO_LABELS,
     ROW_WEIGHTS,
@@ -49,8 +49,6 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
 
     Raise UserError for a malformed text_key only.
     """
-    if text_key:
-        parse_text_key(text_key)  # also if there is no row that it fits
     if isinstance(row, str):
         return row, ""
     try:
@@ -191,11 +189,11 @@ def recognise(row: object, kind: str) -> RowFormat | None:
 def with_format(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
     """Return a row under the most common names of its keys, and its format. A rarer name of an
     answer counts where there is no other answer."""
-    row = rename(row, OTHER_NAMES)
+    row = rename(row)
     found = format_of(row, kind)
     if ANSWER_NAMES.keys().isdisjoint(row) or (found and has_all(row, found)):
         return row, found
-    other = rename(row, ANSWER_NAMES)
+    other = rename(row, answers=True)
     better = format_of(other, kind)
     fits = not found or (better and has_all(other, better))
     return (other, better) if fits else (row, found)
@@ -229,13 +227,13 @@ def has_all(row: dict, known: RowFormat) -> bool:
     return True
 
 
-def rename(row: dict, names: dict[str, str]) -> dict:
-    """Return a row under the usual names of its keys, unless it has these, too."""
-    keys = usual_keys(tuple(row), names is ANSWER_NAMES)
+def rename(row: dict, answers: bool = False) -> dict:
+    """Return a row under the usual names of its keys, or of its answers, unless it has these, too."""
+    keys = usual_keys(tuple(row), answers)
     return dict(zip(keys, row.values(), strict=True)) if keys else row
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # the rows of a file have the same keys
 def usual_keys(keys: tuple[str, ...], answers: bool) -> list[str]:
     """Return the usual names of the keys of a row, [] if they have these.
 
@@ -657,29 +655,17 @@ def two_outputs(row: dict) -> Pair:
     return two_answers("instruction,input?", row | sides)
 
 
-def best_and_worst(prompt: str, scored: list[tuple[float, object]], row: dict) -> Pair:
-    """Return the pair of the answers of the highest and the lowest score."""
-    scored = [(score, said) for score, said in scored if not math.isnan(score)]
+def best_and_worst(prompt: str, key: str, answer: str, score: str, row: dict) -> Pair:
+    """Return the pair of the answers of the highest and the lowest score, or of the first and the
+    last rank. key: of the list of objects that hold them."""
+    found = [(as_score(one, score), one.get(answer)) for one in listed(row[key]) or []]
+    scored = [(-n if score == "rank" else n, said) for n, said in found if not math.isnan(n)]
     if len(scored) < 2:
         raise BadRow("fewer than two answers with a score")
     worst, best = min(scored, key=lambda one: one[0]), max(scored, key=lambda one: one[0])
     if worst[0] == best[0]:
         raise BadRow("all answers have the same score")
     return two_answers(prompt, row | {"chosen": best[1], "rejected": worst[1]})
-
-
-def ranked(row: dict) -> Pair:
-    """Return the answers of the first and the last rank (Nectar)."""
-    answers = listed(row["answers"]) or []
-    scored = [(-as_score(one, "rank"), one.get("answer")) for one in answers]
-    return best_and_worst("prompt", scored, row)
-
-
-def rated(row: dict) -> Pair:
-    """Return the answers of the best and the worst fine-grained score (UltraFeedback, raw)."""
-    answers = listed(row["completions"]) or []
-    scored = [(as_score(one, "fine-grained_score"), one.get("response")) for one in answers]
-    return best_and_worst("instruction", scored, row)
 
 
 def preferred(
@@ -695,7 +681,7 @@ def preferred(
     return two_answers(prompt, row | {"chosen": row[better], "rejected": row[worse]})
 
 
-def better_comment(row: dict) -> Pair:
+def comments(row: dict) -> Pair:
     """Return the comments on a post, the better one first (SHP)."""
     asked = {"prompt": row["history"], "history": None}
     first_wins = partial(as_score, key="labels")
@@ -730,27 +716,27 @@ def telling(name: str, question: str, answer: str) -> RowFormat:
     return RowFormat(name, f"{first_key(question)},{answer}", read_row, asked_keys(question))
 
 
+def joining(name: str, text_key: str, keys: str) -> RowFormat:
+    """Return a format of documents that are the texts of a text_key."""
+    return RowFormat(name, keys, partial(text, text_key), text_key.replace("?", ""))
+
+
 DOCUMENTS = (
-    RowFormat("text", "text", partial(text, "text")),
-    RowFormat("completions", "completion", partial(text, "completion")),
+    joining("text", "text", "text"),
+    joining("completions", "completion", "completion"),
     RowFormat("encyclopedia pages (Baidu Baike)", "title,sections", encyclopedia, "summary"),
     RowFormat("poems (chinese-poetry)", "author,paragraphs", poem, "title,rhythmic"),
     RowFormat("articles with a source", "data_src,title,content", article, "desc"),
-    RowFormat(
-        "articles or answers (WuDao, webtext2019zh)",
-        "title,content",
-        partial(text, "title?,desc?,content"),
-        "desc",
-    ),
-    RowFormat("questions (medical CSV)", "title,ask,answer", partial(text, "title?,ask?,answer")),
-    RowFormat("questions (baike_qa)", "title,answer", partial(text, "title,desc?,answer"), "desc"),
+    joining("articles or answers (WuDao, webtext2019zh)", "title?,desc?,content", "title,content"),
+    joining("questions (medical CSV)", "title?,ask?,answer", "title,ask,answer"),
+    joining("questions (baike_qa)", "title,desc?,answer", "title,answer"),
     telling("questions and answers", "question", "answer"),
     telling("prompts and responses", "prompt", "response"),
     telling("instructions (Zhihu-KOL, Dolly)", "instruction,input?", "response"),
     telling("questions and responses (OpenOrca)", "question", "response"),
     telling("queries and responses (MetaMathQA)", "query", "response"),
-    RowFormat("contents", "content", partial(text, "content")),
-    RowFormat("responses", "response", partial(text, "response")),
+    joining("contents", "content", "content"),
+    joining("responses", "response", "response"),
 )
 
 
@@ -761,14 +747,15 @@ def asking(name: str, question: str, answer: str, keys: str = "") -> RowFormat:
     return RowFormat(name, keys, partial(one_turn, question, answer), also)
 
 
+def talking(name: str, key: str) -> RowFormat:
+    """Return a format of rows that hold turns under a key."""
+    return RowFormat(name, key, partial(turns_at, key))
+
+
 CHATS = (
-    RowFormat("messages (OpenAI)", "messages", partial(turns_at, "messages")),
-    RowFormat("conversations (ShareGPT)", "conversations", partial(turns_at, "conversations")),
-    RowFormat(
-        "conversation (Firefly, WildChat, LMSYS, Capybara)",
-        "conversation",
-        partial(turns_at, "conversation"),
-    ),
+    talking("messages (OpenAI)", "messages"),
+    talking("conversations (ShareGPT)", "conversations"),
+    talking("conversation (Firefly, WildChat, LMSYS, Capybara)", "conversation"),
     asking("instructions (Alpaca)", "instruction,input?", "output"),
     RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task, "input,output"),
     asking("instructions (Dolly, Zhihu-KOL)", "instruction,input?", "response"),
@@ -790,14 +777,14 @@ CHATS = (
     asking("queries and answers (CodeFeedback)", "query", "answer"),
     asking("problems and solutions (NuminaMath, MATH)", "problem", "solution"),
     asking("problems and answers", "problem", "answer"),
-    RowFormat("contents (Gemini)", "contents", partial(turns_at, "contents")),
-    RowFormat("a thread (OpenAssistant)", "thread", partial(turns_at, "thread")),
+    talking("contents (Gemini)", "contents"),
+    talking("a thread (OpenAssistant)", "thread"),
     RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
     RowFormat("one message (OpenAssistant)", "message_id,parent_id,text,role", one_of_a_tree),
     RowFormat("glaive v2", "system,chat", turns.glaive),
     RowFormat("MOSS 002", "meta_instruction,plain_text", turns.moss_text),
     RowFormat("MOSS 003", "meta_instruction,chat", turns.moss_chat),
-    RowFormat("texts by turns (UltraChat)", "data", partial(turns_at, "data")),
+    talking("texts by turns (UltraChat)", "data"),
 )
 
 HH_CHAT = RowFormat(
@@ -831,6 +818,11 @@ def conversing(name: str, keys: str) -> RowFormat:
     return RowFormat(f"two {name}", keys, partial(two_dialogues, *keys.split(",")))
 
 
+def scoring(name: str, keys: str, answer: str, score: str) -> RowFormat:
+    """Return a format of rows with a question and a list of answers with scores."""
+    return RowFormat(name, keys, partial(best_and_worst, *keys.split(","), answer, score), ASKED)
+
+
 def better(name: str, keys: str, wins: Callable[[str, dict], float]) -> RowFormat:
     """Return a format of rows with a question, if any, two answers and which of them is better."""
     *prompt, first, second, verdict = keys.split(",")
@@ -849,17 +841,20 @@ PAIRS = (
     conversing("threads (ms-swift)", "messages,rejected_messages"),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
     conversing("dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected"),
-    RowFormat("ranked answers (Nectar)", "prompt,answers", ranked, ASKED),
-    RowFormat("rated answers (UltraFeedback, raw)", "instruction,completions", rated, ASKED),
+    scoring("ranked answers (Nectar)", "prompt,answers", "answer", "rank"),
+    scoring(
+        "rated answers (UltraFeedback, raw)",
+        "instruction,completions",
+        "response",
+        "fine-grained_score",
+    ),
     better(
         "responses (PKU-SafeRLHF)", "prompt,response_0,response_1,better_response_id", second_wins
     ),
     better("responses (HelpSteer2)", "prompt,response_1,response_2,preference_strength", sign),
     better("responses (HelpSteer3)", "context,response1,response2,overall_preference", sign),
     RowFormat(
-        "the better of two comments (SHP)",
-        "history,human_ref_A,human_ref_B,labels",
-        better_comment,
+        "the better of two comments (SHP)", "history,human_ref_A,human_ref_B,labels", comments
     ),
     better("conversations (arena)", "conversation_a,conversation_b,winner", winner),
     RowFormat("instructions with two outputs", "instruction,output", two_outputs, f"input,{ASKED}"),
@@ -869,7 +864,5 @@ FORMATS = {"text": DOCUMENTS, "chat": CHATS, "question": QUESTIONS, "preference"
 # What documents are made of, and what shows that rows are of another kind; a table's other columns
 # need not be read.
 COLUMNS = {key for kind in FORMATS.values() for known in kind for key in known.keys.split(",")}
-COLUMNS |= {key for known in DOCUMENTS for key in known.also.split(",") if key} | {
-    *OTHER_NAMES,
-    *ANSWER_NAMES,
-}
+COLUMNS |= {key for known in DOCUMENTS for key in known.also.split(",") if key}
+COLUMNS |= {*OTHER_NAMES, *ANSWER_NAMES}

@@ -27,13 +27,13 @@ BOMB_BYTES = 2**26  # a packed file may become so large whatever its size
 BOMB_FACTOR = 200  # compressed text grows 3 to 30 times
 ZSTD_WINDOW = 2**31  # zstd --long=31, as the dumps of Pushshift have it
 XZ_MEMORY = 2**31  # bytes; xz -9 needs 64 MiB, a dictionary of 1.5 GiB (the largest) somewhat more
-MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
-UNPACK = {
-    "gz": "gzip -d FILE",
-    "bz2": "bzip2 -d FILE",
-    "xz": "xz -d FILE",
-    "zst": "zstd -d --long=31 FILE",
+PACKED = {  # by suffix: first bytes, the command that unpacks it, what tar needs for it
+    "gz": (b"\x1f\x8b", "gzip -d {name}", "-xzf"),
+    "bz2": (b"BZh", "bzip2 -d {name}", "-xjf"),
+    "xz": (b"\xfd7zXZ\x00", "xz -d {name}", "-xJf"),
+    "zst": (b"\x28\xb5\x2f\xfd", "zstd -d --long=31 {name}", "--zstd -xf"),
 }
+MAGIC = tuple(magic for magic, _, _ in PACKED.values())
 # Git LFS leaves a small file in place of a large one.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
@@ -76,6 +76,7 @@ class Record:
     detail: str = ""
     lost: int = 0  # unpacked bytes that no record is made of
     piece: int = 0  # of a long text file: 1, 2, ... for what continues the record before
+    in_text: bool = False  # a problem of a text file: what is lost is a part of the text
 
     def fail(self, problem: str, detail: str, lost: int) -> "Record":
         """Put a problem in the place of the value."""
@@ -144,38 +145,33 @@ def open_stream(
         raise UserError(f"data: {shown_name(path)} is {POINTER_HINT}")
 
     chunks = iter(lambda: file.read(READ_BYTES), b"")
-    chunks = chunks if begin else itertools.chain([first], chunks)
+    chunks = itertools.chain([] if begin else [first], chunks)
     head, compression = first, compression_of(first, path)
     if compression:
-        if check and compression == "gz" and file.seekable():
-            chunks = checked_gzip(chunks, file, path)
-        else:
-            chunks = decompress(chunks, path, compression)
-        head, chunks = with_head(chunks)
-
+        twice = file if check and compression == "gz" and file.seekable() else None
+        head, chunks = with_head(decompress(chunks, path, compression, twice))
     plain, verdict, reason = not compression, Verdict(), "bad_encoding"
     if what := no_text(head, path, compression):
         reason, verdict = "not_text", Verdict(refused=what)
     elif codec := encodings.wide_codec(head):
         plain, chunks = False, transcode(chunks, codec)
     elif not head.startswith(b"PAR1"):
-        if compression or path == "-":
-            sample = whole_lines(head, False, len(head) >= READ_BYTES)
-        else:
+        sample = whole_lines(head, False, len(head) >= READ_BYTES)
+        if not compression and path != "-":
             sample = spaced_sample(file, first)
         verdict = encodings.judge(sample, encoding)
     if verdict.refused:
         n_bytes = len(head) if path == "-" else os.fstat(file.fileno()).st_size - begin
         chunks = refusal(reason, verdict.refused, n_bytes)
-    opened = Chunks(chunks, verdict, plain, None if path == "-" else file)
-    return io.BufferedReader(opened, READ_BYTES)
+    to_close = None if path == "-" else file
+    return io.BufferedReader(Chunks(chunks, verdict, plain, to_close), READ_BYTES)
 
 
 def compression_of(first: bytes, path: str) -> str:
     """Return how a file is packed, by its first bytes or else by its name; "" = it is not."""
     named = os.path.splitext(path.lower())[1][1:]
-    by_magic = (name for magic, name in MAGIC.items() if first.startswith(magic))
-    return next(by_magic, named if named in MAGIC.values() else "")
+    by_magic = (name for name, (magic, _, _) in PACKED.items() if first.startswith(magic))
+    return next(by_magic, named if named in PACKED else "")
 
 
 def unpacked_head(first: bytes, path: str) -> bytes:
@@ -223,11 +219,11 @@ def refusal(reason: str, detail: str, n_bytes: int) -> Iterator[bytes]:
 def no_text(head: bytes, path: str, compression: str) -> str:
     """Return what a file is and what to do about it, from its first unpacked bytes; "" = text."""
     name = shown_name(path)
+    _, unpack, flags = PACKED.get(compression, (b"", "", "-xf"))
     if head[257:262] == b"ustar":
-        flags = {"gz": "-xzf", "bz2": "-xjf", "xz": "-xJf", "zst": "--zstd -xf"}
-        return f"a tar archive; unpack it: tar {flags.get(compression, '-xf')} {name}"
-    if compression and any(map(head.startswith, MAGIC)):
-        return f"packed twice; unpack it once: {UNPACK[compression].replace('FILE', name)}"
+        return f"a tar archive; unpack it: tar {flags} {name}"
+    if compression and head.startswith(MAGIC):
+        return f"packed twice; unpack it once: {unpack.format(name=name)}"
     is_zip = head.startswith(b"PK\x03\x04")
     if is_zip and (head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype"):
         return f"a zip archive of a document; write it as text: pandoc -t plain {name}"
@@ -290,8 +286,14 @@ def decompressors(path: str, compression: str) -> tuple[Callable[[], Any], tuple
     return makers[compression], (zlib.error, lzma.LZMAError, OSError, MemoryError)
 
 
-def decompress(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[bytes]:
-    """Unpack any number of streams, one after the other, as such files may hold."""
+def decompress(
+    chunks: Iterator[bytes], path: str, compression: str, twice: BinaryIO | None = None
+) -> Iterator[bytes]:
+    """Unpack any number of streams, one after the other, as such files may hold. twice: a gzip file
+    whose checksums are compared first."""
+    if twice:
+        yield from checked_gzip(chunks, twice, path)
+        return
     for made, _ in members(chunks, path, compression):
         if made:
             yield made
@@ -316,9 +318,10 @@ def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tu
                 except errors as error:
                     problem = f"damaged {compression} data: {error}"
                     if isinstance(error, MemoryError) or "emory" in str(error):
+                        how = PACKED[compression][1].format(name="FILE")
                         problem = (
                             f"unpacking it takes more memory than there is or may be used: {error};"
-                            f" unpack it yourself, and give the result: {UNPACK[compression]}"
+                            f" unpack it yourself, and give the result: {how}"
                         )
                 n_made += len(made)
                 if n_made > max(BOMB_BYTES, BOMB_FACTOR * n_read):

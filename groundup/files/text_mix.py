@@ -71,7 +71,7 @@ def texts_of(parts: list[Part], text_key: str, max_mb: float) -> Iterator[str]:
         for path, line, _, why in report.places[:10]:
             print(f"tokenizer: {path}:{line}: {why}")
         if report.problems:
-            print(f"tokenizer: {report.problems.total()} documents could not be read")
+            print(f"tokenizer: {report.problems.total()} documents or lines could not be read")
 
 
 def size_of(parts: list[Part]) -> int:

@@ -105,12 +105,7 @@ CONTENT_KEYS = ("content", "value", "text", "parts")
 CALL_KEYS = ("tool_calls", "function_call")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # OpenAI, Llama 3.1, LangChain, Anthropic
-ARGUMENT_KEYS = (
-    "arguments",
-    "parameters",
-    "args",
-    "input",
-)
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 # A question and its answer in one turn: Firefly's, Capybara's.
 EXCHANGES = (("human", "assistant"), ("input", "output"))
 TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *WEIGHTS, "train_detail"}
@@ -251,15 +246,6 @@ def said(messages: list[dict]) -> list[tuple[str, str]]:
 # ---- one turn --------------------------------------------------------------------------------
 
 
-class Content(NamedTuple):
-    """What the content of a turn holds."""
-
-    text: str | None
-    thoughts: list[str]
-    calls: list
-    results: list[dict]  # messages of tools
-
-
 def name_of(turn: dict) -> object:
     """Return the name of a turn's role, in lower case if it is text."""
     name = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
@@ -300,21 +286,21 @@ def read_turn(turn: dict) -> list[dict]:
     raw = next((turn[key] for key in CONTENT_KEYS if turn.get(key) is not None), None)
     if role == "tool":
         return [tool_message(raw, turn.get("tool_call_id"))]
-    content = read_content(raw)
-    thoughts, calls = thoughts_of(turn) + content.thoughts, content.calls
+    text, thoughts, calls, results = read_content(raw)
     for key in CALL_KEYS:
-        calls = calls + (list_of(turn[key]) if turn.get(key) else [])
-    text = content.text
-    if name in CALLERS and content.text is not None:
-        text, written = split_thoughts(content.text)
-        calls = list_of(written)
-    if content.results:
-        return content.results + ([message(role, text)] if text else [])
+        calls += list_of(turn[key]) if turn.get(key) else []
+    if name in CALLERS and text is not None:
+        text, written = split_thoughts(text)
+        calls = list_of(written)  # the turn says it itself, whatever stands beside it
+    if text is not None:
+        message(role, text)  # refuses what is no text
+    if results:
+        return results + ([message(role, text)] if text else [])
     if role != "assistant":
         if calls:
             raise BadRow(f"a turn ({role}) holds calls of tools")
         return [message(role, text)]
-    return [answer(text, thoughts, calls, turn)]
+    return [answer(text, thoughts_of(turn) + thoughts, calls, turn)]
 
 
 def thoughts_of(holder: dict) -> list[str]:
@@ -421,10 +407,11 @@ def text_of_part(part: dict | str) -> str:
     return found
 
 
-def read_content(raw: object) -> Content:
-    """Return what a content holds: a text, or a list of parts."""
+def read_content(raw: object) -> tuple[str | None, list[str], list, list[dict]]:
+    """Return what a content, a text or a list of parts, holds: its text, thoughts, calls, and
+    results of tools as messages."""
     if not isinstance(raw, list):
-        return Content(raw, [], [], [])
+        return raw, [], [], []
     texts, thoughts, calls, results = [], [], [], []
     for part in raw:
         kind = kind_of(part)
@@ -441,7 +428,7 @@ def read_content(raw: object) -> Content:
         else:
             raise BadRow(f"a turn holds {kind!r:.40}, not text")
     text = "".join(texts) if texts or not (thoughts or calls or results) else None
-    return Content(text, thoughts, calls, results)
+    return text, thoughts, calls, results
 
 
 # ---- calls and tools -------------------------------------------------------------------------
@@ -507,7 +494,7 @@ def system_text(prompt: object) -> str:
         prompt = unpacked(prompt)
     if isinstance(prompt, dict):
         prompt = next((prompt[key] for key in CONTENT_KEYS if key in prompt), None)
-    return message("system", read_content(prompt).text)["content"]
+    return message("system", read_content(prompt)[0])["content"]
 
 
 def tools_of(row: dict) -> list:
@@ -559,15 +546,9 @@ FOLLOWERS = {  # which turns may follow one; a conversation begins as if after a
     "tool": ("tool", "assistant"),
 }
 CHAT_PROBLEMS = (
-    "bad answer",
-    "unknown role",
-    "system message not first",
-    "answer missing",
-    "empty answer",
-    "two user turns in a row",
-    "two assistant turns in a row",
-    "tool turn out of place",
-)
+    "bad answer", "unknown role", "system message not first", "answer missing", "empty answer",
+    "two user turns in a row", "two assistant turns in a row", "tool turn out of place",
+)  # fmt: skip
 
 
 def trim_chat(messages: list[dict]) -> list[dict]:

@@ -13,18 +13,16 @@ knows how the others would have ended.
 
 import itertools
 import json
-import math
 from collections import Counter
 from pathlib import Path
 
 from groundup.errors import UserError
 from groundup.files import answer_files, records
 from groundup.files.answer_files import NoPair, conversation_of, reward_of, row_of, text_of
-from groundup.files.text_keys import as_score
 from groundup.files.turns import BadRow
 from groundup.text.inputs import Input
 from groundup.text.recipe import PairBy, parse_pair_by, parse_score
-from groundup.text.unit import ANSWER_PLACE, PAIR_NUMBERS, Counts, Problems
+from groundup.text.unit import ANSWER_PLACE, PAIR_NUMBERS, Counts, Problems, numbers_of
 from groundup.tokens.token_files import file_sha256
 
 
@@ -67,49 +65,36 @@ def write_pairs(
 
     score: also keep the numbers of these keys. Raise UserError if pair_by is reward and no answer
     has one, if `strict` and a line is no answer, or if FILE.config.json is missing or damaged."""
-    by, settings = parse_pair_by(pair_by), answer_files.need_settings(path)
+    by, counts = parse_pair_by(pair_by), Counts()
     keys = [key for key in PAIR_NUMBERS if key != "margin"]
     keys += [one.key for one in parse_score(score)]
-    n, counts = Counter(), Counts()  # n: of lines, answers, answers with a reward, pairs
-    lines_left_out, answers_left_out = Counter(), Counter()  # by reason
+    info = {"path": path, "settings": answer_files.need_settings(path), "scored": False}
+    info |= {"lines": 0, "answers": 0, "pairs": 0}
+    info |= {"lines_bad": 0, "lines_left_out": Counter(), "answers_left_out": Counter()}
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as p:
         problems = Problems(path, p, counts.shown, strict)
         for record in records.read_records(path, report=problems):
             problems.lost_bytes += record.lost
-            n["lines"] += 1
+            info["lines"] += 1
             try:
-                row = row_of(record)
-                prompt, own = conversation_of(row, settings)
-                n["answers"] += len(row["completions"])
-                n["scored"] += sum(reward_of(answer) is not None for answer in row["completions"])
-                pairs = pairs_of(row["completions"], own, by, answers_left_out)
+                pairs = pairs_of_line(record, by, keys, info)
             except BadRow as problem:
-                lines_left_out[str(problem)] += 1
+                info["lines_left_out"][str(problem)] += 1
                 if not isinstance(problem, NoPair):
                     reason, detail = record.problem or "bad_field", record.detail or str(problem)
                     problems.add(path, record.line, record.offset, reason, detail)
                 continue
-            n["pairs"] += len(pairs)
-            if not pairs:
-                lines_left_out["no answer to set against the data set's"] += 1
-            numbers = {key: as_score(row, key) for key in keys}
-            of_line = {key: number for key, number in numbers.items() if math.isfinite(number)}
-            of_line |= {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
-            for pair in pairs:
-                f.write(json.dumps(of_line | pair | {"made_by": settings["model"]}) + "\n")
-    if by.how == "reward" and n["answers"] and not n["scored"]:
+            info["pairs"] += len(pairs)
+            f.writelines(json.dumps(pair) + "\n" for pair in pairs)
+    if not info.pop("scored") and by.how == "reward" and info["answers"]:
         hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them"
         what = f"no answer in {path} has a reward, which pair_by=reward needs"
         raise UserError(f"prepare: {what}; {hint}: reward.py --score=FILE")
-    n_bad = problems.problems.total()
-    info = {
-        "path": path, "settings": settings, "lines": n["lines"], "answers": n["answers"],
-        "pairs": n["pairs"], "lines_bad": n_bad, "lines_left_out": dict(lines_left_out),
-        "answers_left_out": dict(+answers_left_out),
-    }  # fmt: skip
+    info["lines_bad"] = problems.problems.total()
+    info["answers_left_out"] = dict(+info["answers_left_out"])
     # The pairs are read next, as an input. Together they count as the bytes of the answers.
     problems.n_bytes -= out.stat().st_size
-    counts.add_report(problems, path, n["lines"] - n_bad)
+    counts.add_report(problems, path, info["lines"] - info["lines_bad"])
     return info, counts
 
 
@@ -130,6 +115,19 @@ def describe(infos: list[dict]) -> list[str]:
 # ---- the pairs of one line -----------------------------------------------------------------------
 
 
+def pairs_of_line(record: records.Record, by: PairBy, keys: list[str], info: dict) -> list[dict]:
+    """Return the rows of the pairs of a line, with its numbers under `keys`, and count its answers
+    in `info`, see write_pairs. Raise BadRow."""
+    row, settings = row_of(record), info["settings"]
+    prompt, own = conversation_of(row, settings)
+    info["answers"] += len(row["completions"])
+    info["scored"] |= any(reward_of(answer) is not None for answer in row["completions"])
+    pairs = pairs_of(row["completions"], own, by, info["answers_left_out"])
+    place = {ANSWER_PLACE: [record.line, record.offset]}
+    of_line = numbers_of(row, keys) | {"prompt": prompt} | place
+    return [of_line | pair | {"made_by": settings["model"]} for pair in pairs]
+
+
 def pairs_of(answers: list[dict], own: str, by: PairBy, left_out: Counter) -> list[dict]:
     """Return the pairs of a line, and count the other answers in `left_out`, by reason. own: the
     data set's answer. Raise NoPair."""
@@ -147,10 +145,13 @@ def pairs_of(answers: list[dict], own: str, by: PairBy, left_out: Counter) -> li
     try:
         if by.how == "reward":
             return pairs_by_reward(usable, by, left_out)
-        return pairs_by_dataset([text for text, _ in usable], own, by, left_out)
+        pairs = pairs_by_dataset([text for text, _ in usable], own, by, left_out)
     except NoPair:
         left_out["in a line that gives no pair"] += len(usable)
         raise
+    if not pairs:
+        raise NoPair("no answer to set against the data set's")
+    return pairs
 
 
 def lengths_fit(first: str, second: str, within: float) -> bool:

@@ -4,7 +4,6 @@ A question is found by a run of units (see dedup.py) that both texts have. Read 
 MMLU in their own CSV files, and JSON lines, JSON and parquet with a question, prompt or text.
 """
 
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -70,9 +69,7 @@ class Evals:
     def save(self, path: str) -> None:
         """Write an .npz for the other processes."""
         arrays = {str(length): table.known for length, table in self.tables.items()}
-        with open(f"{path}.tmp", "wb") as f:
-            np.savez(f, n_items=self.n_items, n_unprotected=self.n_unprotected, **arrays)
-        os.replace(f"{path}.tmp", path)
+        np.savez(path, n_items=self.n_items, n_unprotected=self.n_unprotected, **arrays)
 
     @classmethod
     def load(cls, path: str) -> "Evals":

@@ -278,9 +278,6 @@ def bands_for(threshold: float) -> tuple[int, int]:
     Two texts of similarity s share a bucket with probability 1 - (1 - s**rows)**bands, which rises
     most steeply near s = (1 / bands)**(1 / rows). More rows rise more steeply: take the most whose
     rise lies 0.07 below the threshold. Rajaraman and Ullman, Mining of Massive Datasets, 3.4."""
-    if not 0 < threshold <= 1:
-        what = "the similarity of near duplicates must be above 0 and at most 1"
-        raise UserError(f"dedup: {what}, got {threshold}")
     rise = max(threshold - 0.07, 1 / N_PERM)
     shapes = [(N_PERM // rows, rows) for rows in range(1, 33)]
     return [(bands, rows) for bands, rows in shapes if (1 / bands) ** (1 / rows) <= rise][-1]

@@ -139,7 +139,7 @@ def spool_stdin(work: Path) -> Path:
         shutil.copyfileobj(sys.stdin.buffer, f, 2**20)
     with streams.open_stream(str(path)) as stream:
         kind = records.container("-", stream.peek(), "file")
-    return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
+    return path.rename(work / "stdin.json") if kind in ("json", "jsonl") else path
 
 
 # ---- inputs.tsv ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ hold for texts with and without spaces.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
@@ -184,6 +184,13 @@ def parse_bounds(text: str) -> Bounds | None:
     return bounds if bounds and bounds.least <= bounds.most else None
 
 
+def named_values(setting: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (part, name, value) of each part of 'name=value, name=value'; value "" if it has none."""
+    for part in filter(None, map(str.strip, setting.split(","))):
+        name, _, value = map(str.strip, part.partition("="))
+        yield part, name, value
+
+
 def parse_rules(setting: str) -> Changes:
     """Return the changes in a setting such as
 
@@ -193,8 +200,7 @@ def parse_rules(setting: str) -> Changes:
     Raise UserError."""
     switched: dict[str, bool] = {}
     others: dict = {}
-    for part in filter(None, map(str.strip, setting.split(","))):
-        name, _, value = map(str.strip, part.partition("="))
+    for part, name, value in named_values(setting):
         switch = {"on": True, "off": False}.get(value)
         if name in ("length", "question_length"):
             others[name] = parse_bounds(value)

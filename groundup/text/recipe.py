@@ -13,10 +13,10 @@ from groundup.files import paths, readers
 from groundup.files.encodings import check_codec
 from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import dedup
-from groundup.text.quality import Bounds, parse_bounds, parse_rules
+from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
 from groundup.tokens.training import SMALLEST
 
-VERSION = 13  # of what the settings give; a directory of another version differs
+VERSION = 14  # of what the settings give; a directory of another version differs
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
 CUT = "cut:"  # decontaminate='cut: files'
 CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
@@ -111,8 +111,7 @@ class Score(NamedTuple):
 def parse_score(setting: str) -> list[Score]:
     """Return the ranges of 'bpb=0.3..1.5,ifd=5%..95%'; a bound may be empty. Raise UserError."""
     scores = []
-    for part in filter(None, map(str.strip, setting.split(","))):
-        key, _, value = map(str.strip, part.partition("="))
+    for part, key, value in named_values(setting):
         bounds, in_percent = parse_bounds(value), "%" in part
         ends = [end for end in bounds or () if in_percent and math.isfinite(end)]
         if not key or not bounds or any(not 0 <= end <= 100 for end in ends):
@@ -206,12 +205,10 @@ class PairBy(NamedTuple):
 
 def parse_pair_by(setting: str) -> PairBy:
     """Return the setting 'dataset' or 'reward', with options behind commas. Raise UserError."""
-    how, *options = map(str.strip, setting.split(","))
-    values = {}
-    for option in options:
-        name, _, value = map(str.strip, option.partition("="))
-        values[name] = non_negative(value)
+    how, _, options = setting.partition(",")
+    values = {name: non_negative(value) for _, name, value in named_values(options)}
     known = {"dataset": {"length_within"}, "reward": {"margin", "length_within"}}
+    how = how.strip()
     wrong = how not in known or not values.keys() <= known[how] or None in values.values()
     hint = "give dataset or reward, or 'reward, margin=0.5, length_within=0.2'"
     refuse(wrong, f"pair_by={setting!r} is not understood; {hint}")

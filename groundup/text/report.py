@@ -52,6 +52,13 @@ def problem_lines(counts: Counts) -> list[str]:
     return [f"{where}: {problem}" for problem, where in counts.shown.items()]
 
 
+def check_sum(account: dict, *left_out: str) -> None:
+    """Check that what was read is what is kept and what is left out: numbers, or by reason."""
+    parts = [account[name] for name in left_out]
+    n = sum(sum(part.values()) if isinstance(part, dict) else part for part in parts)
+    assert account["read"] == account["kept"] + n, f"{account=}"
+
+
 def what_became(
     inputs: list[Input], counts: Counts, n_documents: np.ndarray, n_bytes: np.ndarray
 ) -> dict:
@@ -62,21 +69,10 @@ def what_became(
         "kept": int(n_documents[KEPT]),
         "dropped": dict(+counts.unusable) | by_reason(n_documents),
         "lost": dict(+counts.lost),
+        "lost_lines": dict(counts.lost_lines),
         "mended": dict(+counts.mended),
     }
-    left_out = sum(documents["dropped"].values()) + sum(documents["lost"].values())
-    assert documents["read"] == documents["kept"] + left_out, f"{documents=}"
-
-    # A last line without an end counts as if it had one, so more than all may seem lost.
-    n_lost = min(counts.lost_bytes.total(), counts.input_bytes)
-    files = {
-        "bytes": counts.input_bytes,
-        "documents": counts.input_bytes - n_lost,
-        "lost": n_lost,
-        "files_with_losses": len(counts.lost_bytes),
-        "files": dict(counts.lost_bytes.most_common(SHOWN_FILES)),
-    }
-
+    check_sum(documents, "dropped", "lost")
     text = {
         "read": counts.bytes_read,
         "kept": int(n_bytes[KEPT]),
@@ -84,18 +80,30 @@ def what_became(
         "cut": counts.bytes_cut,
         "dropped": by_reason(n_bytes),
     }
-    left_out = sum(text["dropped"].values()) + text["cleaned"] + text["cut"]
-    assert text["read"] == text["kept"] + left_out, f"{text=}"
+    check_sum(text, "dropped", "cleaned", "cut")
     failed = {file.name for file in inputs if file.problem}
     failed |= {name for name in counts.bad if not counts.passed[name]}
     return {
         "documents": documents,
-        "input": files,
+        "input": bytes_of_files(counts),
         "bytes": text,
         "marked": counts.marked,
         "unread": dict(counts.unread),
         "n_failed": len(failed),
         "failed": sorted(failed)[:SHOWN_FILES],
+    }
+
+
+def bytes_of_files(counts: Counts) -> dict:
+    """Return what the manifest says about the bytes of the files, unpacked."""
+    # A last line without an end counts as if it had one, so more than all may seem lost.
+    n_lost = min(counts.lost_bytes.total(), counts.input_bytes)
+    return {
+        "bytes": counts.input_bytes,
+        "documents": counts.input_bytes - n_lost,
+        "lost": n_lost,
+        "files_with_losses": len(counts.lost_bytes),
+        "files": dict(counts.lost_bytes.most_common(SHOWN_FILES)),
     }
 
 
@@ -211,6 +219,8 @@ def summary(info: dict) -> list[str]:
         for reason, n in documents[what].items():
             size = n_bytes["dropped"].get(reason, 0) if what == "dropped" else 0
             lines.append(f"{what}: {n:,} {reason}" + (f" ({size:,} bytes)" if size else ""))
+    for reason, n in documents["lost_lines"].items():
+        lines.append(f"lost: {n:,} {reason} within texts that are kept")
     if info["marked"]:
         hint = "it stays text, so a model would learn to write it as words"
         hint += "; if these are conversations, use kind=chat"

@@ -96,7 +96,7 @@ def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
     per_unit = [np.fromfile(unit.file(work, "rows"), ROW) for unit in units]
     starts = np.cumsum([0, *map(len, per_unit)])
     rows = np.concatenate([np.empty(0, ROW), *per_unit])
-    del per_unit
+    del per_unit  # which has as much again
     partner, similarity = np.full(len(rows), -1, np.int64), np.ones(len(rows), np.float32)
     chosen = Selection(units, work, rows, rows["reason"].copy(), starts, partner, similarity)
     drop_by_score(chosen, recipe)
@@ -112,6 +112,7 @@ def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
 def drop_by_score(chosen: Selection, recipe: Recipe) -> None:
     """Drop the documents outside the bounds in per cent, if there are any."""
     left = np.flatnonzero(chosen.fates == KEPT)
+    # Bounds that are numbers were applied with the other rules, to each document alone.
     for _, bounds, in_percent in parse_score(recipe.score)[:1]:
         if in_percent and len(left):
             scores = chosen.rows["score"][left]

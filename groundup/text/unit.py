@@ -38,6 +38,7 @@ from groundup.text import clean, dedup, quality
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input
 from groundup.text.recipe import VERSION, Recipe, Source, outside_range, parse_score
+from groundup.tokens.token_files import token_dtype
 from groundup.tokens.token_writer import write_json
 from tokenizer import Tokenizer
 
@@ -144,11 +145,13 @@ def plan_units(inputs: list[Input]) -> list[Unit]:
 class Counts:
     """What was read of the input, before documents are compared with each other.
 
-    Documents: records read = those that passed or were dropped by a rule + unusable + lost. Bytes
-    of the files: input_bytes = those of documents + lost_bytes."""
+    Documents: records read = those that passed or were dropped by a rule + unusable + lost. A lost
+    line of a text file is no record. Bytes of the files: input_bytes = those of documents +
+    lost_bytes."""
 
     records: int = 0  # read, or lost on the way
     lost: Counter[str] = field(default_factory=Counter)  # records by reason: bad_json, ...
+    lost_lines: Counter[str] = field(default_factory=Counter)  # of texts that are kept otherwise
     unusable: Counter[str] = field(default_factory=Counter)  # records without a text, by reason
     mended: Counter[str] = field(default_factory=Counter)  # by what was mended; split_huge: more
     bytes_read: int = 0  # of text in UTF-8
@@ -177,8 +180,13 @@ class Counts:
     def add_report(self, report: Report, name: str, n_passed: int) -> None:
         """Add what reading a part of a file reported. n_passed: documents that it gave."""
         n_problems = report.problems.total()
-        self.records += n_problems
-        for reason, n in report.problems.items():
+        lost = report.problems - report.in_text
+        if n_passed:
+            self.lost_lines.update(report.in_text)
+        elif report.in_text:  # nothing is left of the text
+            lost[next(iter(report.in_text))] += 1
+        self.records += lost.total()
+        for reason, n in lost.items():
             (self.unusable if reason == "bad_field" else self.lost)[reason] += n
         self.mended.update(report.mended)
         self.input_bytes += report.n_bytes
@@ -195,19 +203,13 @@ class Problems(Report):
     def __init__(
         self, name: str, file: TextIO, shown: dict[str, str], strict: bool, digest: bool = False
     ) -> None:
-        super().__init__(strict, digest=digest)
-        self.name, self.file, self.shown = name, file, shown
+        super().__init__(strict, digest=digest, name=name)
+        self.file, self.shown = file, shown
 
-    def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
-        detail = " ".join(detail.split())  # one line without tabs
-        what, where = f"{reason}: {detail}", f"{self.name}:{line}"
-        if self.strict:
-            hint = "mend it, or leave such records out with strict=False"
-            raise UserError(f"prepare: {where}: {what}; {hint}")
-        self.problems[reason] += 1
-        self.file.write(f"{self.name}\t{line}\t{offset}\t{reason}\t{detail}\n")
+    def note(self, name: str, line: int, offset: int, reason: str, detail: str) -> None:
+        self.file.write(f"{name}\t{line}\t{offset}\t{reason}\t{detail}\n")
         if len(self.shown) < SHOWN:
-            self.shown.setdefault(what, where)
+            self.shown.setdefault(f"{reason}: {detail}", f"{name}:{line}")
 
 
 # ---- one document --------------------------------------------------------------------------------
@@ -354,6 +356,7 @@ class Judge:
             reason, detail = self.judge_row(item)
             if reason:
                 return reason, detail
+        # Of a pair each answer is judged behind its prompt.
         texts = [item.text, f"{item.prompt}\n{item.rejected}"] if item.rejected else [item.text]
         for text in texts:
             rule, detail = self.rules.check(text)
@@ -383,11 +386,16 @@ class Judge:
 load_judge = lru_cache(maxsize=1)(Judge)  # recipe.files_digest changes with the files it reads
 
 
+def numbers_of(row: dict, keys: Iterable[str]) -> dict[str, float]:
+    """Return the numbers that a row has under these keys."""
+    numbers = {key: as_score(row, key) for key in keys}
+    return {key: number for key, number in numbers.items() if math.isfinite(number)}
+
+
 def pair_fields(row: dict) -> str:
     """Return a pair's PAIR_NUMBERS and the model that made its answers, as JSON; "" if a row has
     none of them."""
-    numbers = {key: as_score(row, key) for key in PAIR_NUMBERS}
-    found: dict = {key: value for key, value in numbers.items() if math.isfinite(value)}
+    found: dict = numbers_of(row, PAIR_NUMBERS)
     if isinstance(row.get("made_by"), str):
         found["made_by"] = row["made_by"]
     return json.dumps(found, ensure_ascii=False) if found else ""
@@ -475,6 +483,7 @@ class Inspector:
             self.judge.columns, source.encoding,
         )  # fmt: skip
         n_passed = sum(self.take(row, number) for row in islice(rows, limit))
+        # Only now has the report the bytes and the sum of all that was read.
         self.counts.add_report(report, part.name, n_passed)
         if report.sha256:
             self.counts.digests.append([part.name, report.sha256.hexdigest()])
@@ -593,25 +602,26 @@ load_tokenizer = lru_cache(maxsize=1)(lambda directory, fingerprint: Tokenizer.l
 
 
 def tokenize_unit(
-    unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False, threads: int = 1
+    unit: Unit, fingerprint: str, work: Path, kind: str = "text", threads: int = 1
 ) -> None:
     """Write the ids of the documents of a unit that are kept, unless an earlier run
     finished the unit. threads: that encode documents, for fewer units than processes; the tokenizer
     releases the GIL."""
     done, fates = unit.file(work, "tokenized"), unit.fates(work)
     tokenizer = load_tokenizer(work / "out", fingerprint)
-    decides = repr((unit.inspected(work)["key"], fingerprint, dtype)).encode() + fates.tobytes()
+    decides = repr((unit.inspected(work)["key"], fingerprint)).encode() + fates.tobytes()
     key = hashlib.sha256(decides).hexdigest()
     if read_json(done).get("key") == key:
         return
     done.unlink(missing_ok=True)
 
     def encode(text: str) -> tuple[Any, Any]:
-        if chat:
+        if kind == "chat":
             return tokenizer.render(json.loads(text)["messages"])
         return tokenizer.encode_array(text), ()
 
-    documents, lengths = unit.documents(work, np.flatnonzero(fates == KEPT)), []
+    dtype, lengths = token_dtype(tokenizer.vocab_size), []
+    documents = unit.documents(work, np.flatnonzero(fates == KEPT))
     with (
         open(unit.file(work, "tokens"), "wb") as tokens,
         open(unit.file(work, "mask"), "wb") as masks,

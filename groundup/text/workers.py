@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,10 @@ class WorkerLost(UserError):
 
 @contextmanager
 def worker_pool(n_workers: int, work: Path) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield a function like `map` that works in so many processes, up to 1 in this one. Raise
-    WorkerLost if one of them was killed."""
+    """Yield a function (function, units, what it does) that works in so many processes, up to 1 in
+    this one, see `with_progress`. Raise WorkerLost if one of them was killed."""
     if n_workers <= 1:
-        yield map
+        yield partial(with_progress, map)
         return
     spawn = multiprocessing.get_context("spawn")
     watched, lifeline = spawn.Pipe(duplex=False)
@@ -37,17 +39,27 @@ def worker_pool(n_workers: int, work: Path) -> Iterator[Callable[..., Iterator[A
     # wait for their units.
     with pool, lifeline:
         try:
-            yield pool.map
+            yield partial(with_progress, partial(in_order, pool))
         except BrokenProcessPool:
             hint = "run again, with fewer workers if memory was short; what is done is kept"
             raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None
 
 
-def with_progress(results: Iterator[Any], units: list[Unit], what: str) -> Iterator[Any]:
-    """Yield the results of every unit, in order, and show how much of the input they are of."""
+def in_order(pool: ProcessPoolExecutor, function: Callable, units: list[Unit]) -> Iterator[Any]:
+    """Yield function(unit) of every unit, in order."""
+    # Unlike pool.map it cancels nothing after an error: when the workers end, Python 3.11 prints a
+    # traceback for each cancelled unit. A result is let go of once it is used.
+    futures = deque(pool.submit(function, unit) for unit in units)
+    while futures:
+        yield futures.popleft().result()
+
+
+def with_progress(run: Callable, function: Callable, units: list[Unit], what: str) -> Iterator[Any]:
+    """Yield function(unit) of every unit, in order, and show how much of the input they are of.
+    run: like `map`."""
     sizes = [sum(part.size for part in unit.parts) for unit in units]
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None) as progress:
-        for size, result in zip(sizes, results, strict=True):
+        for size, result in zip(sizes, run(function, units), strict=True):
             yield result
             progress.update(size)
 

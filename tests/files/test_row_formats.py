@@ -228,7 +228,7 @@ def test_documents_are_made_of_columns_that_are_read(monkeypatch) -> None:
     """Of a parquet file without text_key only these are read."""
     rows = [(row, text) for row, text in DOCUMENTS.values() if isinstance(row, dict)]
     spies = [(Spy(row_formats.with_format(row, "text")[0]), text) for row, text in rows]
-    monkeypatch.setattr(row_formats, "rename", lambda row, names: row)  # it copies
+    monkeypatch.setattr(row_formats, "rename", lambda row, answers=False: row)  # it copies
     for spy, text in spies:
         assert document_of(spy) == (text, "")
         assert spy.asked and spy.asked <= row_formats.COLUMNS
@@ -736,3 +736,11 @@ def test_rarer_names_beside_usual_ones_lose_nothing():
     assert "'critic'" in row_formats.messages_of({"prompt": critic, "response": "a"})[1]
     two = {"Question": "q", "answer": "a", "Response": "x y", "generation": "z w"}
     assert sorted(row_formats.unread_keys(two, "chat")) == ["Response", "generation"]
+
+
+@pytest.mark.parametrize("beside", [{"reasoning": "Sum."}, {"tool_calls": [{"name": "f"}]}, {}])
+@pytest.mark.parametrize("content", [{"a": 1}, {}, 4])
+def test_an_answer_that_is_no_text_is_a_bad_row_whatever_stands_beside_it(content: object, beside: dict) -> None:
+    answer = {"role": "assistant", "content": content} | beside
+    messages, problem = messages_of({"messages": [{"role": "user", "content": "2 + 2?"}, answer]})
+    assert messages == [] and problem == f"a turn (assistant) holds {type(content).__name__}, not text"

@@ -13,7 +13,6 @@ import pytest
 import regex
 from datasketch import LeanMinHash, MinHash, MinHashLSH
 
-from groundup.errors import UserError
 from groundup.text import dedup
 from groundup.text.dedup import near_duplicates
 
@@ -283,9 +282,6 @@ def test_bands() -> None:
         bands, rows = dedup.bands_for(percent / 100)
         assert bands * rows <= 128
         assert 1 - (1 - (percent / 100) ** rows) ** bands > 0.72  # most pairs right at the threshold meet
-    for wrong in (0, -1, 1.01, float("nan")):
-        with pytest.raises(UserError, match="similarity"):
-            dedup.bands_for(wrong)
 
 
 @pytest.mark.parametrize("threshold, bands, rows", [(0.8, 16, 8), (0.7, 21, 6), (0.6, 25, 5), (0.5, 128, 1)])
