@@ -278,7 +278,9 @@ class RowCorpus(Corpus):
                 if getattr(data, "pack", False):
                     rows = f"{len(data.members):,} conversations in {rows}"
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
-                lines += [f"{data.name}: {n:,} {what}" for what, n in data.counts.items()]
+                for what, n in data.counts.items():
+                    hint = "; a larger --block_size keeps more" if "block_size" in what else ""
+                    lines.append(f"{data.name}: {n:,} {what}{hint}")
         every = zip([*self.names, *self.val_names], [*self.found, *self.val_found], strict=True)
         for name, rows in every:
             lines += rows.reader.report(name)
