@@ -92,7 +92,8 @@ verify = ""  # check every byte of this prepared directory, and stop
 overwrite = False  # replace an out_dir that was made with other inputs or settings
 
 NEXT = {
-    "text": "python pretrain.py --data_dir=",
+    # sized for a CPU; config/small.py is for a GPU
+    "text": "python pretrain.py config/demo.py --out_dir=out/{name} --data_dir=",
     "chat": "python sft.py --init_from=MODEL --data=",
     "preference": "python dpo.py --init_from=MODEL --data=",
 }
@@ -282,7 +283,8 @@ def make_out_dir(
         prepared_dir.publish(work, out_dir)
         report.print_report(manifest, time.perf_counter() - start)
     state = "done" if why else "up to date"
-    print(f"prepare: {out_dir} is {state}, with report.md; next: {NEXT[recipe.kind]}{out_dir}")
+    following = NEXT[recipe.kind].format(name=out_dir.name)
+    print(f"prepare: {out_dir} is {state}, with report.md; next: {following}{out_dir}")
     return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
 
 

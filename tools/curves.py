@@ -78,6 +78,7 @@ NO_CAUSE = {  # settings that do not change what is learnt per token, but for ro
     "eval_steps",
 }
 MARGIN = 0.02  # of the loss, as a median; single ones of three seeds of config/shakespeare.py differ by up to 2.2 %
+SAME_START = 0.05  # bits per byte of untrained models that differ by more: another text or tokenizer
 NAN = float("nan")
 
 
@@ -257,6 +258,9 @@ def compare(own: Sequence[dict], reference: Reference) -> list[str]:
     head = (
         f"reference: {reference.name} ({reference.about['command']}; {reference.about['machine']})"
     )
+    text = another_text(own, reference)
+    if text:
+        return [head, text]
     for key in both:
         mine, theirs = series(own, key, axis), series(reference.events, key, axis)
         mine = mine[(mine[:, 0] <= theirs[-1, 0]) & (mine[:, 0] >= theirs[0, 0])]
@@ -283,15 +287,31 @@ def compare(own: Sequence[dict], reference: Reference) -> list[str]:
     return lines + speed(own, reference)
 
 
+def first_bpb(events: Sequence[dict]) -> float:
+    """Return the bits per byte before the first step, 0.0 if they were not logged."""
+    found = (event.get("val_bpb") for event in events if event["step"] == 0)
+    return next(filter(None, found), 0.0)
+
+
+def another_text(own: Sequence[dict], reference: Reference) -> str:
+    """Return why the losses cannot be compared: another text or tokenizer. "" if they can."""
+    data = reference.differ.get("data_dir")
+    ours, other = first_bpb(own), first_bpb(reference.events)
+    if not (data and ours and other) or abs(ours / other - 1) <= SAME_START:
+        return ""
+    return (
+        f"no comparison: data_dir={data[0]!r} is another text or tokenizer than {data[1]!r}: "
+        f"{ours:.3g} bits per byte before the first step, the reference's {other:.3g}"
+    )
+
+
 def causes(
     own: Sequence[dict], reference: Reference, mine: np.ndarray, word: str, axis: str, key: str
 ) -> list[str]:
     """Return what usually makes such a difference."""
     found, differ = [], dict(reference.differ)
     logs = own, reference.events
-    begin_own, begin = (
-        [e["val_bpb"] for e in log if e["step"] == 0 and e.get("val_bpb")] for log in logs
-    )
+    begin_own, begin = map(first_bpb, logs)
     ratio = rate_ratio(own, reference.events, axis)
     rate = differ.pop("learning_rate", None)
     if ratio > 1.5 or ratio < 1 / 1.5:
@@ -316,9 +336,9 @@ def causes(
             )
     for setting, (ours, other) in differ.items():
         found.append(f"{setting}={ours!r}, the reference's {other!r}{HINTS.get(setting, '')}")
-    if begin and begin_own and abs(begin_own[0] / begin[0] - 1) > 0.05:
+    if begin and begin_own and abs(begin_own / begin - 1) > SAME_START:
         found.append(
-            f"val_bpb is {begin_own[0]:.3g} before the first step, the reference's {begin[0]:.3g}: another "
+            f"val_bpb is {begin_own:.3g} before the first step, the reference's {begin:.3g}: another "
             "text, tokenizer or starting weights"
         )
     trained, usual = (series(log, "loss", axis) for log in logs)

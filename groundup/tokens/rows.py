@@ -118,7 +118,8 @@ class RowReader:
 
     def report(self, name: str) -> list[str]:
         """Return lines for people: how many rows cannot be used, why, and where the first are."""
-        lines = [f"{name}: {n:,} left out: {reason}" for reason, n in self.dropped.items()]
+        dropped = self.dropped.items()
+        lines = [f"{name}: {n:,} left out: {with_remedy(reason)}" for reason, n in dropped]
         lines += self.places
         for what, n in self.left_out.items():
             lines.append(f"{name}: {n:,} {what} are not written by the chat template")
@@ -127,6 +128,11 @@ class RowReader:
         if self.unread:
             lines.append(f"{name}: {self.unread_are}: {row_formats.describe_unread(self.unread)}")
         return lines
+
+
+def with_remedy(reason: str) -> str:
+    """Return why rows were left out or cut, with what to do about it if that is a setting."""
+    return reason + ("; a larger --block_size keeps more" if "block_size" in reason else "")
 
 
 class Source(NamedTuple):
@@ -293,7 +299,8 @@ class RowCorpus(Corpus):
                 if getattr(data, "pack", False):
                     rows = f"{len(data.members):,} conversations in {rows}"
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
-                lines += [f"{data.name}: {n:,} {what}" for what, n in data.counts.items()]
+                for what, n in data.counts.items():
+                    lines.append(f"{data.name}: {n:,} {with_remedy(what)}")
         every = zip([*self.names, *self.val_names], [*self.found, *self.val_found], strict=True)
         for name, source in every:
             lines += source.reader.report(name)
@@ -346,6 +353,8 @@ def steps_of(
     more = " ".join(f"--{name}={value:g}" for name, value in flags.items())
     few = f"{n_rows:,} {noun} make {steps} step{'s' * (steps > 1)} of {key}={config[key]}"
     how = f"smaller steps and more epochs: {more}"
+    if "block_size" in lost:
+        how = f"raise block_size, or {how}"
     if steps < FEW_STEPS:
         raise UserError(f"data: {few}, too few to learn from{lost}; {how}")
     say(f"warning     {few}, few to learn from; {how}")

@@ -8,7 +8,7 @@ import forks
 import pytest
 
 from configurator import defaults_of, read_file
-from groundup.demo import debug_data
+from groundup.demo import debug_data, debug_model
 from groundup.errors import UserError
 from groundup.train.log import read_events
 
@@ -74,6 +74,18 @@ def test_a_loss_that_rises_again_and_one_of_too_little_text_are_told_apart():
     assert "not finite" in said(lost)
 
 
+def test_a_run_on_another_text_is_not_compared():
+    other = [e | {"val_bpb": 4.0} if e["step"] == 0 else e for e in log({s: 2 * y for s, y in DOWN.items()})]
+    differ = {"data_dir": ("data/mine", "data/demo"), "max_steps": (150, 240)}
+    lines = said(other, differ).split("\n")
+    assert len(lines) == 2 and lines[1].startswith("no comparison: data_dir='data/mine' is another text or tokenizer")
+    assert lines[1].endswith("4 bits per byte before the first step, the reference's 5")
+    # the same text at another place
+    assert "the run is on its reference" in said(log(DOWN), differ)
+    # the same data_dir: the start is a symptom
+    assert "val_bpb is 4 before the first step" in said(other, {"max_steps": (150, 240)})
+
+
 def test_a_run_without_a_common_place_says_so():
     assert "nothing to compare yet" in said([{"event": "eval", "step": 0, "val_loss": 6.0}])
 
@@ -98,6 +110,7 @@ def settings_of(name: str) -> dict:
 def test_the_reference_is_the_nearest_config_of_the_script_if_that_has_run(tmp_path, monkeypatch):
     for name in ("make_debug_data", "make_debug_rows"):  # the configurations need no data to be read
         monkeypatch.setattr(debug_data, name, lambda *args: None)
+    monkeypatch.setattr(debug_model, "make_debug_model", lambda *args: None)
     kept = {name: curves.keep(write_run(tmp_path / f"{name}_ran", script, **settings_of(name)), name, folder=tmp_path)
             for name, script in (("debug", "pretrain"), ("shakespeare", "pretrain"), ("debug_sft", "sft"))}  # fmt: skip
     about, *events = read_events(kept["debug"])
