@@ -126,7 +126,7 @@ FORMATTED := $(wildcard *.py) groundup tools tests/files/test_containers.py test
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .
-	$(PY) -m ruff format --check --quiet --line-length=100 $(FORMATTED)
+	$(PY) -m ruff format --check --quiet $(FORMATTED)
 
 clean:
 	rm -rf data/demo data/demo_chat data/demo_pairs data/demo_answers.jsonl data/demo_answers.jsonl.config.json data/debug

@@ -24,7 +24,17 @@ import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brute_force, random_texts, replaced
+from test_bpe import (
+    CHINESE,
+    CODE,
+    CORPUS,
+    ENGLISH,
+    LLAMA3_PATTERN,
+    TEXTS,
+    brute_force,
+    random_texts,
+    replaced,
+)
 
 from groundup.errors import UserError
 from groundup.files.text_mix import mix_texts

@@ -10,7 +10,15 @@ import torch
 
 from groundup.errors import UserError
 from groundup.generate import sampling
-from groundup.generate.sampling import RowParams, SamplingParams, Seen, choose, keep_likeliest, process, top_logprobs
+from groundup.generate.sampling import (
+    RowParams,
+    SamplingParams,
+    Seen,
+    choose,
+    keep_likeliest,
+    process,
+    top_logprobs,
+)
 
 INF = float("inf")
 

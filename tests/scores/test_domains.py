@@ -13,7 +13,14 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from groundup.errors import UserError
 from groundup.scores import domains
-from groundup.scores.domains import Domain, Settings, document_losses, evaluate_domains, parse_domains, windows
+from groundup.scores.domains import (
+    Domain,
+    Settings,
+    document_losses,
+    evaluate_domains,
+    parse_domains,
+    windows,
+)
 from groundup.tokens.engines import PATTERNS
 from groundup.tokens.training import bpe_files, train
 from groundup.train import huggingface

@@ -10,7 +10,13 @@ import tokenizers
 
 from groundup.demo.python_docs import chinese_sample
 from groundup.tokens import bpe as bpe_module
-from groundup.tokens.bpe import characters_first, count_chunks, learn_in_python, learn_merges, train_bpe
+from groundup.tokens.bpe import (
+    characters_first,
+    count_chunks,
+    learn_in_python,
+    learn_merges,
+    train_bpe,
+)
 from groundup.tokens.engines import PATTERNS, SAFE_CUT
 
 ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be

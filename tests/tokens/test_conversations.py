@@ -14,7 +14,15 @@ from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches, changed_entry
-from groundup.tokens.conversations import ChatCorpus, ChatRows, InMemory, fit, load_rows, read_chat, tokenize_chat
+from groundup.tokens.conversations import (
+    ChatCorpus,
+    ChatRows,
+    InMemory,
+    fit,
+    load_rows,
+    read_chat,
+    tokenize_chat,
+)
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer

@@ -18,7 +18,14 @@ from groundup.files.turns import BadRow
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import ChatReader
 from groundup.tokens.mixture import Sampler
-from groundup.tokens.pairs import LabelReader, PairBatch, PairCorpus, load_pairs, pair_of, tokenize_pair
+from groundup.tokens.pairs import (
+    LabelReader,
+    PairBatch,
+    PairCorpus,
+    load_pairs,
+    pair_of,
+    tokenize_pair,
+)
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer
