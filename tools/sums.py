@@ -22,7 +22,7 @@ from groundup.files.turns import call_text
 
 # ---- config: override with a config file or --key=value; see --help ------------------------------
 out_dir = "data/demo_sums"  # where the three files go
-n_examples = 10000  # questions with a call and an answer
+n_examples = 2100  # questions with a call and an answer
 n_questions = 4000  # to draw answers to
 n_held_out = 400  # to draw answers to in evaluations
 seed = 1337  # which numbers are asked for
