@@ -1,10 +1,11 @@
-"""What a call looks like, before demo_tools.py. Two CPU cores, two and a half minutes.
+"""What a call looks like, before demo_tools.py. Two CPU cores, a minute.
 
     python tools/sums.py --out_dir=data/demo_sums
     python sft.py config/demo_sums.py
 
 The data are sums of two numbers with the calls of a calculator and the answers. Copying digits is
-what a small model learns slowly here: each number is another one.
+what a small model learns slowly: no example is shown twice, and the learning rate stays high for
+most of the steps (docs/tools.md).
 """
 
 out_dir = "out/demo_sums"
@@ -23,5 +24,5 @@ eval_every = 100
 eval_steps = 4
 eval_answers = 0
 log_every = 20
-# what is the sum of three-digit numbers?
+# how much is 123 + 456?
 sample_prompts = "What is 123 + 456?|123 + 456 \u7b49\u4e8e\u591a\u5c11\uff1f"
