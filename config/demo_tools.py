@@ -3,7 +3,12 @@ r"""GRPO with a tool: the model learns to leave sums of three-digit numbers to a
     python tools/sums.py --out_dir=data/demo_sums
     python sft.py config/demo_sums.py
     python rl.py config/demo_tools.py                                # --seed=1, 2, 3: other runs
-    python sample.py --init_from=out/demo_tools --tools=groundup/demo/calculator.py
+    python rl.py config/demo_tools.py --algorithm=ppo --group_size=1 --prompts_per_step=128 \
+        --filter_groups=0 --value_learning_rate=1e-3 --out_dir=out/demo_tools_ppo   # PPO instead
+    python serve.py --init_from=out/demo_tools --tools=groundup/demo/calculator.py
+
+Of 400 held-out sums the chat model has none right, after sft.py 76, 82 and 84 %, after rl.py 94, 96
+and 96 % with seeds 1, 2 and 3. Both together take 235 to 290 s of processor time (docs/tools.md).
 """
 
 out_dir = "out/demo_tools"
