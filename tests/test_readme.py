@@ -66,18 +66,19 @@ def test_make_demo_begins_what_is_older_than_its_data_anew(tmp_path):
     (tmp_path / ".venv/core").touch()
 
     def begun() -> list[str]:
-        command = ["make", "demo-chat", "VENV=.venv"]
+        command = ["make", "demo-chat", "demo-tools", "VENV=.venv"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         runs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RUN")]
         assert all("--overwrite=True" in run for run in runs if run[0] == "prepare.py")
         flags = ["--resume=never", "--overwrite=True"]
         trained = {run[1]: run[2:] for run in runs if run[1].startswith("config/")}
-        assert len(trained) == 4 and all(found in ([], flags) for found in trained.values())
+        assert len(trained) == 6 and all(found in ([], flags) for found in trained.values())
         return [Path(name).stem for name, found in trained.items() if found]
 
     assert begun() == []  # nothing is there yet
     data = [tmp_path / f"data/{name}/manifest.json" for name in ("demo", "demo_chat", "demo_pairs")]
-    runs = [tmp_path / f"out/{name}/config.py" for name in ("demo", "demo_sft", "demo_reward", "demo_dpo")]
+    names = ["demo", "demo_sft", "demo_reward", "demo_dpo", "demo_sums", "demo_tools"]
+    runs = [tmp_path / f"out/{name}/config.py" for name in names]
     answers = tmp_path / "data/demo_answers.jsonl"
     for path in (*data, *runs, answers):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def test_make_demo_begins_what_is_older_than_its_data_anew(tmp_path):
     os.utime(data[2], (1200, 1200))
     assert begun() == ["demo_reward", "demo_dpo"] and answers.exists()
     os.utime(data[0], (1200, 1200))
-    assert begun() == ["demo", "demo_sft", "demo_reward", "demo_dpo"] and not answers.exists()
+    assert begun() == names and not answers.exists()
 
 
 CHINESE = (ROOT / "README.zh.md", *sorted(ROOT.glob("docs/zh/*.md")))

@@ -23,7 +23,7 @@ NAMES = sorted(
     if file.name != "__init__.py"
 )
 WITHOUT_TORCH = {"configurator", "tokenizer", "prepare"}
-WITHOUT_TORCH |= {"largest", "reading", "self_instruct", "groundup.tokens.token_files"}
+WITHOUT_TORCH |= {"largest", "reading", "self_instruct", "sums", "groundup.tokens.token_files"}
 WITHOUT_TORCH |= {name for name in NAMES if name.startswith(("groundup.files", "groundup.text", "groundup.demo"))}
 WITHOUT_TORCH -= {"groundup.demo.debug_model"}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.

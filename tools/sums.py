@@ -1,0 +1,77 @@
+"""A task that needs a tool, for a small model to learn: sums of numbers of three digits, in English
+and in Chinese, with groundup/demo/calculator.py. It makes the questions, and holds the reward.
+
+    python tools/sums.py --out_dir=data/demo_sums
+    --reward=tools/sums.py:correct                               # for rl.py
+
+examples.jsonl are conversations with calls, from which sft.py teaches what a call looks like;
+questions.jsonl and held_out.jsonl are for rl.py: it sees no call, only the reward of its own. No
+two numbers are in two of the files, in whatever order.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configurator import configure
+from groundup.errors import UserError
+from groundup.files.turns import call_text
+
+# ---- config: override with a config file or --key=value; see --help ------------------------------
+out_dir = "data/demo_sums"  # where the three files go
+n_examples = 2100  # questions with a call and an answer
+n_questions = 4000  # to draw answers to
+n_held_out = 400  # to draw answers to in evaluations
+seed = 1337  # which numbers are asked for
+
+NUMBERS = range(100, 1000)
+QUESTIONS = {
+    "en": ("What is {} + {}?", "How much is {} + {}?"),
+    "zh": ("{} + {} 等于多少？", "请问 {} + {} 是多少？"),
+}
+ANSWERS = {"en": "The sum is {}.", "zh": "等于 {}。"}
+
+
+def correct(prompt: list[dict], answer: str, row: dict) -> float:
+    """1 if the answer is the right one to the letter, else 0. row: of `question`."""
+    return float(answer == row["right"])
+
+
+def question(a: int, b: int, language: str, form: int, answered: bool) -> dict:
+    """The conversation, and the answer that `correct` looks for."""
+    right = ANSWERS[language].format(a + b)
+    call = call_text({"name": "calculate", "arguments": {"expression": f"{a} + {b}"}})
+    turns = [("user", QUESTIONS[language][form].format(a, b))]
+    if answered:
+        turns += [("assistant", call), ("tool", str(a + b)), ("assistant", right)]
+    return {"messages": [{"role": role, "content": text} for role, text in turns], "right": right}
+
+
+def draw_pairs(n: int, seed: int) -> list[tuple[int, int]]:
+    """n times two numbers; no two times the same two. Always the same ones."""
+    rng, found = random.Random(seed), {}
+    while len(found) < n:
+        pair = rng.choice(NUMBERS), rng.choice(NUMBERS)
+        found.setdefault(frozenset(pair), pair)
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    sizes = {"examples": n_examples, "questions": n_questions, "held_out": n_held_out}
+    n_rows, n_pairs = sum(sizes.values()), len(NUMBERS) * (len(NUMBERS) + 1) // 2
+    if n_rows > n_pairs:
+        raise UserError(f"config: {n_rows:,} questions in all, but there are {n_pairs:,} sums")
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    pairs = iter(draw_pairs(n_rows, seed))
+    for name, n in sizes.items():
+        rows = []
+        for i in range(n):
+            language, form = ("en", "zh")[i % 2], i // 2 % 2
+            rows.append(question(*next(pairs), language, form, name == "examples"))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        Path(out_dir, f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{out_dir}/{name}.jsonl: {n:,} questions")
