@@ -156,7 +156,7 @@ def read_answer(row: dict, settings: dict) -> tuple[int, dict]:
         messages = [{"role": "user", "content": text}]
     first = row["completions"][0]
     answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
-    return row["index"], {"prompt": messages} | answer
+    return int(row["index"]), {"prompt": messages} | answer
 
 
 def read_both(path_a: str, path_b: str) -> tuple[list[dict], list[dict]]:
