@@ -3,7 +3,8 @@
     Hermes, Qwen, ours   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     Qwen3-Coder          <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
     GLM-4.5              <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
-    Mistral              [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], [TOOL_CALLS]add{"a": 1}
+    Mistral              [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+                         [TOOL_CALLS]add{"a": 1}
     Granite, Phi-4       <|tool_call|>[{"name": "add", "arguments": {"a": 1}}]
     DeepSeek             its own special characters around a name and {"a": 1}
     Llama 3.1            {"name": "add", "parameters": {"a": 1}}, <function=add>{"a": 1}</function>
@@ -184,7 +185,9 @@ JSON = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
 OPENING = re.compile(r"\s*(?:;\s*)?(?=[\[{])")  # of the first value, or of one that follows
 NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\{)")  # Mistral's
 # DeepSeek-V3 and R1: function SEP name ```json {...} ```; DeepSeek-V3.1: name SEP {...}
-DEEPSEEK_CALL = re.compile(rf"\s*{CALL_BEGIN}(?:function{SEP})?([\w.-]+)\s*(?:(?:{SEP}|```json)\s*)?(?=\{{)")
+DEEPSEEK_CALL = re.compile(
+    rf"\s*{CALL_BEGIN}(?:function{SEP})?([\w.-]+)\s*(?:(?:{SEP}|```json)\s*)?(?=\{{)"
+)
 DEEPSEEK_END = re.compile(rf"\s*(?:```\s*)?{CALL_END}")
 
 
@@ -205,7 +208,7 @@ def json_calls(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
 
 
 def calls_of(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
-    """Return the calls of the JSON value that begins there, none if it is something else; its end."""
+    """Return the calls of the JSON value that begins there, none if it is another; its end."""
     value, end = JSON.raw_decode(text, begin)
     calls = []
     for one in value if isinstance(value, list) else [value]:
@@ -257,7 +260,9 @@ def keyed_call(text: str, begin: re.Match, types: Types) -> tuple[list[dict], in
     return [call_of({"name": begin[1], "arguments": arguments})], end
 
 
-def tagged(text: str, end: int, pattern: re.Pattern, is_text: Mapping[str, bool]) -> tuple[dict, int]:
+def tagged(
+    text: str, end: int, pattern: re.Pattern, is_text: Mapping[str, bool]
+) -> tuple[dict, int]:
     """Return the arguments that are written as `pattern`, a key and a value each, and their end."""
     arguments = {}
     while one := pattern.match(text, end):
@@ -310,7 +315,7 @@ def python_calls(text: str) -> list[dict]:
 
 
 def python_call(node: ast.expr) -> dict:
-    """Return a call whose arguments are named literals. Raise ValueError or TypeError for others."""
+    """Return a call whose arguments are named literals. Raise ValueError, TypeError for others."""
     if not isinstance(node, ast.Call) or node.args or not NAME.fullmatch(ast.unparse(node.func)):
         raise ValueError("not a call with named arguments")
     arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}

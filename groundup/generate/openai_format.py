@@ -349,7 +349,7 @@ def encode(
         else:
             ids = tokenizer.render(messages, add_generation_prompt=True)[0]
         if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(ThoughtReader.OPEN):
-            begun = f"\n{ThoughtReader.CLOSE}\n\n{begun}"  # no thoughts, where the template opens some
+            begun = f"\n{ThoughtReader.CLOSE}\n\n{begun}"  # without thoughts
         return [ids + tokenizer.encode(begun)]
     except UserError as error:
         where = "messages" if asked.chat else "prompt"

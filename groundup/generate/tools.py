@@ -128,7 +128,9 @@ class ToolAnswers:
         self.talks[tuple(ids)] = messages
         return ids
 
-    def draw(self, prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[tuple[int, Result]]:
+    def draw(
+        self, prompts: Iterable[list[int]], params: SamplingParams
+    ) -> Iterator[tuple[int, Result]]:
         """Yield (index of the prompt, Result with the last turn of its answer).
 
         An answer that calls a tool waits until the others have ended."""
@@ -155,7 +157,9 @@ class ToolAnswers:
         yield from self.engine.finish(waiting)
 
 
-def read_calls(tokenizer: Tokenizer, ids: Sequence[int], schemas: Sequence[dict] = ()) -> tuple[str, list[dict]]:
+def read_calls(
+    tokenizer: Tokenizer, ids: Sequence[int], schemas: Sequence[dict] = ()
+) -> tuple[str, list[dict]]:
     """Return the text of an answer and its calls [{"name", "arguments"}, ...], [] = none.
 
     ids: as drawn, without the one that ended it. schemas: of the tools, for forms that write their

@@ -66,7 +66,7 @@ def test_a_field_that_cannot_be_left_out_is_a_refusal(monkeypatch):
     assert reply.finish == "refused" and "'messages'" in reply.text and len(server.bodies) == 1
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:9/v1", "ftp://a/v1", "http://a b/v1", "http://a/\u6a21", "http://", "localhost"])
+@pytest.mark.parametrize("url", ["127.0.0.1:9/v1", "ftp://a/v1", "http://a b/v1", "http://a/\u6a21", "http://"])
 def test_an_address_that_is_none_is_said_at_once(url):
     """It was asked for nine times, within eight minutes."""
     with pytest.raises(UserError, match="base_url=.* must be like http://"):
