@@ -350,10 +350,10 @@ class Server:
         job = self.admit(asked)
         try:
             requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
+            job.begin(model.tokenizer, requests)
         except BaseException:
             job.give_back(job.left)
             raise
-        job.begin(model.tokenizer, requests)
         head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),

@@ -89,4 +89,4 @@ def load_train_state(step_dir: Path, rank: int = 0) -> tuple[dict, dict]:
 def score_talks(model, tokenizer, talks: list[list[dict]]) -> list[float]:
     """The reward of the answer that each conversation ends with."""
     rows = [reward_model.answered_ids(talk, tokenizer) for talk in talks]
-    return reward_model.score_ids(model, rows, tokenizer.pad_id)
+    return reward_model.score_ids(model, rows)

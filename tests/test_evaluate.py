@@ -6,6 +6,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from groundup.scores import rows as row_scores
 from groundup.tokens.training import train
 from groundup.train import huggingface
 from model import ModelConfig, Transformer
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 BLOCK = 96
@@ -487,6 +489,19 @@ def test_win_rate_by_a_reward_model(run, base, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
     assert (found["wins"], found["losses"], found["ties"]) == (0, 3, 0)  # all of A are cut
     assert found["unfinished"] == {"only A": 3, "only B": 0, "both": 0}
+
+
+def test_a_reward_model_whose_tokenizer_has_no_padding(run, base, tmp_path):
+    """As public ones come: what is scored is never padding, so none is needed."""
+    shutil.copytree(base / "reward", tmp_path / "bare")
+    for path in (tmp_path / "bare").glob("token*.json"):
+        content = path.read_text(encoding="utf-8").replace("<|pad|>", "<|other|>").replace('"pad_token"', '"other"')
+        path.write_text(content, encoding="utf-8")
+    assert Tokenizer.load(tmp_path / "bare").pad_id == -1
+    pairs = [{"prompt": "Q", "chosen": "a " * n, "rejected": "b"} for n in (1, 5, 9)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    printed, error = run("--tasks=preference", f"--data={tmp_path}/pairs.jsonl", f"--init_from={tmp_path}/bare")
+    assert not error and re.search(r"pairs +3", printed)
 
 
 def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base, tmp_path):

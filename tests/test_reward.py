@@ -221,7 +221,7 @@ def test_a_padding_token_that_ends_turns_is_replaced_before_the_first_step(run, 
     x = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), True, hf.config.pad_token_id)
     with torch.no_grad():
         theirs = hf(x).logits[:, 0].tolist()
-    assert reward_model.score_ids(model, rows, saved.pad_id) == pytest.approx(theirs, abs=1e-5)
+    assert reward_model.score_ids(model, rows) == pytest.approx(theirs, abs=1e-5)
     alone = SimpleNamespace(pad_id=2, turn_end_id=2, special_tokens={"</s>": 2})
     with pytest.raises(UserError, match="no special token to pad with"):
         reward_model.padded(alone)
@@ -284,7 +284,7 @@ def test_evaluation_equals_scores_of_one_answer_at_a_time(base, monkeypatch):
     found = reward.evaluate(model, corpus, *CPU)
     (val,) = corpus.val.values()
     sides = [[[*prompt, *answer] for answer in answers] for prompt, *answers in map(val.ids, range(val.n_rows))]
-    scores = [reward_model.score_ids(model, [[int(i) for i in ids] for ids in rows], 0) for rows in sides]
+    scores = [reward_model.score_ids(model, [[int(i) for i in ids] for ids in rows]) for rows in sides]
     assert found["accuracy"] == pytest.approx(sum(a > b for a, b in scores) / len(scores))
     losses = [math.log1p(math.exp(b - a + m)) for (a, b), m in zip(scores, val.margin.tolist(), strict=True)]
     assert found["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)

@@ -459,7 +459,7 @@ def test_a_reward_model_and_a_rule_add_up(run, base, tmp_path):
         for one in first_answers(base)
         if one.finished
     ]
-    scores = reward_model.score_ids(judge, rows, tokenizer.pad_id)
+    scores = reward_model.score_ids(judge, rows)
     (found,) = tp.events(tmp_path / "out", "train")
     assert found["reward/judge"] == pytest.approx(sum(scores) / len(scores), rel=1e-4)
 

@@ -577,6 +577,17 @@ def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expecte
     assert summary == f"{n - 1} of {n} answers are the expected ones"
 
 
+def test_texts_that_a_model_continues_are_printed_without_a_file_for_them(runs, tmp_path):
+    directory = runs / "out/newer/step_000020"
+    (tmp_path / "q.jsonl").write_text('{"prompt": "猫"}\n"a\\nb"\n{"text": "c"}\n', encoding="utf-8")
+    flags = [f"--init_from={directory}", "--prompts=q.jsonl", "--max_new_tokens=9", "--temperature=0"]
+    ended = run(tmp_path, *flags)
+    assert ended.code == 0
+    for text, line in zip(("猫", "a\nb", "c"), ended.out.splitlines(), strict=True):
+        (answer,) = texts(directory, text, max_new_tokens=9, temperature=0)
+        assert line == printable(" ".join(text.split()) + "  ->  " + " ".join(answer.split()))
+
+
 def test_a_conversation_that_ends_with_its_answer_is_answered_from_what_precedes(runs, tuned, tmp_path):
     """And keeps its own answer, which pairs are made of."""
     _, tokenizer = tuned

@@ -430,6 +430,9 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, alone, server):
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "not text")),
     ({"messages": [{"role": "user", "content": "cat " * 2000}]}, (400, "maximum context length is 512")),
     ({"tools": [{"type": "function"}]}, (400, "tools")),
+    ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [None]}]}, (400, "message 1", "function with a name")),
+    ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, (400, "function with a name")),
+    ({"logprobs": True, "top_logprobs": 21}, (400, "top_logprobs", "at most 20")),
     ({"stream": "yes"}, (400, "stream")),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_said_in_openais_form(client, fields, words):
@@ -456,6 +459,13 @@ def test_half_a_surrogate_is_text(server):
     httpx = library("httpx")
     raw, head = b'{"prompt": "\\ud83d", "max_tokens": 2}', {"Content-Type": "application/json"}
     assert httpx.post(server[0] + "/v1/completions", content=raw, headers=head).status_code == 200
+
+
+def test_a_request_that_breaks_gives_its_place_back(server, monkeypatch):
+    """Whatever fails before the engine has it: else enough of them make the server say 429 for ever."""
+    monkeypatch.setattr(Choice, "begin", lambda *_: 1 / 0)
+    done = library("httpx").post(server[0] + "/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert done.status_code == 500 and server[1].metrics.samples == 0
 
 
 def test_other_paths_health_and_metrics(server, client):

@@ -24,8 +24,15 @@ from groundup.files.disk import whole_directory
 from groundup.tokens import engines
 from groundup.tokens.engines import PATTERNS
 from groundup.train.config_json import write_json
-from groundup.train.huggingface import save_weights
-from model import ModelConfig, rope_frequencies
+from groundup.train.huggingface import (
+    check_fit,
+    drop_tied_head,
+    load_config,
+    open_weights,
+    save_weights,
+)
+from model import ModelConfig, Transformer, rope_frequencies
+from tokenizer import Tokenizer
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -86,6 +93,8 @@ SAME_AS = {
     "smaug-bpe": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
 }
+# One number for all layers here; GGUF may have one for each
+PER_MODEL = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # kinds of tokens (tokenizer.ggml.token_type)
 SHARD_BYTES = 4 * 2**30
 
@@ -117,6 +126,9 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
         raise UserError(
             f"from_gguf: {path}: architecture {arch!r}; supported are {', '.join(ARCHITECTURES)}"
         )
+    if (parts := fields.get("split.count", 1)) > 1:
+        what = f"{path} is one of {parts} parts; join them: llama-gguf-split --merge"
+        raise UserError(f"from_gguf: {what}")
     try:
         config = model_config(fields, arch, {tensor.name: tensor for tensor in reader.tensors})
         files, ids = tokenizer_files(fields)
@@ -124,6 +136,8 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
         raise UserError(f"from_gguf: {path} has no {error}") from None
     except UserError as error:
         raise UserError(f"from_gguf: {path}: {error}") from None
+    except (IndexError, TypeError, ValueError) as error:
+        raise UserError(f"from_gguf: {path}: its fields do not go together: {error}") from None
     try:
         with whole_directory(out) as temp:
             n = write_weights(temp, weights(reader.tensors, arch, config, path), dtype)
@@ -137,9 +151,25 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
             write_json(temp / "generation_config.json", ids | {"eos_token_id": sorted(ends)})
             for name, content in files.items():
                 (temp / name).write_bytes(content)
+            try:
+                check_weights(temp)
+                Tokenizer.load(temp)  # raises UserError for one that does not work
+            except UserError as error:
+                raise UserError(f"from_gguf: {path}: {error}") from None
     except OSError as error:
         raise UserError(f"from_gguf: cannot write {out}: {error.strerror}") from None
     return n
+
+
+def check_weights(directory: Path) -> None:
+    """Raise UserError unless a Hugging Face directory has all weights of the model that its
+    config.json describes, and no others."""
+    cfg, tensors = load_config(directory), open_weights(directory)
+    if cfg.tie_embeddings:
+        drop_tied_head(tensors, directory)
+    with torch.device("meta"):
+        params = dict(Transformer(cfg).named_parameters())
+    check_fit({name: tuple(p.shape) for name, p in params.items()}, tensors, directory)
 
 
 # ---- config.json ---------------------------------------------------------------------------------
@@ -150,6 +180,8 @@ def model_config(fields: dict, arch: str, tensors: dict) -> dict:
     missing.
     """
     get = {key.removeprefix(f"{arch}."): value for key, value in fields.items()}
+    if several := [key for key in get if key in PER_MODEL and isinstance(get[key], list)]:
+        raise UserError(f"{several[0]} differs between its layers; not supported")
     n_head, n_embd = get["attention.head_count"], get["embedding_length"]
     head_dim = get.get("attention.key_length", n_embd // n_head)
     theta = get.get("rope.freq_base", 10000.0)
@@ -157,8 +189,9 @@ def model_config(fields: dict, arch: str, tensors: dict) -> dict:
         raise UserError(
             f"only {get['rope.dimension_count']} of {head_dim} dimensions are rotated; not supported"
         )
-    if get.get("expert_count"):
-        raise UserError(f"it has {get['expert_count']} experts; not supported")
+    for key in ("expert_count", "attention.sliding_window"):
+        if get.get(key):
+            raise UserError(f"it has {key}={get[key]}; not supported")
     rows = int(tensors["token_embd.weight"].shape[1])
     return {
         "model_type": arch,

@@ -28,6 +28,7 @@ from from_gguf import (
     OUTSIDE,
     PRE_TOKENIZERS,
     USER_DEFINED,
+    check_weights,
     interleaved,
     rope_factors,
 )
@@ -61,6 +62,7 @@ def convert(source: Path, path: Path, dtype: str) -> int:
     if huggingface.is_adapter(source):
         fix = f"python tools/merge.py --init_from={source} --out_dir=DIR"
         raise UserError(f"to_gguf: {source} is an adapter; first: {fix}")
+    check_weights(source)
     config = read_json(source / "config.json")
     tokenizer = Tokenizer.load(source)
     # llama.cpp computes Mistral as llama.
@@ -128,7 +130,7 @@ def add_config(writer: object, config: dict, source: Path) -> None:
 
 def add_weights(writer: object, source: Path, config: dict, arch: str, kind: object) -> int:
     """Add the tensors, matrices as `kind`; return the number of parameters."""
-    from gguf.quants import quantize
+    from gguf.quants import QuantError, quantize
 
     n = 0
     tensors = open_weights(source)
@@ -143,8 +145,13 @@ def add_weights(writer: object, source: Path, config: dict, arch: str, kind: obj
         n += array.size
         if array.ndim == 1:
             writer.add_tensor(gguf_name(name), array)
-        else:
-            writer.add_tensor(gguf_name(name), quantize(array, kind), raw_dtype=kind)
+            continue
+        try:
+            rounded = quantize(array, kind)
+        except QuantError:  # its blocks do not divide the rows
+            what = f"{name} has rows of {array.shape[1]}, which cannot be {kind.name.lower()}"
+            raise UserError(f"to_gguf: {what}; give --dtype=f16") from None
+        writer.add_tensor(gguf_name(name), rounded, raw_dtype=kind)
     return n
 
 
@@ -269,6 +276,8 @@ def is_chatml(tokenizer: Tokenizer) -> bool:
 if __name__ == "__main__":
     config = configure(globals())
     refuse(not init_from or not out, "give --init_from=DIR and --out=FILE.gguf")
+    what = "a name that ends in .gguf, beside which the Modelfile has its own"
+    refuse(Path(out).suffix != ".gguf", f"{out=} must be {what}")
     refuse(dtype not in DTYPES, f"{dtype=} must be one of {', '.join(DTYPES)}")
     check_replaceable(Path(out))
     n_parameters = convert(checkpoint.resolve(init_from), Path(out), dtype)

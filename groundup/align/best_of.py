@@ -59,7 +59,7 @@ class Ranker:
                 self.without_reward[f"longer than the reward model's block_size={longest}"] += 1
             else:
                 rows[i] = ids
-        scores = score_ids(self.model, list(rows.values()), self.tokenizer.pad_id, dtype=self.dtype)
+        scores = score_ids(self.model, list(rows.values()), dtype=self.dtype)
         if not all(map(math.isfinite, scores)):
             text = "the reward model gives rewards that are not finite; try dtype=float32"
             raise UserError(f"sample: {text}")

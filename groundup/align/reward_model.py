@@ -175,7 +175,6 @@ def drawn_ids(
 def score_ids(
     model: RewardModel,
     rows: Sequence[list[int]],
-    pad_id: int,
     batch_size: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> list[float]:
@@ -193,7 +192,7 @@ def score_ids(
     for begin in range(0, len(order), batch_size):
         numbers = order[begin : begin + batch_size]
         T = len(rows[numbers[0]])
-        x = torch.full((len(numbers), T), pad_id)
+        x = torch.zeros(len(numbers), T, dtype=torch.int64)  # what follows a row, no row sees
         last = []  # positions in the flat x
         for b, i in enumerate(numbers):
             n = len(rows[i])

@@ -217,8 +217,7 @@ class ModelReward:
             before, drawn = rollout.prompt.ids + rollout.ids[:begin], rollout.ids[begin:-1]
             of_training = rollout.messages, before, drawn, rollout.text
             rows.append(drawn_ids(*of_training, self.tokenizer, self.block_size))
-        pad_id = max(self.tokenizer.pad_id, 0)
-        scores = score_ids(self.model, rows, pad_id, self.batch_size, self.dtype)
+        scores = score_ids(self.model, rows, self.batch_size, self.dtype)
         for rollout, value in zip(rollouts, scores, strict=True):
             if not math.isfinite(value):
                 text = f"{self.name} gives {value} {describe(rollout)}"

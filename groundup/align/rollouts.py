@@ -149,7 +149,8 @@ class AnswerSampler:
             return answer
         ids = answer.ids[answer.last_turn : -1]
         if last:
-            return answer._replace(finished=not read_calls(self.tokenizer, ids)[1])
+            _, calls = read_calls(self.tokenizer, ids, self.tools.schemas)
+            return answer._replace(finished=not calls)
         room = self.max_new_tokens - len(answer.ids)
         turn = self.tools.answer(self.tokenizer, answer.messages, ids, room)
         if not turn:

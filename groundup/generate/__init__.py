@@ -8,6 +8,6 @@ together), kv_cache (their rows), model.py (the prompt), kernels/decoding.py (a 
 (logits to tokens) and openai_answer (tokens to what is sent). Scripts call engine, or completion.
 
 Then decode (the model's copy for inference), json_mode, answers (files of prompts), chat (the
-terminal), beam, call_forms (how models write calls), tools (the functions that they call) with
-tool_process; of serve.py rendering (foreign templates, in a process), page and markdown.
+terminal), beam, call_forms (thoughts and calls in an answer), tools (the functions that it calls)
+with tool_process; of serve.py rendering (foreign templates, in a process), page and markdown.
 """

@@ -184,7 +184,7 @@ class Table:
         """Take the answers to prompt `number`; return the lines that can be printed now."""
         question = asked if isinstance(asked, str) else asked[-1]["content"]
         expected = ""
-        with contextlib.suppress(ValueError):  # a text to continue
+        with contextlib.suppress(BadRow):  # a text to continue
             expected = conversation_of(fields, self.settings)[1]
         right = bool(expected) and texts[0].strip() == expected.strip()
         self.n_expected += bool(expected)

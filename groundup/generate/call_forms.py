@@ -1,9 +1,10 @@
-"""Calls of tools in the text of an answer, in the forms that public models write.
+"""Thoughts and calls of tools in the text of an answer, in the forms that public models write.
 
     Hermes, Qwen, ours   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     Qwen3-Coder          <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
     GLM-4.5              <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
-    Mistral              [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], [TOOL_CALLS]add{"a": 1}
+    Mistral              [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+                         [TOOL_CALLS]add{"a": 1}
     Granite, Phi-4       <|tool_call|>[{"name": "add", "arguments": {"a": 1}}]
     DeepSeek             its own special characters around a name and {"a": 1}
     Llama 3.1            {"name": "add", "parameters": {"a": 1}}, <function=add>{"a": 1}</function>
@@ -18,10 +19,48 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 
+from groundup.files.streams import mended
 from groundup.generate.engine import n_pending
 from groundup.tokens.templates import CALL_ID
 
 # ---- the text of an answer is divided ------------------------------------------------------------
+
+
+class ThoughtReader:
+    """Divides an answer into thoughts, <think>...</think> at its beginning, and the rest."""
+
+    OPEN, CLOSE = "<think>", "</think>"
+
+    def __init__(self, opened: bool) -> None:
+        """opened: whether the prompt ends with <think>, which the answer then lacks."""
+        self.state = "thinking" if opened else "beginning"  # then between, saying
+        self.pending = ""
+
+    def push(self, text: str, last: bool) -> tuple[str, str]:
+        """Return (more thoughts, more of what is said)."""
+        self.pending += text
+        if self.state == "beginning":
+            begin = self.pending.lstrip()
+            if not last and self.OPEN.startswith(begin):
+                return "", ""
+            thinks = begin.startswith(self.OPEN)
+            self.state = "thinking" if thinks else "saying"
+            self.pending = begin.removeprefix(self.OPEN) if thinks else self.pending
+        thoughts = ""
+        if self.state == "thinking":
+            thoughts, close, rest = self.pending.partition(self.CLOSE)
+            if not close:
+                keep = 0 if last else n_pending(thoughts, [self.CLOSE])
+                cut = len(thoughts) - keep
+                self.pending = thoughts[cut:]
+                return thoughts[:cut], ""
+            self.state, self.pending = "between", rest
+        if self.state == "between":  # the empty lines after </think>
+            self.pending = self.pending.lstrip("\n")
+            self.state = "saying" if self.pending else "between"
+        said, self.pending = self.pending, ""
+        return thoughts, said
+
 
 DEEPSEEK = "<\uff5ctool\u2581{}\uff5c>"
 DEEPSEEK_MARKS = ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
@@ -123,13 +162,14 @@ def call_of(found: dict) -> dict:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
+    name, arguments = mended([found["name"], arguments])  # \ud83d alone is JSON, but no text
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
     own = found.get("id")  # Mistral's models write one, which the result is to have
     is_own = isinstance(own, str) and CALL_ID.fullmatch(own)
     return {
         "id": own if is_own else f"call_{secrets.token_hex(12)}",
         "type": "function",
-        "function": {"name": found["name"], "arguments": written},
+        "function": {"name": name, "arguments": written},
     }
 
 
@@ -168,7 +208,7 @@ def json_calls(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
 
 
 def calls_of(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
-    """Return the calls of the JSON value that begins there, none if it is something else; its end."""
+    """Return the calls of the JSON value that begins there, none if it is another; its end."""
     value, end = JSON.raw_decode(text, begin)
     calls = []
     for one in value if isinstance(value, list) else [value]:
@@ -197,7 +237,7 @@ FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>\s*")
 PARAMETER = re.compile(r"<parameter=([^<>]+)>\n?(.*?)\n?</parameter>\s*", re.S)
 FUNCTION_END = re.compile(r"\s*</function>")
 KEYED = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>)")  # the latter: no arguments
-KEY_AND_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.S)
+KEY_AND_VALUE = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.S)
 
 
 def function_call(text: str, begin: re.Match, types: Types) -> tuple[list[dict], int]:
@@ -252,9 +292,10 @@ def may_be_text(schema: object) -> bool:
     """Return whether a JSON schema has a string among its types. One that does not say has."""
     if not isinstance(schema, dict):
         return True
-    if options := schema.get("anyOf") or schema.get("oneOf"):
+    options, kinds = schema.get("anyOf", schema.get("oneOf")), schema.get("type", "string")
+    if isinstance(options, list):
         return any(map(may_be_text, options))
-    return "string" in schema.get("type", "string")  # a name, or a list of names
+    return "string" in (kinds if isinstance(kinds, list) else [kinds])
 
 
 # ---- calls as Python writes them -----------------------------------------------------------------
@@ -274,7 +315,7 @@ def python_calls(text: str) -> list[dict]:
 
 
 def python_call(node: ast.expr) -> dict:
-    """Return a call whose arguments are named literals. Raise ValueError or TypeError for others."""
+    """Return a call whose arguments are named literals. Raise ValueError, TypeError for others."""
     if not isinstance(node, ast.Call) or node.args or not NAME.fullmatch(ast.unparse(node.func)):
         raise ValueError("not a call with named arguments")
     arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}

@@ -7,48 +7,12 @@ into thoughts, what is said and calls of tools, and says which log-probabilities
 import asyncio
 import contextlib
 
-from groundup.generate.call_forms import CallReader
-from groundup.generate.engine import Request, Sample, Token, n_pending
+from groundup.generate.call_forms import CallReader, ThoughtReader
+from groundup.generate.engine import Request, Sample, Token
 from groundup.generate.http import Metrics
-from groundup.generate.openai_format import THOUGHT, ParsedRequest
+from groundup.generate.openai_format import ParsedRequest
 from groundup.generate.tools import ToolTurn
 from tokenizer import StreamDecoder, Tokenizer
-
-
-class ThoughtReader:
-    """Divides an answer into thoughts, <think>...</think> at its beginning, and what is said."""
-
-    OPEN, CLOSE = THOUGHT
-
-    def __init__(self, opened: bool) -> None:
-        """opened: whether the prompt ends with <think>, which the answer then lacks."""
-        self.state = "thinking" if opened else "beginning"  # then between, saying
-        self.pending = ""
-
-    def push(self, text: str, last: bool) -> tuple[str, str]:
-        """Return (more thoughts, more of what is said)."""
-        self.pending += text
-        if self.state == "beginning":
-            begin = self.pending.lstrip()
-            if not last and self.OPEN.startswith(begin):
-                return "", ""
-            thinks = begin.startswith(self.OPEN)
-            self.state = "thinking" if thinks else "saying"
-            self.pending = begin.removeprefix(self.OPEN) if thinks else self.pending
-        thoughts = ""
-        if self.state == "thinking":
-            thoughts, close, rest = self.pending.partition(self.CLOSE)
-            if not close:
-                keep = 0 if last else n_pending(thoughts, [self.CLOSE])
-                cut = len(thoughts) - keep
-                self.pending = thoughts[cut:]
-                return thoughts[:cut], ""
-            self.state, self.pending = "between", rest
-        if self.state == "between":  # the empty lines after </think>
-            self.pending = self.pending.lstrip("\n")
-            self.state = "saying" if self.pending else "between"
-        said, self.pending = self.pending, ""
-        return thoughts, said
 
 
 class Choice:

@@ -16,6 +16,7 @@ from groundup.errors import UserError, printable
 from groundup.files.row_formats import turns_at, with_system
 from groundup.files.streams import mended
 from groundup.files.turns import BadRow
+from groundup.generate.call_forms import ThoughtReader
 from groundup.generate.completion import begin_prompt
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
@@ -60,7 +61,6 @@ WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifie
 WITHOUT_EFFECT += ("prompt_cache_key", "cache_prompt", "parallel_tool_calls")
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "id")
 MESSAGE += ("reasoning_content", "reasoning")  # thoughts of earlier answers are not read
-THOUGHT = "<think>", "</think>"
 MAX_N, MAX_TOP_LOGPROBS, MAX_STOPS = 16, 20, 16
 MAX_LOGGED = 100  # names of unknown fields
 logged: set[str] = set()
@@ -234,8 +234,8 @@ def likeliest(body: dict, chat: bool) -> int:
     else:
         top = take(body, "logprobs", int, -1)
     if top > MAX_TOP_LOGPROBS:
-        what = f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}"
-        raise Refused(400, what, "top_logprobs")
+        name = "top_logprobs" if chat else "logprobs"
+        raise Refused(400, f"{name} must be at most {MAX_TOP_LOGPROBS}, got {top}", name)
     return top
 
 
@@ -286,6 +286,10 @@ def conversation(messages: Any) -> list[dict]:
             if not isinstance(message.get(key), kind | None):
                 what = f"message {i}: {key} must be of type {kind.__name__}"
                 raise Refused(400, f"{what}, got {message[key]!r:.80}", "messages")
+        for call in message.get("tool_calls") or ():
+            if not has_function(call):
+                what = f"message {i}: a call must have a function with a name, got {call!r:.80}"
+                raise Refused(400, what, "messages")
         log_unknown({key: None for key in message if key not in MESSAGE}, "messages[].")
     known = [{key: one for key, one in m.items() if key in MESSAGE[:6]} for m in messages]
     try:
@@ -295,8 +299,12 @@ def conversation(messages: Any) -> list[dict]:
 
 
 def is_tool(tool: Any) -> bool:
-    is_function = isinstance(tool, dict) and tool.get("type") == "function"
-    function = tool.get("function") if is_function else None
+    return has_function(tool) and tool.get("type") == "function"
+
+
+def has_function(value: Any) -> bool:
+    """Return whether a tool or a call has a function with a name."""
+    function = value.get("function") if isinstance(value, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -340,8 +348,8 @@ def encode(
             ids = renderer.render(messages, settings)
         else:
             ids = tokenizer.render(messages, add_generation_prompt=True)[0]
-        if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(THOUGHT[0]):
-            begun = f"\n{THOUGHT[1]}\n\n{begun}"  # the template opens thoughts: there are none
+        if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(ThoughtReader.OPEN):
+            begun = f"\n{ThoughtReader.CLOSE}\n\n{begun}"  # without thoughts
         return [ids + tokenizer.encode(begun)]
     except UserError as error:
         where = "messages" if asked.chat else "prompt"

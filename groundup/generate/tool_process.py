@@ -62,8 +62,12 @@ def schema_of(function: Callable) -> dict:
         for key, value, _ in ARGUMENT.findall(described.get("Args", ""))
     }
 
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{name}: it is async, but nobody would await it; make it a plain one")
     hints, properties, required = typing.get_type_hints(function), {}, []
     for key, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UserError(f"{name}: its parameter {key!r} cannot be given by name")
         for what, there in (("type hint", key in hints), ("line under Args:", key in words)):
             if not there:
                 raise UserError(f"{name}: its parameter {key!r} has no {what}")

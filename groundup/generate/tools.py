@@ -21,7 +21,7 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
-from groundup.generate.call_forms import CallReader
+from groundup.generate.call_forms import CallReader, ThoughtReader
 from groundup.generate.completion import asked_messages, call_ids
 from groundup.generate.engine import Engine, Result, check
 from groundup.generate.rendering import LineProcess, tool_ids
@@ -171,12 +171,17 @@ def read_calls(
             parts.append(tokenizer.decode(list(ids[begin:place])))
             parts.append(tokenizer.decode([token]) if token is not None else "")
             begin = place + 1
-    said, found = CallReader(schemas).push("".join(parts), last=True)
+    text = "".join(parts)
+    # The template may have begun the thoughts; what is thought about is not called
+    opened = ThoughtReader.OPEN in tokenizer.template_source and ThoughtReader.CLOSE in text
+    _, rest = ThoughtReader(opened).push(text, last=True)
+    said, found = CallReader(schemas).push(rest, last=True)
     calls = []
     for one in found:
         function = one["function"]
         calls.append({"name": function["name"], "arguments": json.loads(function["arguments"])})
-    text = "\n".join([said] * bool(said) + [call_text(one) for one in calls])
+    parts = [said] * bool(said) + [call_text(one) for one in calls]
+    text = text.removesuffix(rest) + "\n".join(parts)
     for call, one in zip(calls, found, strict=True):
         call |= {"id": one["id"]} if CALL_ID.fullmatch(one["id"]) else {}
     return text, calls

@@ -56,6 +56,9 @@ def read_key(name: str) -> str:
     if name and not key:
         what = f"there is no environment variable {name!r} with a key, as api_key_env says"
         raise UserError(f"config: {what}")
+    if not re.fullmatch(r"[!-~]*", key):  # no header can hold it
+        what = f"the key in {name} has characters that no key has; copy it again"
+        raise UserError(f"config: {what}")
     return key
 
 
@@ -100,6 +103,9 @@ def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> R
 
     Wait retry_wait * 2**attempt seconds before each retry, or as long as Retry-After says.
     `name` is printed. is_first: do not retry if nobody is there: the address may be wrong."""
+    if not re.fullmatch(r"https?://[!-~]+", endpoint.base_url):  # no retry mends it
+        what = f"base_url={endpoint.base_url!r} must be like http://127.0.0.1:8000/v1"
+        raise UserError(f"config: {what}")
     rng = random.Random(name)  # so that threads that failed together do not retry together
     messages = [{"role": "user", "content": prompt}]
     body = {"model": endpoint.model, "messages": messages, **endpoint.fields}

@@ -90,7 +90,7 @@ def evaluate_preference(
     sides = []
     for pair in pairs:
         sides += [[*pair.prompt.tolist(), *one.tolist()] for one in (pair.chosen, pair.rejected)]
-    scores = shared_scores(model, tokenizer, sides, batch_size, dtype)
+    scores = shared_scores(model, sides, batch_size, dtype)
     scores = torch.tensor(scores, dtype=torch.float64)
     lengths = torch.tensor([(len(pair.chosen), len(pair.rejected)) for pair in pairs])
     found = reward_model.measure(scores[0::2], scores[1::2], *lengths.T)
@@ -103,7 +103,6 @@ def evaluate_preference(
 
 def shared_scores(
     model: RewardModel,
-    tokenizer: Tokenizer,
     rows: Sequence[list[int]],
     batch_size: int,
     dtype: torch.dtype,
@@ -113,7 +112,7 @@ def shared_scores(
 
     def score(own: range) -> list[float]:
         mine = [rows[i] for i in own]
-        return reward_model.score_ids(model, mine, tokenizer.pad_id, batch_size, dtype)
+        return reward_model.score_ids(model, mine, batch_size, dtype)
 
     return split_over_ranks(len(rows), score)
 
@@ -157,7 +156,7 @@ def read_answer(row: dict, settings: dict) -> tuple[int, dict]:
         messages = [{"role": "user", "content": text}]
     first = row["completions"][0]
     answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
-    return row["index"], {"prompt": messages} | answer
+    return int(row["index"]), {"prompt": messages} | answer
 
 
 def read_both(path_a: str, path_b: str) -> tuple[list[dict], list[dict]]:
@@ -275,7 +274,7 @@ def reward_judge(
         pairs.append([reward_model.answered_ids([*match.prompt, a], tokenizer) for a in answers])
     fits = [max(map(len, pair)) <= most for pair in pairs]
     rows = [ids for pair, fit in zip(pairs, fits, strict=True) if fit for ids in pair]
-    scores = iter(shared_scores(model, tokenizer, rows, batch_size, dtype))
+    scores = iter(shared_scores(model, rows, batch_size, dtype))
     verdicts = []
     for fit in fits:
         if not fit:

@@ -347,7 +347,7 @@ def with_rewards(
     most = model.cfg.block_size
     ids = [[answered_ids(talk, tokenizer) if talk else [] for talk in one.talks] for one in rows]
     fit = [one for of_row in ids for one in of_row if 0 < len(one) <= most]
-    rewards = iter(score_ids(model, fit, tokenizer.pad_id, batch_size, dtype))
+    rewards = iter(score_ids(model, fit, batch_size, dtype))
 
     def rewarded(row: dict, ids: list[int]) -> dict:
         row = {key: value for key, value in row.items() if key != "reward_problem"}

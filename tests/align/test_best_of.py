@@ -149,7 +149,7 @@ def test_rewards_are_those_of_the_texts(home, tuned):
         # By a stop string the whole conversation is text; else the ids are what was said, if text would have others.
         texts = [[*system, {"role": "assistant", "content": one["text"]}] for one in found]
         of_texts = saved.score_talks(judge, tokenizer, texts)
-        of_ids = reward_model.score_ids(judge, [prompt + one["ids"] for one in found], tokenizer.pad_id)
+        of_ids = reward_model.score_ids(judge, [prompt + one["ids"] for one in found])
         stopped = [one["stop_reason"] == "。" for one in found]
         want = [a if by_string else b for a, b, by_string in zip(of_texts, of_ids, stopped, strict=True)]
         assert rewards == pytest.approx(want, abs=1e-5) and rewards == sorted(rewards, reverse=True)

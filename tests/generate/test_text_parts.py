@@ -12,10 +12,9 @@ from test_templates import SPECIALS as NAMES
 from test_templates import TAGGED
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from groundup.generate.call_forms import CallReader
+from groundup.generate.call_forms import CallReader, ThoughtReader
 from groundup.generate.completion import call_ids, never_sampled
 from groundup.generate.engine import StopStrings
-from groundup.generate.openai_answer import ThoughtReader
 from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, with_specials
@@ -73,7 +72,7 @@ V31 = f"<｜tool▁calls▁begin｜>{V31_ONE}<｜tool▁calls▁end｜>"
 R1 = V31.replace("wetter<｜tool▁sep｜>", "function<｜tool▁sep｜>wetter\n```json\n").replace("}<", "}\n```<")
 NO_CALLS = [
     CODER[:30], "<function=wetter>", 'like <function=f>{"x": 1} there', "<tool_call>never</tool_call>", "[f(1)]",
-    "<｜tool▁calls▁begin｜>", "[wetter(ort={1, 2})]", "[wetter(ort=1)] done", "[f(a=b)]", "[f(**{})]", "[f(a=1e999)]",
+    "<｜tool▁calls▁begin｜>", "[wetter(ort={1, 2})]", "[wetter(ort=1)] done", "[f(a=b)]", "[f(a=1e999)]",
     "[a.b['c'](d=1)]",
     "a < b, <tool", '{"name": 1}', "<tool_call>{</tool_call>", f"see {CALL}", "", "[" * 5000, "[1]", f"{CALL} and more",
     CALL.replace('"北京"', "NaN"), CALL.replace('"北京"', "1e999"),
@@ -176,12 +175,31 @@ def test_calls_are_read_as_published_templates_write_them(name):
     "<tool_call>" + "\n" * 200_000 + "x", f"<tool_call>{CALL}" + " " * 200_000 + "x",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f" + " " * 200_000 + "x", f"{V31[:-30]}" + " " * 200_000 + "x",
     "<tool_call>f" + " " * 200_000 + "x", "<function=f><parameter=a>" + "\n" * 200_000 + "x",
-    "[f(" + " " * 200_000 + "x",
+    "[f(" + " " * 200_000 + "x", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 8000,
 ])  # fmt: skip
 def test_a_model_that_repeats_blanks_takes_no_time(text):
     begin = time.process_time()
     CallReader().push(text, True)
     assert time.process_time() - begin < 2  # hours, if each blank began a search of its own
+
+
+@pytest.mark.parametrize("schema", [
+    {"anyOf": 5}, {"oneOf": {}}, {"type": None}, {"type": 5}, {"type": {"string": 1}}, 5, {"anyOf": [5, None]},
+])  # fmt: skip
+def test_a_schema_that_is_none_tells_no_type(schema):
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+    _, (call,) = CallReader([tool]).push("<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value></tool_call>", True)
+    assert json.loads(call["function"]["arguments"]) == {"a": "b"}
+
+
+@pytest.mark.parametrize("form", [
+    '<tool_call>{"name": "f", "arguments": {"\\ud83d": ["\\ud83d"]}}</tool_call>', "[f(a='\\ud83d')]",
+    '{"name": "\\ud83d", "arguments": {}}', '<function=f>{"a": "\\ud83d"}</function>',
+])  # fmt: skip
+def test_half_a_character_within_a_call_can_be_sent(form):
+    """As JSON's and Python's escapes write it; without the mending a server fails when it encodes the answer."""
+    said, calls = CallReader().push(form, True)
+    assert (said + json.dumps(calls, ensure_ascii=False)).encode()
 
 
 def test_a_line_break_within_a_string_of_a_call():

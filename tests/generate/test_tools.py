@@ -162,6 +162,9 @@ def test_more_calls_than_an_answer_may_have(tools):
         ("def f(a: int):\n    pass", "f: it has no docstring"),
         ('def f(a):\n    """Do.\n\n    Args:\n        a: x\n    """', "parameter 'a' has no type hint"),
         ('def f(a: int):\n    """Do."""', "parameter 'a' has no line under Args:"),
+        ('async def f():\n    """Do."""', "f: it is async"),
+        ('def f(*a: int):\n    """Do.\n\n    Args:\n        a: x\n    """', "'a' cannot be given by name"),
+        ('def f(a: int, /):\n    """Do.\n\n    Args:\n        a: x\n    """', "'a' cannot be given by name"),
         ('def f(a: set):\n    """Do.\n\n    Args:\n        a: x\n    """', "which JSON does not have"),
     ],
 )
@@ -292,6 +295,21 @@ def test_an_answer_without_a_call(tools, tmp_path):
     tokenizer = tokenizer_of("chatml", tmp_path)
     for text in ("It is 5.", '<tool_call>\n{"name": }\n</tool_call>', "{}", ""):
         assert read_calls(tokenizer, tokenizer.encode(text))[1] == []
+
+
+@pytest.mark.parametrize(("text", "opened", "calls"), [
+    (f"<think>\nPerhaps {CALL}?\n</think>\n\nIt is 5.", False, 0), (f"<think>add</think>\n\n{CALL}", False, 1),
+    (f"<think>{CALL}", False, 0), (f"<think>a {CALL}</think>b {CALL}", False, 1), (f"{CALL} no </think>", False, 1),
+    (f"Perhaps {CALL}?</think>\n\nIt is 5.", True, 0), (f"a </think>\n\n{CALL}", True, 1), (CALL, True, 1),
+    ('<think>a</think>\n{"name": "add", "arguments": {"a": 2, "b": 3}}', False, 1),
+])  # fmt: skip
+def test_what_is_thought_about_is_not_called(tmp_path, text, opened, calls):
+    """As serve.py divides an answer: a model may weigh a call, and a form without a mark follows thoughts."""
+    tokenizer = tokenizer_of("qwen3" if opened else "chatml", tmp_path)
+    assert ("<think>" in tokenizer.template_source) == opened
+    content, found = read_calls(tokenizer, tokenizer.encode(text))
+    assert found == [{"name": "add", "arguments": {"a": 2, "b": 3}}] * calls
+    assert all(content.count(mark) == text.count(mark) for mark in ("<think>", "</think>"))  # the turn keeps them
 
 
 def test_a_template_without_turns_of_tools_is_refused(tools, tmp_path):

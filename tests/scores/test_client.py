@@ -4,7 +4,10 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from groundup.scores.client import Endpoint, ask
+import pytest
+
+from groundup.errors import UserError
+from groundup.scores.client import Endpoint, ask, read_key
 
 NEEDS = {
     "max_tokens": "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens'.",
@@ -61,3 +64,18 @@ def test_a_field_that_cannot_be_left_out_is_a_refusal(monkeypatch):
     reply = ask(Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "o9", max_retries=0), "Which?", "request 0")
     server.shutdown()
     assert reply.finish == "refused" and "'messages'" in reply.text and len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9/v1", "ftp://a/v1", "http://a b/v1", "http://a/\u6a21", "http://"])
+def test_an_address_that_is_none_is_said_at_once(url):
+    """It was asked for nine times, within eight minutes."""
+    with pytest.raises(UserError, match="base_url=.* must be like http://"):
+        ask(Endpoint(url, "m"), "Which?", "request 0")
+
+
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch):
+    for key in ("a\nb", "\u5bc6"):
+        monkeypatch.setenv("SOME_KEY", key)
+        with pytest.raises(UserError, match="the key in SOME_KEY") as caught:
+            read_key("SOME_KEY")
+        assert key not in str(caught.value)

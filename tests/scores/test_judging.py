@@ -193,7 +193,8 @@ def test_mistakes_in_files_of_answers(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         read_answers(str(tmp_path / "none.jsonl"))
     good = {"index": 0, "prompt": "a", "completions": [{"text": "b"}]}
-    for bad in ({"prompt": "a"}, {"index": 1, "prompt": "a"}, good | {"completions": []}, {"index": 1, "n": 2}, [1]):
+    for bad in ({"prompt": "a"}, {"index": 1, "prompt": "a"}, good | {"completions": []}, {"index": 1, "n": 2}, [1],
+                good | {"index": None}):
         with pytest.raises(UserError, match="bad.jsonl:2"):
             read_answers(write_answers(tmp_path / "bad.jsonl", [good, bad]))
     write_answers(tmp_path / "half.jsonl", [])

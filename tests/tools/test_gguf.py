@@ -210,15 +210,45 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(tmp_path, token
         (lambda w: w.add_string("general.architecture", "gemma3"), "gemma3"),
         (lambda w: w.add_tokenizer_pre("deepseek-llm"), "deepseek-llm"),
         (lambda w: w.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((2, 4, 4), np.float32)), "ffn_gate_exps"),
+        # What makes no whole model: a part of a file, other numbers than the tensors have, sizes by layer
+        (lambda w: w.add_uint16("split.count", 3), "one of 3 parts; join them"),
+        (lambda w: w.add_block_count(5), "m.gguf: .* have 2 layers, its config has 5"),
+        (lambda w: w.add_tensor("output_norm.bias", np.zeros(64, np.float32)), "m.gguf: .* norm.bias is unknown"),
+        (lambda w: w.add_head_count([4, 4]), "attention.head_count differs between its layers"),
+        (lambda w: w.add_feed_forward_length([96, 96]), "feed_forward_length differs between its layers"),
+        (lambda w: w.add_sliding_window(16), "attention.sliding_window=16"),
+        (lambda w: w.add_eos_token_id(10**6), "fields do not go together"),
+        (lambda w: w.add_token_types([1, 1]), "fields do not go together"),
+        (lambda w: w.add_token_merges(["a b c"]), "m.gguf: .* damaged"),
     ],
 )
-def test_another_family_is_refused_by_name(change, message, tmp_path, tokenizer, monkeypatch):
+def test_what_is_another_family_or_no_whole_model_is_refused_by_name(change, message, tmp_path, tokenizer, monkeypatch):
     make("llama", tmp_path / "hf", tokenizer)
     monkeypatch.setattr(to_gguf, "add_weights", lambda writer, *_: change(writer) or ADD(writer, *_))
     to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     with pytest.raises(UserError, match=message):
         from_gguf.convert(tmp_path / "m.gguf", tmp_path / "out", torch.float32)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("change", "dtype", "message"), [
+    ({"num_hidden_layers": 3}, "f32", "2 layers, its config has 3"), ({"vocab_size": 999}, "f32", "do not fit"),
+    ({}, "q8_0", "rows of 40, which cannot be q8_0; give --dtype=f16"),
+])  # fmt: skip
+def test_a_checkpoint_that_makes_no_whole_file_leaves_none(change, dtype, message, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setitem(SIZES, "hidden_size", 40)
+    make("llama", tmp_path / "hf", tokenizer)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", dtype)
+    assert [one.name for one in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_name_that_the_modelfile_would_take_is_refused(tmp_path, tokenizer):
+    make("llama", tmp_path / "hf", tokenizer)
+    words = error_of("tools/to_gguf.py", f"--init_from={tmp_path}/hf", f"--out={tmp_path}/m.Modelfile")
+    assert "ends in .gguf" in words
 
 
 ADD = to_gguf.add_weights
