@@ -458,7 +458,7 @@ def test_waits_grow_and_heed_the_endpoint(monkeypatch):
         raise client.Trouble("planted", asked)
 
     monkeypatch.setattr(client, "post", post)
-    assert client.ask(client.Endpoint("u", "m", max_retries=5), "Hi", "request 1").text == "ok"
+    assert client.ask(client.Endpoint("http://u", "m", max_retries=5), "Hi", "request 1").text == "ok"
     assert 0.5 <= waits[0] <= 1 and 1 <= waits[1] <= 2 and waits[2] == 7 and 4 <= waits[3] <= 8 and waits[4] == 600
 
 
