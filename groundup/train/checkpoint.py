@@ -50,6 +50,7 @@ from model import ModelConfig, Transformer
 
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
+LINKS = ("latest", *BEST)
 NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
 START_OVER = "start over with --resume=never --overwrite=True"
 
@@ -370,10 +371,26 @@ def check_nothing_foreign(out: Path) -> None:
 
 
 def repair(out: Path) -> None:
-    """Remove what a killed save has left."""
+    """Remove what a killed save has left, and what links became in a copy of the run."""
     for path in list(out.iterdir()):
         if HIDDEN.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+    for name in LINKS:
+        with housekeeping("turn copies of checkpoints into links again"):
+            link_again(out / name)
+
+
+def link_again(link: Path) -> None:
+    """Replace a copy of a step by a link to it: `cp -rL` and object stores follow links."""
+    copied = link / "checksums.json"
+    if link.is_symlink() or not copied.is_file():
+        return
+    for step in step_dirs(link.parent):
+        original = step / copied.name
+        if original.is_file() and original.read_bytes() == copied.read_bytes():
+            discard(link)
+            link.symlink_to(step.name, target_is_directory=True)
+            return
 
 
 def discard(directory: Path) -> None:

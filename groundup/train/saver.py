@@ -23,6 +23,7 @@ from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import fsdp, huggingface, ranks
 from groundup.train.checkpoint import (
     BEST,
+    LINKS,
     discard,
     is_locked_here,
     rank_file,
@@ -33,8 +34,6 @@ from groundup.train.device import rng_state
 from groundup.train.log import RunLog
 from groundup.train.powersgd import PowerSGD
 from model import Transformer
-
-LINKS = ("latest", *BEST)
 
 
 class Saver:
@@ -309,8 +308,6 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
 
 def point(link: Path, target: Path | None) -> None:
     """Replace a symbolic link in one operation; None removes it."""
-    if is_copied_step(link):
-        discard(link)
     if target is None:
         link.unlink(missing_ok=True)
         return
@@ -322,12 +319,3 @@ def point(link: Path, target: Path | None) -> None:
     except OSError:
         temp.unlink()
         raise
-
-
-def is_copied_step(link: Path) -> bool:
-    """Return whether a link has become a copy of its step, as `cp -rL` and object stores make."""
-    copied = link / "checksums.json"
-    if link.is_symlink() or not copied.is_file():
-        return False
-    originals = (step / copied.name for step in step_dirs(link.parent))
-    return any(path.is_file() and path.read_bytes() == copied.read_bytes() for path in originals)
