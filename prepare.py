@@ -112,11 +112,15 @@ def existing_tokenizer(
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory).with_template_settings(template_settings, *dated)
+    lacks = ""
+    if kind == "chat" and tokenizer.turn_end_id < 0:
+        lacks = "no chat template and no <|im_end|> to mark turns"
+    if kind == "text" and tokenizer.eot_id < 0:
+        lacks = "no end of text, which separates documents"
+    if lacks:
+        raise UserError(f"prepare: the tokenizer in {directory} has {lacks}")
     if kind == "chat":
         tokenizer.check_turn_end()
-    elif tokenizer.eot_id < 0:
-        lacks = "has no end of text, which separates documents"
-        raise UserError(f"prepare: the tokenizer in {directory} {lacks}")
     return tokenizer
 
 
@@ -243,7 +247,7 @@ def main(config: dict) -> int:
     size, n_ids = config["vocab_size"], tokenizer.vocab_size if tokenizer else 0
     if n_ids and size != VOCAB_SIZE and not size <= n_ids < size + 128:  # it is rounded up
         has = f"tokenizer_dir={config['tokenizer_dir']} has a tokenizer of {n_ids}"
-        print(f"prepare: vocab_size={size} has no effect: {has}; leave it out, or name another")
+        print(f"prepare: vocab_size={size} has no effect: {has}")
     if recipe.kind == "chat" and tokenizer and tokenizer.foreign_template:
         recipe = replace(recipe, template=tokenizer.chat_fingerprint())
     if config["show"]:

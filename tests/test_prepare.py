@@ -674,7 +674,7 @@ def test_a_tokenizer_of_its_own_is_part_of_what_is_compared(tmp_path, capsys):
 
 def test_a_vocab_size_beside_a_tokenizer_is_said_to_have_no_effect(tmp_path, tok, capsys):
     path, size = write_jsonl(tmp_path / "x.jsonl", texts(50)), Tokenizer.load(tok).vocab_size
-    said = f"prepare: vocab_size=4096 has no effect: tokenizer_dir={tok} has a tokenizer of {size}; leave it out"
+    said = f"prepare: vocab_size=4096 has no effect: tokenizer_dir={tok} has a tokenizer of {size}"
     for vocab_size, expected in ((4096, True), (size, False), (size - 100, False), (KEYS["vocab_size"], False)):
         run(tmp_path / "out", input=path, tokenizer_dir=tok, vocab_size=vocab_size)
         assert capsys.readouterr().out.startswith(said) == expected, vocab_size
@@ -787,7 +787,7 @@ def test_bad_lines_are_named_counted_and_listed(tmp_path, tok, monkeypatch, caps
     assert info["documents"]["lost"] == {"bad_json": 21, "bad_encoding": 1}
     assert info["input"]["lost"] == sum(len(bad[k]) + 1 for k in bad if reasons.get(k) != "bad_field")
     assert info["documents"]["kept"] == 376 and info["failed"] == []
-    with pytest.raises(UserError, match=r"x.jsonl:3: bad_json: .*; mend it, or leave such records out with"):
+    with pytest.raises(UserError, match=r"x.jsonl:3: bad_json at byte \d+: .*; mend it, or leave such records out"):
         run(tmp_path / "strict", input=path, tokenizer_dir=tok, workers=2, strict=True)
     assert not (tmp_path / "strict").exists() and not leftovers(tmp_path)
 
@@ -854,7 +854,7 @@ def test_nothing_to_prepare_is_one_clear_line(tmp_path, tok, trained):
         ("--out_dir=x", "config: input is empty; give --input=... (--help lists the keys)"),
         ("--input=x --out_dir=x --kind=song", "config: kind must be one of text, chat, preference, got"),
         ("--input=a.jsonl --out_dir=x", "prepare: no document to prepare: 2 bad_json; first: a.jsonl:1: bad_json: E"),
-        ("--input=a.jsonl --out_dir=x --strict=True", "prepare: a.jsonl:1: bad_json: Expecting property name enclosed"),
+        ("--input=a.jsonl --out_dir=x --strict=True", "data: a.jsonl:1: bad_json at byte 0: Expecting property name"),
         ("--input=a.jsonl --out_dir=x --workers=2 --vocab_size=12", "config: vocab_size must be at least "),
         ("--verify=x", "data: no directory x; run: python prepare.py --input=... --out_dir=x"),
     ],

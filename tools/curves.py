@@ -78,9 +78,8 @@ NO_CAUSE = {  # settings that do not change what is learnt per token, but for ro
     "eval_steps",
 }
 MARGIN = 0.02  # of the loss, as a median; single ones of three seeds of config/shakespeare.py differ by up to 2.2 %
-SAME_START = (
-    0.05  # bits per byte of untrained models that differ by more: another text or tokenizer
-)
+# Bits per byte of untrained models that differ by a larger share: another text or tokenizer.
+SAME_START = 0.05
 NAN = float("nan")
 
 

@@ -5,8 +5,8 @@ and in Chinese, with groundup/demo/calculator.py. It makes the questions, and ho
     --reward=tools/sums.py:correct                               # for rl.py
 
 examples.jsonl are conversations with calls, from which sft.py teaches what a call looks like;
-questions.jsonl and held_out.jsonl are for rl.py: it sees no call, only the reward of its own. No
-two numbers are in two of the files, in whatever order.
+questions.jsonl and held_out.jsonl are for rl.py: it sees no call, only the reward of its own. A
+pair of numbers is in one of the files only.
 """
 
 import json
@@ -36,12 +36,12 @@ ANSWERS = {"en": "The sum is {}.", "zh": "等于 {}。"}
 
 
 def correct(prompt: list[dict], answer: str, row: dict) -> float:
-    """1 if the answer is the right one to the letter, else 0. row: of `question`."""
+    """Return 1 if the answer is the right one to the letter, else 0. row: of `question`."""
     return float(answer == row["right"])
 
 
 def question(a: int, b: int, language: str, form: int, answered: bool) -> dict:
-    """The conversation, and the answer that `correct` looks for."""
+    """Return the conversation, and the answer that `correct` looks for."""
     right = ANSWERS[language].format(a + b)
     call = call_text({"name": "calculate", "arguments": {"expression": f"{a} + {b}"}})
     turns = [("user", QUESTIONS[language][form].format(a, b))]
@@ -51,7 +51,7 @@ def question(a: int, b: int, language: str, form: int, answered: bool) -> dict:
 
 
 def draw_pairs(n: int, seed: int) -> list[tuple[int, int]]:
-    """n times two numbers; no two times the same two. Always the same ones."""
+    """Return n pairs of numbers, no pair twice in either order; the same for the same seed."""
     rng, found = random.Random(seed), {}
     while len(found) < n:
         pair = rng.choice(NUMBERS), rng.choice(NUMBERS)

@@ -276,7 +276,7 @@ def is_chatml(tokenizer: Tokenizer) -> bool:
 if __name__ == "__main__":
     config = configure(globals())
     refuse(not init_from or not out, "give --init_from=DIR and --out=FILE.gguf")
-    what = "a name that ends in .gguf, beside which the Modelfile has its own"
+    what = "a name that ends in .gguf (the Modelfile is written beside it)"
     refuse(Path(out).suffix != ".gguf", f"{out=} must be {what}")
     refuse(dtype not in DTYPES, f"{dtype=} must be one of {', '.join(DTYPES)}")
     check_replaceable(Path(out))

@@ -57,9 +57,9 @@ class Report:
         """Count a problem and note its place. Raise UserError if strict."""
         name, detail = self.name or path, " ".join(detail.split())  # one line without tabs
         if self.strict:
-            what = f"{streams.shown_name(name)}:{line}: {reason}: {detail}"
+            what = f"{streams.shown_name(name)}:{line}: {reason} at byte {offset}: {detail}"
             hint = "mend it, or leave such records out with strict=False"
-            raise UserError(f"prepare: {what}; {hint}")
+            raise UserError(f"data: {what}; {hint}")
         self.problems[reason] += 1
         self.note(name, line, offset, reason, detail)
 
@@ -182,7 +182,8 @@ def records_of(
     elif kind in ("csv", "tsv"):
         csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than an article
         dialect = dialect_of(kind, stream.peek())
-        yield from csv_records(decoded(read_lines(stream), decoder), names, dialect)
+        lines = decoded(read_lines(stream), decoder)
+        yield from csv_records(lines, names, dialect) if dialect else plain_rows(lines, names)
     elif kind == "blank":
         yield from decoded(paragraphs(stream, begin, end), decoder)
     else:
@@ -382,8 +383,8 @@ def character_end(raw: bytes) -> int:
 # ---- tables ------------------------------------------------------------------------------------
 
 
-def dialect_of(kind: str, head: bytes) -> dict:
-    """Return the arguments of csv.reader for a CSV or TSV file.
+def dialect_of(kind: str, head: bytes) -> dict | None:
+    """Return the arguments of csv.reader for a CSV or TSV file; None for TSV without quotes.
 
     What separates the fields of CSV is, of the marks that cut most of the first rows into as many
     fields as the very first, the one that makes most; else a comma. In TSV quotes enclose fields
@@ -393,8 +394,7 @@ def dialect_of(kind: str, head: bytes) -> dict:
         widths, broken = widths_of(head, "\t", is_cut)
         regular = len({*widths} - {0}) == 1 and (not broken or (is_cut and len(widths) > 1))
         quoted = regular and re.search(rb'(?:^|\t)"', head, re.MULTILINE)
-        quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-        return {"delimiter": "\t", "quoting": quoting, "strict": True}
+        return {"delimiter": "\t", "strict": True} if quoted else None
 
     def n_fields(delimiter: str) -> int:
         widths = widths_of(head[:HEAD_BYTES], delimiter, len(head) > HEAD_BYTES)[0]
@@ -471,6 +471,23 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
         elif row:
             first.value = dict(zip(names, row, strict=True))
             yield first
+
+
+def plain_rows(lines: Iterator[Record], names: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of TSV as {column: text}, as `csv_records`, where quotes are characters."""
+    # csv.reader would refuse a field that holds "\r", as texts of the web do.
+    for record in lines:
+        row = [] if record.problem else record.value.split("\t")
+        if record.problem:
+            yield record
+        elif not names:
+            names = column_names(row)
+        elif len(row) != len(names) and record.value:
+            detail = f"{len(row)} fields, but {len(names)} columns"
+            yield record.fail("bad_csv", detail, size_of(record))
+        elif record.value:
+            record.value = dict(zip(names, row, strict=True))
+            yield record
 
 
 def csv_lines(lines: Iterator[Record], waiting: deque[Record], held: list[Record]) -> Iterator[str]:

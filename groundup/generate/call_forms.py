@@ -17,6 +17,7 @@ import ast
 import json
 import re
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 
 from groundup.files.streams import mended
@@ -307,7 +308,8 @@ NAME = re.compile(r"[\w.]+")
 def python_calls(text: str) -> list[dict]:
     """Return the calls of a list like [add(a=1, b=2)], none if it is something else."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # of escapes like "\d" in a text
+            tree = ast.parse(text.strip(), mode="eval").body
         calls = [python_call(one) for one in tree.elts] if isinstance(tree, ast.List) else []
     except (SyntaxError, TypeError, MemoryError) as error:
         raise ValueError("not Python") from error
@@ -321,4 +323,6 @@ def python_call(node: ast.expr) -> dict:
     arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
     if None in arguments:  # **
         raise ValueError("not a named argument")
+    # As JSON has them: keys are texts, tuples are lists. Sets and bytes are a TypeError.
+    arguments = json.loads(json.dumps(arguments, allow_nan=False))
     return call_of({"name": ast.unparse(node.func), "arguments": arguments})

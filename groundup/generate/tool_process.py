@@ -63,7 +63,7 @@ def schema_of(function: Callable) -> dict:
     }
 
     if inspect.iscoroutinefunction(function):
-        raise UserError(f"{name}: it is async, but nobody would await it; make it a plain one")
+        raise UserError(f"{name}: async functions are not supported; make it a plain one")
     hints, properties, required = typing.get_type_hints(function), {}, []
     for key, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

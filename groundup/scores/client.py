@@ -57,7 +57,7 @@ def read_key(name: str) -> str:
         what = f"there is no environment variable {name!r} with a key, as api_key_env says"
         raise UserError(f"config: {what}")
     if not re.fullmatch(r"[!-~]*", key):  # no header can hold it
-        what = f"the key in {name} has characters that no key has; copy it again"
+        what = f"the key in {name} has characters that are not allowed in a key; copy it again"
         raise UserError(f"config: {what}")
     return key
 

@@ -20,7 +20,7 @@ from groundup.text.select import Selection, SourceDocs
 from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Unit
 from groundup.tokens.token_files import ROWS_FORMAT
 
-FEW_ROWS = 16  # sft.py answers so many of the validation split
+FEW_ROWS = 16  # the loss of fewer validation rows says little
 SHOWN_FILES = 1000  # with losses, or unreadable, in manifest.json; errors.tsv has all
 
 
@@ -277,7 +277,9 @@ def print_report(manifest: dict, seconds: float) -> None:
         print(f"prepare: warning: val has {n_val} tokens; {hint}")
     n_rows = manifest["splits"].get("val", {}).get("rows", 0)
     if manifest["format"] == ROWS_FORMAT and 0 < n_rows < FEW_ROWS:
-        print(f"prepare: warning: val has {n_rows} rows; a larger val_fraction makes its loss tell")
+        print(
+            f"prepare: warning: val has {n_rows} rows: too few to trust its loss; raise val_fraction"
+        )
     megabytes = manifest["info"]["bytes"]["read"] / 1e6
     print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
 

@@ -109,5 +109,5 @@ def compiled(source: str) -> tuple[Template, set[str], set[str]]:
         raise UserError(f"{damaged}: line {error.lineno}: {error.message}") from None
     except (TemplateError, TypeError, RecursionError, SyntaxError) as error:
         raise UserError(f"{damaged}: {type(error).__name__}: {error}") from None
-    given = {name.name for name in names if name.ctx != "load"} | environment().globals.keys()
-    return template, {name.name for name in names}, given
+    assigned = {name.name for name in names if name.ctx != "load"} | environment().globals.keys()
+    return template, {name.name for name in names}, assigned

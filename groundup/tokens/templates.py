@@ -57,7 +57,7 @@ PROBED = [  # conversations that reach most branches of a template
     [TRIAL[0], {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"}],
 ]
 # what a template may read that is no setting
-GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "loop"}
+NOT_SETTINGS = {"messages", "tools", "add_generation_prompt", "documents", "loop"}
 # A block of thoughts that a prompt opens for the model, closed or not
 OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 THOUGHTS = re.compile(r"(<think>\s*\S.*?)(\s*</think>)", re.DOTALL)
@@ -65,16 +65,16 @@ THOUGHTS = re.compile(r"(<think>\s*\S.*?)(\s*</think>)", re.DOTALL)
 Span = tuple[int, int]  # (begin, end) in a text
 
 
-class Given(NamedTuple):
-    """What a template is given: a conversation, with guards."""
+class RenderInput(NamedTuple):
+    """What a template renders: a conversation, with guards."""
 
     messages: list[dict]
     tools: list[dict] | None = None  # None = the template gets none
     opens: bool = False  # the turn of the next answer is opened: add_generation_prompt
 
-    def with_messages(self, *messages: dict, opens: bool = False) -> "Given":
+    def with_messages(self, *messages: dict, opens: bool = False) -> "RenderInput":
         """Return the same with other messages."""
-        return Given(list(messages), self.tools, opens)
+        return RenderInput(list(messages), self.tools, opens)
 
 
 class Piece(NamedTuple):
@@ -192,9 +192,11 @@ class ChatTemplate:
         # A template may come from anywhere: it is tried in a copy of this process first.
         if why := on_trial(source, tuple(variables.items())):
             raise UserError(f"tokenizer: the chat template cannot be used: {why}")
-        self.template, names, given = sandbox.compiled(source)
+        self.template, names, assigned = sandbox.compiled(source)
         self.errors = sandbox.ERRORS
-        self.reads = {name for name in names - given - GIVEN if not name.endswith("_token")}
+        self.reads = {
+            name for name in names - assigned - NOT_SETTINGS if not name.endswith("_token")
+        }
         self.dated = "strftime_now" in names
         now = datetime.fromisoformat(date) if date else datetime.now()
         self.variables = variables | {"strftime_now": now.strftime}
@@ -217,7 +219,7 @@ class ChatTemplate:
         rendered = ""
         for talk, prompt in ((TRIAL, False), (TRIAL[:1], True), ([system, *TRIAL], False)):
             with suppress(UserError):
-                rendered += self.text(Given(talk, opens=prompt))
+                rendered += self.text(RenderInput(talk, opens=prompt))
         # "\n\n" and "user" may be added tokens, too: they are no markers
         words = [word for word in words if re.search(r"\w", word) and re.search(r"\W", word)]
         words = [word for word in words if word in source or word in rendered]
@@ -234,7 +236,7 @@ class ChatTemplate:
             return ""
         said = {"role": "assistant", "content": BEGIN}
         with suppress(UserError):
-            after = self.text(Given([TRIAL[0], said])).partition(BEGIN)[2]
+            after = self.text(RenderInput([TRIAL[0], said])).partition(BEGIN)[2]
             found = re.match(rf"(?s:.*?)(?:{self.markers.name.pattern})+", after)
             return found[0] if found else ""
         return ""
@@ -249,8 +251,8 @@ class ChatTemplate:
 
         only_last: nothing but the last answer is learned, which takes less time. Raise UserError if
         the template cannot take the conversation."""
-        given = self.given(messages, add_generation_prompt)
-        marked = self.text(given)
+        talk = self.render_input(messages, add_generation_prompt)
+        marked = self.text(talk)
         text, spans = MARKS.sub("", marked), []
         if add_generation_prompt:
             return self.markers.cut(text, [])
@@ -258,28 +260,28 @@ class ChatTemplate:
             # where the marks were, in the text without them
             places = [mark.start() - k for k, mark in enumerate(MARKS.finditer(marked))]
             spans = list(zip(places[::2], places[1::2], strict=True))
-            spans = learned_spans(spans, given.messages)
+            spans = learned_spans(spans, talk.messages)
         else:
             # each answer takes two more renderings: that is why `only_last` exists
-            answers = [i for i, m in enumerate(given.messages) if m.get("role") == "assistant"]
+            answers = [i for i, m in enumerate(talk.messages) if m.get("role") == "assistant"]
             for i in answers[-1:] if only_last else answers:
-                if given.messages[i].get("learn", True):
-                    spans.append(self.answer(text, given, i))
+                if talk.messages[i].get("learn", True):
+                    spans.append(self.answer(text, talk, i))
         return self.markers.cut(text, spans)
 
-    def given(self, messages: Sequence[dict], opens: bool = False) -> Given:
-        """Return messages, and the tools that they offer, as they are given to the template."""
+    def render_input(self, messages: Sequence[dict], opens: bool = False) -> RenderInput:
+        """Return messages, and the tools that they offer, as they go to the template."""
         tools = None
         if self.takes_tools:
             messages, tools = with_tools(messages)
         guarded = [self.markers.guard(message) for message in messages]
-        return Given(guarded, self.markers.guarded(tools, self.markers.in_text), opens)
+        return RenderInput(guarded, self.markers.guarded(tools, self.markers.in_text), opens)
 
     def left_out(self, messages: Sequence[dict]) -> Counter[str]:
         """Count what the template does not write: thoughts, system messages, results of tools."""
         probed, expected = [], Counter()
-        given = self.given(messages)
-        for message in given.messages:
+        talk = self.render_input(messages)
+        for message in talk.messages:
             role, content = message["role"], message["content"]
             # A probe that is not in the rendered text shows that what it stood in was left out.
             if role == "assistant":
@@ -291,7 +293,7 @@ class ChatTemplate:
         counts: Counter[str] = Counter()
         if expected.total():
             with suppress(UserError):
-                text = self.text(given.with_messages(*probed))
+                text = self.text(talk.with_messages(*probed))
                 for role, probe in PROBES.items():
                     counts[NOT_WRITTEN[role]] = expected[role] - text.count(probe)
         return +counts
@@ -311,12 +313,12 @@ class ChatTemplate:
             found[name] = {"True": True, "False": False}.get(value, value)
         return found
 
-    def text(self, given: Given) -> str:
+    def text(self, talk: RenderInput) -> str:
         """Return the conversation as the template writes it, answers marked if it does that."""
         if self.too_slow:  # other conversations would take as long
             raise UserError(self.too_slow)
-        variables = {"messages": given.messages, "tools": given.tools}
-        variables["add_generation_prompt"] = given.opens
+        variables = {"messages": talk.messages, "tools": talk.tools}
+        variables["add_generation_prompt"] = talk.opens
         try:
             with time_limit(RENDER_S):
                 return self.template.render(**variables, **self.variables)
@@ -327,22 +329,22 @@ class ChatTemplate:
             refuses = "the chat template refuses this conversation"
             raise UserError(f"tokenizer: {refuses}: {error}") from None
 
-    def answer(self, text: str, given: Given, i: int) -> Span:
+    def answer(self, text: str, talk: RenderInput, i: int) -> Span:
         """Return where the answer of message i stands in `text`.
 
         It begins with what the template opens for the model (with a block of thoughts that the
         model does not write itself) and ends with the markers that end the turn."""
         # Render the conversation again with one character, BEGIN, in place of the answer. What
         # stands before and behind it stands before and behind the answer, too.
-        before_it, behind_it = given.messages[:i], given.messages[i + 1 :]
-        others = given.with_messages(*before_it, *behind_it), i
+        before_it, behind_it = talk.messages[:i], talk.messages[i + 1 :]
+        others = talk.with_messages(*before_it, *behind_it), i
         if others != self.around[0]:  # those of a pair's two answers are the same
-            asked = self.text(given.with_messages(*before_it, opens=True)) if i else ""
+            asked = self.text(talk.with_messages(*before_it, opens=True)) if i else ""
             words = {"role": "assistant", "content": BEGIN}
             try:
-                other = self.text(given.with_messages(*before_it, words, *behind_it))
+                other = self.text(talk.with_messages(*before_it, words, *behind_it))
             except UserError:
-                if span := self.call(text, given, i):
+                if span := self.call(text, talk, i):
                     return span
                 raise
             self.around = (others, asked, other)
@@ -363,25 +365,24 @@ class ChatTemplate:
             )
         if self.closing and text.startswith(self.closing, end):
             return begin, end + len(self.closing)
-        ending = self.markers.name.match(
-            text, end
-        )  # gpt-oss: other answers end otherwise than the last
+        # gpt-oss: other answers end otherwise than the last
+        ending = self.markers.name.match(text, end)
         return begin, ending.end() if ending else end
 
-    def call(self, text: str, given: Given, i: int) -> Span | None:
+    def call(self, text: str, talk: RenderInput, i: int) -> Span | None:
         """Return where the calls of message i stand in `text`, or None if unknown.
 
         This is for a template that refuses words in their place: Mistral's let words of a user and
         of the assistant alternate. Words in place of the calls, their results and what follows up
         to the user's next turn show where the calls begin."""
-        messages = given.messages
+        messages = talk.messages
         ending = self.closing.strip()
         if not messages[i].get("tool_calls") or not ending:
             return None
         roles = [message["role"] for message in messages]
         after = roles.index("user", i) if "user" in roles[i:] else len(roles)
         words = {"role": "assistant", "content": BEGIN}
-        other = self.text(given.with_messages(*messages[:i], words, *messages[after:]))
+        other = self.text(talk.with_messages(*messages[:i], words, *messages[after:]))
         before = other.partition(BEGIN)[0]
         if not text.startswith(before):
             return None
@@ -390,7 +391,7 @@ class ChatTemplate:
         found = unguarded.search(text, len(before))
         said = text[len(before) : found.end()] if found else ""
         # the conversation up to the calls must end with them, too
-        alone = self.text(given.with_messages(*messages[: i + 1])).rstrip()
+        alone = self.text(talk.with_messages(*messages[: i + 1])).rstrip()
         return (len(before), found.end()) if said and alone.endswith(said) else None
 
 
@@ -455,9 +456,9 @@ def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
     def render() -> None:
         template = sandbox.environment().from_string(source)
         for talk, tools, prompt in itertools.product(PROBED, (None, TOOLS), (False, True)):
-            given = {"messages": with_tools(talk)[0], "tools": tools}
+            values = {"messages": with_tools(talk)[0], "tools": tools}
             try:
-                template.render(**given, add_generation_prompt=prompt, **dict(variables))
+                template.render(**values, add_generation_prompt=prompt, **dict(variables))
             except MemoryError:
                 raise
             except Exception:  # it may refuse some of them

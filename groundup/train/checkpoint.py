@@ -29,6 +29,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -372,32 +373,58 @@ def check_nothing_foreign(out: Path) -> None:
 
 def repair(out: Path) -> None:
     """Remove what a killed save has left, and what links became in a copy of the run."""
-    for path in list(out.iterdir()):
-        if HIDDEN.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
     for name in LINKS:
         with housekeeping("turn copies of checkpoints into links again"):
             link_again(out / name)
+    for path in list(out.iterdir()):
+        found = HIDDEN.fullmatch(path.name)
+        if found and found[2] == "old" and not (out / found[1]).exists():
+            path.rename(out / found[1])  # a step that was about to be replaced
+        elif found:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def link_again(link: Path) -> None:
-    """Replace a copy of a step by a link to it: `cp -rL` and object stores follow links."""
-    copied = link / "checksums.json"
-    if link.is_symlink() or not copied.is_file():
+    """Replace a copy of a checkpoint by a link to it: `cp -rL` and object stores copy what links
+    lead to.
+
+    If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
+    stays.
+    """
+    sums = link / "checksums.json"
+    if link.is_symlink() or not sums.is_file():
         return
-    for step in step_dirs(link.parent):
-        original = step / copied.name
-        if original.is_file() and original.read_bytes() == copied.read_bytes():
-            discard(link)
-            link.symlink_to(step.name, target_is_directory=True)
+    # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
+    with suppress(ValueError, KeyError, TypeError):
+        step = link.parent / f"step_{read_state(link / 'train_state.pt')['step']:06d}"
+        original = step / sums.name
+        same = original.is_file() and original.read_bytes() == sums.read_bytes()
+        if step.exists() and not same:  # of another run, perhaps
             return
+        if step.exists() and is_whole(step):
+            discard(link)
+        else:
+            check_bytes(link)
+            if step.exists():
+                discard(step)
+            link.rename(step)
+        link.symlink_to(step.name, target_is_directory=True)
+
+
+def is_whole(step_dir: Path) -> bool:
+    """Return whether every file of a checkpoint is as it was written."""
+    try:
+        check_bytes(step_dir)
+    except UserError:
+        return False
+    return True
 
 
 def discard(directory: Path) -> None:
     """Remove a directory of a run."""
     # Renamed first: a half removed step must not look finished.
     hidden = directory.name.startswith(".")
-    temp = directory if hidden else directory.rename(disk.free_name(directory, "old"))
+    temp = directory if hidden else directory.rename(disk.free_name(directory, "tmp"))
     with housekeeping("remove old checkpoints"):
         shutil.rmtree(temp)
 
@@ -530,15 +557,16 @@ def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
             discard(path)
 
 
-# Run directories that this process has locked: {path: its open file .lock}
-LOCKS: dict[Path, IO] = {}
+# Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
+# The open file keeps the system from giving the directory's number to another one.
+LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
 
 
 def lock(out: Path) -> None:
     """Keep `out` for this process as long as it lives."""
-    # The lock is the system's: it ends with the process, however that ends. The file stays open.
     if is_locked_here(out):  # since `find`
         return
+    # The lock is the system's: it ends with the process, however that ends. The file stays open.
     file = open(out / ".lock", "a+", encoding="utf-8")
     try:
         disk.lock(file)
@@ -550,12 +578,16 @@ def lock(out: Path) -> None:
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}")
         file.flush()
-    LOCKS[out.resolve()] = file
+    LOCKS[out.resolve()] = file, os.stat(out)
 
 
 def is_locked_here(out: Path) -> bool:
-    """Return whether this process has locked `out`, and the directory is still there."""
-    return out.resolve() in LOCKS and (out / ".lock").exists()
+    """Return whether `out` is the directory that this process has locked."""
+    # Not a new one in its place: a user may have moved the run.
+    if out.resolve() not in LOCKS or not out.exists():
+        return False
+    _, directory = LOCKS[out.resolve()]
+    return os.path.samestat(directory, os.stat(out))
 
 
 # ---- restore -------------------------------------------------------------------------------------

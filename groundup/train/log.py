@@ -431,7 +431,7 @@ def keep_events_until(path: Path, step: int) -> None:
     content = path.read_bytes()
     lines = content.splitlines()
     if content and not content.endswith(b"\n") and event_of(lines[-1]) is None:
-        print(f"log: {path}:{len(lines)}: this line was cut, perhaps by a kill, and goes")
+        print(f"log: {path}:{len(lines)}: an incomplete last line is removed (was the run killed?)")
         lines.pop()
     for number, line in enumerate(lines, 1):
         event = event_of(line)

@@ -86,7 +86,7 @@ class Saver:
         ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: plain data and tensors, added to
         the training state.
         """
-        # The copy before this one must be written: host memory has room for one.
+        # The copy before this one must be written: there is at most one at a time.
         self.wait()
         ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
         # Training on would write into a directory that nobody looks at.
@@ -214,17 +214,7 @@ class Saver:
             write_state(temp / "train_state.pt", copied["train_state"])
             weights = copied["weights"]
             self.model_format.write_model(temp, model, self.tokenizer, self.base, weights=weights)
-            # The checksums come last: a directory that has them is complete.
-            sums = {path.name: huggingface.checksum(path) for path in sorted(temp.iterdir())}
-            huggingface.write_json(temp / "checksums.json", sums)
-            # On the disk before it has the name, or a power cut could leave empty files with it.
-            for path in (*temp.iterdir(), temp):
-                sync(path)
-            # A step of this number is damaged: the run went on from one before it.
-            if final.exists():
-                discard(final)
-            temp.rename(final)
-            sync(final.parent)
+            commit(temp, final)
         finally:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
 
@@ -272,6 +262,25 @@ def write_state(path: Path, state: dict) -> None:
     if unsafe:
         text = f"{path.name} holds {', '.join(unsafe)}; what is not plain data cannot be resumed"
         raise UserError(text)
+
+
+def commit(temp: Path, final: Path) -> None:
+    """Put a complete checkpoint on the disk, then give it its name."""
+    # The checksums come last: a directory that has them is complete.
+    files = [path for path in sorted(temp.rglob("*")) if path.is_file()]
+    sums = {path.relative_to(temp).as_posix(): huggingface.checksum(path) for path in files}
+    huggingface.write_json(temp / "checksums.json", sums)
+    # On the disk before it has the name, or a power cut could leave empty files with it.
+    for path in (*temp.rglob("*"), temp):
+        sync(path)
+    # If there is a step of this number it is damaged: the run was resumed from an earlier one
+    # and has come to it again. After a kill between the two renames checkpoint.repair puts the
+    # old one back.
+    old = final.rename(free_name(final, "old")) if final.exists() else None
+    temp.rename(final)
+    sync(final.parent)
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, float]) -> None:

@@ -263,6 +263,8 @@ def test_tsv_as_csv_writers_write_it(tmp_path: Path) -> None:
     assert read(tmp_path / "a.tsv") == texts
     (tmp_path / "b.tsv").write_text('id\ttext\n1\t"open\n2\ta "b" c\n3\t"x" y\n', "utf-8")
     assert read(tmp_path / "b.tsv") == ['"open', 'a "b" c', '"x" y']
+    (tmp_path / "c.tsv").write_bytes(b"id\ttext\n1\thello\rworld\n2\tb\n")
+    assert read(tmp_path / "c.tsv") == ["hello\rworld", "b"]
 
 
 def test_csv_of_spreadsheets_and_columns_of_one_name(tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def test_bad_lines_are_reported_with_file_line_and_offset(tmp_path: Path) -> Non
     assert [(p, line, offset, reason.split(":")[0]) for p, line, offset, reason in report.places] == expected
     assert report.problems == {"bad_json": 2, "bad_field": 4, "bad_encoding": 1}
     assert "keys body" in report.places[3][3]
-    with pytest.raises(UserError, match=r"a\.jsonl:2: bad_json: Unterminated string") as strict:
+    with pytest.raises(UserError, match=r"a\.jsonl:2: bad_json at byte 16: Unterminated string") as strict:
         read(path, Report(strict=True))
     assert isinstance(strict.value, UserError) and "\n" not in str(strict.value)
     few = Report(max_places=2)

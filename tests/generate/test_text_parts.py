@@ -138,6 +138,17 @@ def test_a_value_between_tags_has_the_type_of_its_parameter(form):
         assert json.loads(call["function"]["arguments"]) == {name: value}
 
 
+@pytest.mark.parametrize(("written", "value"), [
+    ("{1: 2, None: (3,)}", {"1": 2, "null": [3]}), ("{(1, 2): 3}", None), ("{1, 2}", None), ("b'x'", None),
+    ("(1, '\\ud83d')", [1, "\ufffd"]), ("'a\\d'", "a\\d"),
+])  # fmt: skip
+def test_arguments_that_python_has_and_json_lacks(written, value, recwarn):
+    said, calls = CallReader().push(f"[f(a={written})]", True)
+    found = [json.loads(call["function"]["arguments"]) for call in calls]
+    assert found == ([{"a": value}] if value is not None else []) and bool(said) == (value is None)
+    assert not recwarn.list
+
+
 # Of trl's templates: those that write no calls, and those whose form is not read
 WRITE_NONE = "cohere cohere2 gemma gemma3 idefics3 lfm2 llama3 llava_next phi3 phi3_5 qwen2_5_vl smolvlm".split()
 UNREAD = "diffusion_gemma gemma4 gptoss".split()

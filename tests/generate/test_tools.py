@@ -162,7 +162,7 @@ def test_more_calls_than_an_answer_may_have(tools):
         ("def f(a: int):\n    pass", "f: it has no docstring"),
         ('def f(a):\n    """Do.\n\n    Args:\n        a: x\n    """', "parameter 'a' has no type hint"),
         ('def f(a: int):\n    """Do."""', "parameter 'a' has no line under Args:"),
-        ('async def f():\n    """Do."""', "f: it is async"),
+        ('async def f():\n    """Do."""', "f: async functions are not supported"),
         ('def f(*a: int):\n    """Do.\n\n    Args:\n        a: x\n    """', "'a' cannot be given by name"),
         ('def f(a: int, /):\n    """Do.\n\n    Args:\n        a: x\n    """', "'a' cannot be given by name"),
         ('def f(a: set):\n    """Do.\n\n    Args:\n        a: x\n    """', "which JSON does not have"),

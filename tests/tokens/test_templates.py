@@ -19,7 +19,7 @@ from groundup.files.row_formats import messages_of
 from groundup.tokens import BEGIN
 from groundup.tokens.conversations import ChatReader
 from groundup.tokens.engines import to_json
-from groundup.tokens.templates import GUARD, ChatTemplate, Given, Piece
+from groundup.tokens.templates import GUARD, ChatTemplate, Piece, RenderInput
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, chat_ready, with_specials
 
@@ -399,7 +399,7 @@ def test_what_a_template_does_not_reach_is_not_computed(constant):
         assert tracemalloc.get_traced_memory()[1] < 10**7
     finally:
         tracemalloc.stop()
-    assert template.text(Given([{"role": "user", "content": "a"}])) == "a</s>"
+    assert template.text(RenderInput([{"role": "user", "content": "a"}])) == "a</s>"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no copy is made elsewhere")

@@ -304,6 +304,26 @@ def test_a_run_copied_with_its_links_followed_goes_on(tmp_path: Path, capsys) ->
     assert os.readlink(run / "best") == "step_000004" and not list(run.glob(".*.tmp"))
 
 
+def test_of_a_copy_without_its_step_the_link_is_the_step(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1, tiny(1), val_loss=1.0)
+    copy = tmp_path / "b"
+    shutil.copytree(tmp_path / "a" / "best", copy / "best")
+    shutil.copytree(tmp_path / "a" / "latest", copy / "latest")
+    checkpoint.repair(copy)
+    assert names(copy) == ["best", "latest", "step_000001"]
+    assert checkpoint.find_latest(copy) == copy / "step_000001"
+    assert os.readlink(copy / "best") == os.readlink(copy / "latest") == "step_000001"
+
+
+def test_a_copy_of_a_damaged_step_takes_its_place(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1, tiny(1), val_loss=1.0)
+    copy = Path(shutil.copytree(tmp_path / "a", tmp_path / "b"))
+    flip_byte(copy / "step_000001" / "model.safetensors")
+    checkpoint.repair(copy)
+    assert checkpoint.find_latest(copy) == copy / "step_000001"
+    assert os.readlink(copy / "best") == "step_000001"
+
+
 def test_permissions_that_cannot_be_set_are_left(tmp_path: Path, monkeypatch, capsys) -> None:
     """As on SMB mounts."""
     monkeypatch.setattr(os, "chmod", refused)
