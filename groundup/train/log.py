@@ -79,7 +79,8 @@ class RunLog:
         """Open log.jsonl. A resumed run repeats the steps after its checkpoint: their events go."""
         events = []
         if self.path.exists():
-            keep_events_until(self.path, self.steps_done or -1)  # step 0 is evaluated again
+            # a new run keeps none of them: it evaluates step 0 again
+            keep_events_until(self.path, self.steps_done or -1)
             events = read_events(self.path)
         self.evaluations = [event for event in events if event["event"] == "eval"]
         self.file = open(self.path, "a", encoding="utf-8")
