@@ -528,7 +528,7 @@ class DDP:
             scaler.update()
         self.n_updates += 1
         self._start_step()
-        # Update now, or leave it to the next forward, but for what forward needs first
+        # Update now; or leave it to the next forward, except the buckets that forward needs first
         if self.overlap_step == "off":
             for bucket in self.buckets:
                 self._apply(self._update, bucket)
@@ -559,7 +559,8 @@ class DDP:
             self._launch_next_bucket()
         while self._launch_further_collectives(before=len(self.buckets)):
             pass  # until every hook has launched its last one
-        # The agreement travels while the norms are computed, each while later buckets travel
+        # The agreement travels while the norms are computed. A bucket's norm is computed while later
+        # buckets travel.
         agree = ranks.start_agreement(self._problem(), f"step {self.n_updates + 1}", stop)
         for bucket in self.buckets:
             if bucket.state is State.IN_FLIGHT:

@@ -97,7 +97,7 @@ class Batches:
 
     def next(self) -> tuple:
         """Return the next micro-batch, on the device. Raise what the thread raised."""
-        # an error stays: whoever asks again gets it again instead of waiting for ever
+        # keep the error: a second call raises it again instead of waiting for ever
         item = self.error or self.queue.get()
         if isinstance(item, Exception):
             self.error = item

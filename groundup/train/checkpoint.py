@@ -360,7 +360,8 @@ def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
     # Other names than those of a run do not matter: nothing is written under them.
     suspects = [*NOT_IN_A_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
-    # The first file of a run is config.py. A kill while overwrite=True deletes may leave others.
+    # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
+    # other files.
     begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
     if not (begun or (out / "log.jsonl").exists()):
         # A hidden or temporary file is what a killed run has left. A reference may be a copy, so

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -275,11 +276,11 @@ class Optimizer:
                 )
         # Of each parameter, copy the span that this rank updates. Without ZeRO-1 every rank updates
         # all, so rank 0 reads the file and sends what it read.
-        is_shared = not any(bucket.sharded for bucket in self.buckets)
-        if ranks.rank() == 0 or not is_shared:
+        is_replicated = not any(bucket.sharded for bucket in self.buckets)
+        if ranks.rank() == 0 or not is_replicated:
             self._copy_state(saved)
-        for groups in self.groups if is_shared else ():
-            for group in groups:
+        if is_replicated:
+            for group in chain(*self.groups):
                 for t in (*group.state.values(), *group.scalars.values()):
                     ranks.broadcast(t)
 
