@@ -305,10 +305,10 @@ if __name__ == "__main__":
     if world.is_main:
         print(*corpus.report(), sep="\n")
         n_rows = batch_size if loss == "kto" else 2 * batch_size  # of a micro-step
-        settings = config | {"max_steps": max_steps, "batch_size": n_rows}
+        plan_settings = config | {"max_steps": max_steps, "batch_size": n_rows}
         n_tokens = 2 * pairs_per_step * max_steps * block_size
         text = plan.describe(
-            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
+            model, plan_settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
         )
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:

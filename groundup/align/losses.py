@@ -52,10 +52,10 @@ KTO_METRICS = (*METRICS, "kl", "share/chosen")  # chosen and rejected are good a
 
 def check_losses(config: Mapping) -> None:
     """Raise UserError for settings that do not fit the loss."""
-    loss, wrong = config["loss"], config["label_smoothing"]
+    loss, smoothing = config["loss"], config["label_smoothing"]
     refuse(not config["beta"] > 0, f"beta must be above 0, got {config['beta']}")
-    refuse(not wrong < 0.5, f"label_smoothing must be below 0.5, got {wrong}")
-    unused = wrong and loss not in ("cdpo", "robust")
+    refuse(not smoothing < 0.5, f"label_smoothing must be below 0.5, got {smoothing}")
+    unused = smoothing and loss not in ("cdpo", "robust")
     refuse(unused, f"label_smoothing is for loss='cdpo' or 'robust', not {loss!r}")
     refuse(loss == "kto" and config["nll_weight"], "nll_weight is for pairs, not for loss='kto'")
     unused = loss != "kto" and config["desirable_weight"] != 1
@@ -117,18 +117,18 @@ def pair_losses(logps: Tensor, ref_logps: Tensor, n_tokens: Tensor, config: Mapp
     token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds-ratio term
     (arXiv:2403.07691), whose lambda is beta; losses_and_metrics adds the chosen answer's loss.
     """
-    loss, beta, wrong = config["loss"], config["beta"], config["label_smoothing"]
+    loss, beta, smoothing = config["loss"], config["beta"], config["label_smoothing"]
     ratios = logps - ref_logps
     means = ratios / n_tokens.clamp(min=1)
     by_sum = ratios[0] - ratios[1]
     by_mean = means[0] - means[1]
     if loss == "sigmoid":
         return -F.logsigmoid(beta * by_sum)
+    as_labelled, swapped = F.logsigmoid(beta * by_sum), F.logsigmoid(-beta * by_sum)
     if loss == "cdpo":
-        return -(1 - wrong) * F.logsigmoid(beta * by_sum) - wrong * F.logsigmoid(-beta * by_sum)
+        return -(1 - smoothing) * as_labelled - smoothing * swapped
     if loss == "robust":
-        right = -(1 - wrong) * F.logsigmoid(beta * by_sum) + wrong * F.logsigmoid(-beta * by_sum)
-        return right / (1 - 2 * wrong)
+        return (-(1 - smoothing) * as_labelled + smoothing * swapped) / (1 - 2 * smoothing)
     if loss == "hinge":
         return F.relu(1 - beta * by_sum)
     if loss == "ipo":
