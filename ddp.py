@@ -57,10 +57,10 @@ NamedParams = list[tuple[str, nn.Parameter]]
 #   off        send                      receive, norm, update
 #   forward    send                      receive, norm             update
 #   backward   send, receive, update     those still on their way
-# "backward" needs expect_step(). With ZeRO-1 a rank receives, in backward already, and updates its
-# shard; the others' shards come before the next use. step() ends by starting what the table's last
-# column lists, for the PREFETCH buckets that forward needs first. An update on a side stream is
-# waited for there.
+# "backward" needs expect_step(). With ZeRO-1 a rank receives its shard during backward if it has
+# arrived by then, and updates that shard alone; the other ranks' shards are fetched before the next
+# use. For the PREFETCH buckets that forward needs first, step() starts the work of the last column
+# before it returns. Before the next use forward also waits for an update on the side stream.
 
 
 class State(Enum):
@@ -96,8 +96,8 @@ class Bucket:
     step: int = 0  # steps finished when its hook was started, for messages
     missing: int = 0  # gradients that have not arrived in the synced backward
     transfer: Generator | None = None  # the communication hook at work on this bucket
-    more: bool = False  # in flight: the hook will launch another collective
-    square: Tensor | None = None  # squared norm of the mean gradient in this rank's shard
+    sends_more: bool = False  # in flight: the hook will launch another collective
+    squared_norm: Tensor | None = None  # of the mean gradient in this rank's shard, see Reduced
     collective: tuple[str, dist.Work] | None = None  # under way: its name for errors, its handle
     update_done: torch.cuda.Event | None = None  # recorded after an update on the side stream
 
@@ -229,7 +229,7 @@ class Sent(Enum):
 class Reduced:
     """What a hook yields after its last collective."""
 
-    square: Tensor  # squared norm of the mean gradient, 0-d float32; or its terms (n,), see InTree
+    squared_norm: Tensor  # of the mean gradient, 0-d float32; or its terms (n,), see InTree
 
 
 Hook = Callable[[Bucket], Generator[Sent | Reduced, Tensor, None]]
@@ -253,9 +253,9 @@ class Average:
             received = sent
             bucket.launch(dist.all_reduce, sent)
         yield Sent.LAST
-        if received.ndim == 2:  # this shard's terms, added in the order of the ranks
+        if received.ndim == 2:  # all ranks' terms, see launch_scatter; added in the ranks' order
             torch.sum(received, dim=0, dtype=mine.dtype, out=mine)
-        elif wire_dtype is not None:
+        elif wire_dtype is not None:  # else the collective has written into bucket.grad
             mine.copy_(received)
         if received.is_cuda:  # the current stream is the side stream if updates run in backward
             received.record_stream(torch.cuda.current_stream())
@@ -339,9 +339,10 @@ class DDP:
 
         # Flat buffers, and in them the weights of rank 0
         self.buckets = make_buckets(model, self._bucket_bytes(bucket_mb), self.world_size)
-        for bucket in self.buckets if zero1 and dist.is_initialized() else ():
+        if zero1 and dist.is_initialized():
             unit = PIECE if self.in_tree else 1
-            cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices, unit)
+            for bucket in self.buckets:
+                cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices, unit)
         for t in [bucket.param for bucket in self.buckets] + untrained_tensors(model):
             ranks.broadcast(t)
         if hasattr(hook, "attach"):
@@ -384,7 +385,8 @@ class DDP:
         self._arrived: set[nn.Parameter] = set()
         self._subtrees: dict[nn.Parameter, list] = {}  # see _add_in_tree
         self._next = 0  # index of the bucket to launch next
-        self._expected: tuple[Optimizer, float] | None = None  # see expect_step
+        # Optimizer and lr, if buckets are updated in this backward: see expect_step
+        self._update_in_backward: tuple[Optimizer, float] | None = None
         for bucket in self.buckets:
             bucket.missing = len(bucket.params)
 
@@ -451,17 +453,17 @@ class DDP:
         bucket.transfer = self.hook(bucket)
         self._resume_hook(bucket)
         self._launch_further_collectives(before=bucket.index)
-        if self._expected or bucket.sharded:
+        if self._update_in_backward or bucket.sharded:
             # Finish what has arrived: update it, or with ZeRO-1 free what was received. This
             # launches nothing, so it may depend on timing.
             for earlier in self.buckets[: bucket.index]:
-                in_flight = earlier.state is State.IN_FLIGHT and not earlier.more
+                in_flight = earlier.state is State.IN_FLIGHT and not earlier.sends_more
                 if in_flight and earlier.has_arrived():
                     self._finish_bucket(earlier)
 
     def _launch_further_collectives(self, before: int) -> bool:
         """Launch the next collective of the buckets that have one; return False if none has."""
-        unfinished = [bucket for bucket in self.buckets[:before] if bucket.more]
+        unfinished = [bucket for bucket in self.buckets[:before] if bucket.sends_more]
         for bucket in reversed(unfinished):
             self._resume_hook(bucket)
         return bool(unfinished)
@@ -471,18 +473,18 @@ class DDP:
         bucket.wait()
         with torch.autocast(self.device.type, enabled=False):
             reached = next(bucket.transfer)
-        bucket.more = reached is Sent.MORE
+        bucket.sends_more = reached is Sent.MORE
         if isinstance(reached, Reduced):
-            bucket.state, bucket.square = State.REDUCED, reached.square
+            bucket.state, bucket.squared_norm = State.REDUCED, reached.squared_norm
 
     def _finish_bucket(self, bucket: Bucket) -> None:
         """Compute the bucket's norm and, with overlap_step="backward", update the bucket."""
-        with self._on_side_stream() if self._expected else nullcontext():
+        with self._on_side_stream() if self._update_in_backward else nullcontext():
             self._resume_hook(bucket)
-            if self._expected:
+            if self._update_in_backward:
                 # Nothing depends on other buckets: no clipping, no loss scale
-                optimizer, lr = self._expected
-                found_inf = 1.0 - bucket.square.sum().isfinite().float()
+                optimizer, lr = self._update_in_backward
+                found_inf = 1.0 - bucket.squared_norm.sum().isfinite().float()
                 self._end_hook(bucket, found_inf)
                 update = Update(optimizer, lr, torch.ones_like(found_inf), found_inf)
                 self._apply(update, bucket)
@@ -506,7 +508,7 @@ class DDP:
         """
         scaled = scaler is not None and scaler.is_enabled()  # float16
         check_options("", self.overlap_step, False, clip, scaled)
-        if self._expected not in (None, (optimizer, lr)):
+        if self._update_in_backward not in (None, (optimizer, lr)):
             raise UserError("ddp: step() got another optimizer or lr than expect_step()")
         norm = self._finish_reduction(stop)
         # Everything below stays on the device: `found_inf` skips the update without a host sync
@@ -516,7 +518,7 @@ class DDP:
             unscale(norm, scaler)
         grad_scale = with_clipping(grad_scale, norm, clip)
         self._note_whether_finite(norm)
-        if not self._expected:
+        if not self._update_in_backward:
             # Kept until the next step: the side stream may still read its tensors
             self._update = Update(optimizer, lr, grad_scale, self.found_inf)
             for bucket in self.buckets:
@@ -526,7 +528,7 @@ class DDP:
             scaler.update()
         self.n_updates += 1
         self._start_step()
-        # Update now, or leave it to the next forward, but for what forward needs first
+        # Update now; or leave it to the next forward, except the buckets that forward needs first
         if self.overlap_step == "off":
             for bucket in self.buckets:
                 self._apply(self._update, bucket)
@@ -539,7 +541,7 @@ class DDP:
         self.found_inf = 1.0 - norm.isfinite().float()
         self.skipped = count_skipped(self.skipped, self.found_inf)
         # Waits for the GPU: with overlap_step="backward" no update can be skipped any more.
-        if self._expected and self.found_inf:
+        if self._update_in_backward and self.found_inf:
             raise UserError(
                 f"ddp: step {self.n_updates + 1}: the gradient is not finite, and overlap_step="
                 "'backward' has applied a part of it; continue from the last checkpoint with "
@@ -549,28 +551,30 @@ class DDP:
     def _finish_reduction(self, stop: bool) -> Tensor:
         """Wait for all buckets and return the global norm."""
         for bucket in self.buckets[self._next :]:
-            # If forward skipped a block, its deferred update still needs the old gradient
+            # A block that forward skipped still waits for its last update, which needs the gradient
+            # that is about to be overwritten.
             self._refresh(bucket, ahead=0)
         while self._next < len(self.buckets):
             # Incomplete: an error below, but the other ranks wait for this collective
             self._launch_next_bucket()
         while self._launch_further_collectives(before=len(self.buckets)):
             pass  # until every hook has launched its last one
-        # The agreement travels while the norms are computed, each while later buckets travel
+        # The agreement travels while the norms are computed. A bucket's norm is computed while later
+        # buckets travel.
         agree = ranks.start_agreement(self._problem(), f"step {self.n_updates + 1}", stop)
         for bucket in self.buckets:
             if bucket.state is State.IN_FLIGHT:
                 self._finish_bucket(bucket)
         if self._stream is not None:  # norms were computed there if updates run in backward
             torch.cuda.current_stream().wait_stream(self._stream)
-        squares = torch.cat([bucket.square.flatten() for bucket in self.buckets])
+        squares = torch.cat([bucket.squared_norm.flatten() for bucket in self.buckets])
         if not self.in_tree:
             squares = squares.sum()
         if self.buckets[0].sharded:  # each rank knows the norm of its shards alone
             name = f"step {self.n_updates + 1}: all_reduce of the squared norm"
             ranks.all_reduce_sum(squares, name)
         self.stopping = agree()
-        if self.in_tree:  # by size, because another size of buckets has another order
+        if self.in_tree:  # sorted: else the order would depend on the buckets and the ranks
             squares = squares.sort().values.sum()
         return squares.sqrt()
 
@@ -595,7 +599,8 @@ class DDP:
                 f"no gradient in a backward with ddp.sync = True for {listed(absent)}; set "
                 "requires_grad=False before DDP(model) for parameters that the loss does not use"
             )
-        if changed and not self._expected:  # else an update during backward has dropped them
+        # After an update in backward the gradients are gone, which is right
+        if changed and not self._update_in_backward:
             return f".grad was replaced between backward and step for {listed(changed)}"
         return ""
 
@@ -631,7 +636,7 @@ class DDP:
         updated as with "forward".
         """
         if self.overlap_step == "backward":
-            self._expected = optimizer, lr
+            self._update_in_backward = optimizer, lr
 
     def flush(self) -> None:
         """Make all weights current. All ranks call it before anything but a forward reads them."""
@@ -663,7 +668,7 @@ class DDP:
     @torch.no_grad()
     def _refresh(self, bucket: Bucket, ahead: int = PREFETCH) -> None:
         """Make the bucket's weights current, and start on those that forward needs next."""
-        if self._expected and self._next == len(self.buckets):
+        if self._update_in_backward and self._next == len(self.buckets):
             # Otherwise forward would use weights of which a part is updated
             text = "after backward call step() before a forward or flush()"
             raise UserError(f"ddp: overlap_step='backward': {text}")
@@ -716,17 +721,19 @@ class DDP:
 def cut_into_shards(
     bucket: Bucket, world_size: int, rank: int, whole_matrices: bool, unit: int = 1
 ) -> None:
-    """Divide the bucket among the ranks, in equal shards but for cuts that must move.
+    """Divide the bucket into a shard for each rank: equal, unless a cut has to move.
 
-    whole_matrices: to an end of the matrix. unit: to a multiple of `unit` elements of a parameter.
+    whole_matrices: a cut within a matrix that Muon trains moves to the nearer end of it. unit: any
+    other cut moves to a multiple of `unit` elements from the beginning of its parameter.
     """
     cuts = [bucket.param.numel() * r // world_size for r in range(world_size + 1)]
     for name, p, begin in zip(bucket.names, bucket.params, bucket.offsets, strict=True):
         end = begin + p.numel()
-        step = p.numel() if whole_matrices and muon_trains(name) else unit
+        multiple = p.numel() if whole_matrices and muon_trains(name) else unit
         for k, cut in enumerate(cuts):
             if begin < cut < end:
-                cuts[k] = min(begin + (cut - begin + step // 2) // step * step, end)  # the nearest
+                n_units = (cut - begin + multiple // 2) // multiple  # rounded to the nearest
+                cuts[k] = min(begin + n_units * multiple, end)
     bucket.shard_sizes = [end - begin for begin, end in pairwise(cuts)]
     bucket.shard = cuts[rank], cuts[rank + 1]
     bucket.sharded = True
@@ -739,9 +746,10 @@ def muon_trains(name: str) -> bool:
 
 
 def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
-    """Start to send every rank its shard of `flat`; return what will hold this rank's.
+    """Start to send every rank its shard of `flat`; return what this rank will receive.
 
-    That is the sum over the ranks (shard,), or its terms (ranks, shard).
+    It is the sum over the ranks (shard,), or the terms of that sum (ranks, shard): with gloo, and
+    where shards differ in size.
     """
     if has_native_shards(flat, bucket.shard_sizes):
         mine = own_shard(flat, bucket.shard_sizes)
@@ -752,9 +760,9 @@ def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
 
 
 def launch_exchange(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> Tensor:
-    """Start to send every rank its shard of `flat`; return what will hold all ranks' terms of mine.
+    """Start to send every rank its shard of `flat`; return what this rank will receive.
 
-    They are (ranks, shard).
+    It is what each rank has in the place of this rank's shard, (ranks, shard).
     """
     n, own_size = len(shard_sizes), shard_sizes[ranks.rank()]
     received = flat.new_empty(n, own_size)
@@ -790,13 +798,13 @@ def has_native_shards(flat: Tensor, shard_sizes: list[int]) -> bool:
 # consecutive ones, so it adds a subtree of its own (DDP._add_in_tree) and the hook adds those of
 # the ranks.
 
-# Elements of a parameter whose squares are added by one rank: no shard cuts a piece. A multiple of
-# 128, because AdamW's kernel rounds the last few elements of a tensor in another way.
+# Elements of a parameter in a piece. One rank adds up the squares of a piece, so no shard cuts it. A
+# multiple of 128, because AdamW's kernel rounds the last few elements of a tensor in another way.
 PIECE = 2**20
 
 
 class InTree:
-    """The sum over the ranks in a fixed order. The mean of a step is the trainer's to take.
+    """The sum over the ranks in a fixed order. The trainer divides the loss, so that it is the mean.
 
     Numbers of ranks and of micro-steps must be powers of two.
     """
@@ -819,7 +827,7 @@ class InTree:
             del terms  # as large as the bucket, and the generator lives on
             if not bucket.sharded:
                 launch_gather(bucket, bucket.grad, sizes)
-        if not (n > 1 and bucket.sharded):
+        if n == 1 or not bucket.sharded:  # else the exchange was the last
             yield Sent.LAST
         yield Reduced(squares_of_pieces(bucket))
 

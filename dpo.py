@@ -133,10 +133,11 @@ def reference_of(
     torch_device: torch.device,
     torch_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the reference's log-probabilities of the answers, (2, B) as of `pair_logps`.
+    """Return the reference's log-probabilities of the answers, (2, B) as `pair_logps` does.
 
-    table: (n_pairs, 2), of `compute_reference`. Without one they are 0, or those of the model
-    without adapters.
+    They are 0 for a loss without a reference. Else they are looked up in table (n_pairs, 2), which
+    `compute_reference` made; with reference='adapter_off' there is none, and the model without its
+    adapters computes them.
     """
     if loss in REFERENCE_FREE:
         return torch.zeros(2, len(batch.number), device=torch_device)
@@ -165,7 +166,7 @@ def estimate_kl(
         with autocast(torch_device, torch_dtype):
             logps, _ = pair_logps(model, batch)
         ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
-        # logps has one row here. The reference has two (chosen, other answers) or that one.
+        # logps has one row, the other answers. ref_logps has that row last: a table has two rows.
         measured.append((logps[0], ref_logps[-1]))
     return kl_estimate(measured, torch_device)
 
@@ -208,7 +209,8 @@ def mean_scores(
 ) -> dict[str, float]:
     """Return the means of `evaluate`, over all ranks.
 
-    measured: of each batch its source, logps, ref_logps and n_tokens (2, B), and margin (B,)."""
+    measured: of each batch its source, logps, ref_logps and n_tokens (2, B), and margin (B,), which
+    for kto is the label."""
     names = metric_names(config)
     n_pairs = torch.zeros(len(corpus.val), 1, dtype=torch.float64)
     sums = torch.zeros(len(corpus.val), len(names), dtype=torch.float64)
@@ -305,10 +307,10 @@ if __name__ == "__main__":
     if world.is_main:
         print(*corpus.report(), sep="\n")
         n_rows = batch_size if loss == "kto" else 2 * batch_size  # of a micro-step
-        settings = config | {"max_steps": max_steps, "batch_size": n_rows}
+        plan_settings = config | {"max_steps": max_steps, "batch_size": n_rows}
         n_tokens = 2 * pairs_per_step * max_steps * block_size
         text = plan.describe(
-            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
+            model, plan_settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
         )
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:
@@ -317,7 +319,7 @@ if __name__ == "__main__":
     # ---- the checkpoint to continue, or the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
-    made_of = {}  # what the reference depends on
+    made_of = {}  # what the reference depends on: {name: fingerprint}
     if reference == "precomputed" and loss not in REFERENCE_FREE:
         made_of = describe_reference(init_dir, corpus, torch_dtype)
         # a resumed run must be compared with the same weights

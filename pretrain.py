@@ -339,9 +339,11 @@ if __name__ == "__main__":
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
-    stages = order.changes(rows_per_step) if len(corpus.names) > 1 else {}
+    # {step: share of each source from it on}
+    new_shares = order.changes(rows_per_step) if len(corpus.names) > 1 else {}
     extra_state = {"warmup_steps": warmup}  # in steps: the setting may be a share
-    n_averaged = 1 if reproducible else world_size  # ranks whose mean ddp takes
+    # DDP divides the sum over the ranks by it. InTree adds up without dividing.
+    ddp_divisor = 1 if reproducible else world_size
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -355,16 +357,17 @@ if __name__ == "__main__":
         lr = learning_rate_at(
             step, schedule, learning_rate, min_lr, warmup, max_steps, decay_fraction
         )
-        if step in stages:
-            log.write("stage", step, {"weights": stages[step]})
+        if step in new_shares:
+            log.write("stage", step, {"weights": new_shares[step]})
             shares = ", ".join(
-                f"{100 * share:.1f} % {name}" for name, share in stages[step].items()
+                f"{100 * share:.1f} % {name}" for name, share in new_shares[step].items()
             )
             log.print(f"step {step:6d}/{max_steps} | samples from here on: {shares}")
 
         # forward and backward
-        n_targets = batches.count_targets(step - 1)  # on all ranks; Batches counts steps from 0
-        # This rank's sums: one for the step, or with reproducible=True one per micro-batch.
+        n_targets = batches.count_targets(step - 1)  # of all ranks; Batches counts steps from 0
+        # This rank's sum of losses. With reproducible=True an entry for every micro-batch of all
+        # ranks, 0 for those of the others: so the log adds them in one order.
         losses = torch.zeros(n_micro_batches if reproducible else 1, device=torch_device)
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
@@ -374,8 +377,8 @@ if __name__ == "__main__":
             if reproducible:
                 torch.manual_seed(seed + 1_000_003 * step + number)  # dropout depends on no rank
             with autocast(torch_device, torch_dtype):
-                # the model returns a sum; ddp averages over the ranks, or adds up (InTree)
-                loss = model(x, y) * (n_averaged / n_targets)
+                # the model returns a sum over tokens; the step's loss is the mean over n_targets
+                loss = model(x, y) * (ddp_divisor / n_targets)
             scaler.scale(loss).backward()  # full buckets are sent from inside this call
             losses[number if reproducible else 0] += loss.detach()
 
@@ -388,7 +391,7 @@ if __name__ == "__main__":
         last = step == max_steps
         stopping = ddp.stopping
         if step % log_every == 0 or last or stopping:
-            mean_loss = ranks.all_reduce_sum(losses.clone()).sum().item() / n_averaged
+            mean_loss = ranks.all_reduce_sum(losses.clone()).sum().item() / ddp_divisor
             values = {"loss": mean_loss, "tokens": step * tokens_per_step, "lr": lr}
             values |= {"grad_norm": grad_norm.item(), "skipped": int(ddp.skipped[0])}
             values |= corpus.tokens_seen(order, step * rows_per_step)

@@ -101,8 +101,8 @@ class Tokenizer(TextTokenizer):
         for an answer ends after "assistant" newline. Markers are ids and all the rest is ordinary
         text, so no content can open or close a turn. mask is 1 where the model is trained: on the
         assistant's words and the token that ends its turn, at which generation stops. An answer
-        with "learn": False has the mask 0. only_last: a template's mask may have the last answer
-        only, which takes less time.
+        with "learn": False has the mask 0. only_last: the caller needs the mask of the last answer;
+        a template's mask may then be 0 on the others, which takes less time.
 
         Raise UserError."""
         if self.turn_end_id < 0:

@@ -15,7 +15,7 @@ from test_serve import serving
 
 from groundup.generate.engine import Token
 from groundup.generate.tools import ToolTurn
-from groundup.tokens.pairs import pair_of
+from groundup.tokens.pairs import usable_pair
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 WAIT = 30  # seconds, on a busy machine
@@ -284,7 +284,7 @@ def test_two_models_are_compared_blind(page, server, monkeypatch, random, button
     page.all(".vote button")[button].click()
     page.until("document.querySelector('.better')")
     row = json.loads(server[2].read_text(encoding="utf-8").splitlines()[-1])
-    pair = pair_of(row)
+    pair = usable_pair(row)
     assert row["chosen_model"] == want and [turn["content"] for turn in pair.prompt] == ["Be 好.", "Which?"]
     assert pair.chosen == page.js("return chosen(chat.turns[1]).text")
     assert str(server[2]) in page.texts("#turns .hint")[0]

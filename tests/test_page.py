@@ -10,7 +10,7 @@ from test_serve import serving
 
 from groundup.generate.openai_format import Refused
 from groundup.generate.page import append, examples, preference
-from groundup.tokens.pairs import pair_of
+from groundup.tokens.pairs import usable_pair
 
 WAIT = 30  # seconds, on a busy machine
 
@@ -98,9 +98,9 @@ CLICK = {"messages": [{"role": "user", "content": "?"}], "answers": ANSWERS, "be
 def test_a_click_is_a_row_that_dpo_reads():
     row, unused = preference(json.dumps(CLICK).encode(), system="Be brief.")
     assert not unused and (row["chosen_model"], row["rejected_model"], row["chosen_was_shown"]) == ("b", "a", "second")
-    prompt, chosen, rejected = pair_of(row)
+    prompt, chosen, rejected = usable_pair(row)
     assert (prompt[0]["content"], chosen, rejected) == ("Be brief.", "two", "one")
-    assert pair_of(preference(json.dumps(CLICK | {"better": 0}).encode(), "")[0]).chosen == "one"
+    assert usable_pair(preference(json.dumps(CLICK | {"better": 0}).encode(), "")[0]).chosen == "one"
     assert preference(json.dumps(CLICK | {"better": "tie"}).encode(), "")[1] == "tie"
     cut = CLICK | {"answers": [ANSWERS[0], ANSWERS[1] | {"finish_reason": "length"}]}
     assert preference(json.dumps(cut).encode(), "")[1] == "unfinished answer"  # the row is kept, for people
@@ -125,7 +125,7 @@ def test_any_text_is_a_row(tmp_path):
     odd = [ANSWERS[0] | {"content": "\ud800 one\u2028\n", "model": "\udfff"}, ANSWERS[1]]
     append(tmp_path / "rows.jsonl", preference(json.dumps(CLICK | {"answers": odd}).encode(), "")[0])
     (line,) = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    assert pair_of(json.loads(line)).rejected == "\ufffd one\u2028\n"
+    assert usable_pair(json.loads(line)).rejected == "\ufffd one\u2028\n"
 
 
 def test_a_full_disk_leaves_no_half_row(server, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """What dpo.py learns from: log-probabilities of answers, the losses, and the reference.
 
     logps, n_tokens = pair_logps(model, batch)                       # (2, B): chosen, rejected
-    losses, metrics = losses_and_metrics(logps, reference, n_tokens, config)   # (B,), (M, B)
+    losses, metrics = losses_and_metrics(logps, ref_logps, n_tokens, config)   # (B,), (M, B)
 
 The reference is the model before the first step. Its log-probabilities do not change, so they are
 computed once for all pairs and kept in a file.
@@ -52,10 +52,10 @@ KTO_METRICS = (*METRICS, "kl", "share/chosen")  # chosen and rejected are good a
 
 def check_losses(config: Mapping) -> None:
     """Raise UserError for settings that do not fit the loss."""
-    loss, wrong = config["loss"], config["label_smoothing"]
+    loss, smoothing = config["loss"], config["label_smoothing"]
     refuse(not config["beta"] > 0, f"beta must be above 0, got {config['beta']}")
-    refuse(not wrong < 0.5, f"label_smoothing must be below 0.5, got {wrong}")
-    unused = wrong and loss not in ("cdpo", "robust")
+    refuse(not smoothing < 0.5, f"label_smoothing must be below 0.5, got {smoothing}")
+    unused = smoothing and loss not in ("cdpo", "robust")
     refuse(unused, f"label_smoothing is for loss='cdpo' or 'robust', not {loss!r}")
     refuse(loss == "kto" and config["nll_weight"], "nll_weight is for pairs, not for loss='kto'")
     unused = loss != "kto" and config["desirable_weight"] != 1
@@ -83,7 +83,8 @@ def pair_logps(model: Transformer, batch: PairBatch) -> tuple[Tensor, Tensor]:
     logps = token_logps(hidden, model.lm_head.weight, targets)  # (n,), 0 for padding
     is_token = (targets != IGNORE).float()
 
-    # Put each token back in its place, then add up the rows: a sum in a fixed order.
+    # Put each token back in its place, then add up the rows: a sum in a fixed order. The padding
+    # adds 0 to place 0.
     zeros = logps.new_zeros(batch.x.numel())
     sums = zeros.scatter_add(0, index, logps).view(-1, B, T).sum(2)
     n_tokens = zeros.scatter_add(0, index, is_token).view(-1, B, T).sum(2)
@@ -104,11 +105,11 @@ def reference_logps(model: Transformer, batch: PairBatch) -> Tensor:
 # ---- losses of pairs -----------------------------------------------------------------------------
 
 
-def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> Tensor:
+def pair_losses(logps: Tensor, ref_logps: Tensor, n_tokens: Tensor, config: Mapping) -> Tensor:
     """Return the loss of each pair, (B,) float32.
 
-    logps, reference, n_tokens (2, B): of chosen and rejected answers; reference is 0 for losses
-    without one.
+    logps, ref_logps, n_tokens (2, B): of chosen and rejected answers, by the model and by the
+    reference. ref_logps are 0 for losses without a reference.
 
     sigmoid: DPO (arXiv:2305.18290). cdpo: labels are wrong with probability label_smoothing.
     robust: unbiased under such labels (arXiv:2403.00409). hinge: SLiC (arXiv:2305.10425).
@@ -116,18 +117,18 @@ def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapp
     token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds-ratio term
     (arXiv:2403.07691), whose lambda is beta; losses_and_metrics adds the chosen answer's loss.
     """
-    loss, beta, wrong = config["loss"], config["beta"], config["label_smoothing"]
-    ratios = logps - reference
+    loss, beta, smoothing = config["loss"], config["beta"], config["label_smoothing"]
+    ratios = logps - ref_logps
     means = ratios / n_tokens.clamp(min=1)
     by_sum = ratios[0] - ratios[1]
     by_mean = means[0] - means[1]
     if loss == "sigmoid":
         return -F.logsigmoid(beta * by_sum)
+    as_labelled, swapped = F.logsigmoid(beta * by_sum), F.logsigmoid(-beta * by_sum)
     if loss == "cdpo":
-        return -(1 - wrong) * F.logsigmoid(beta * by_sum) - wrong * F.logsigmoid(-beta * by_sum)
+        return -(1 - smoothing) * as_labelled - smoothing * swapped
     if loss == "robust":
-        right = -(1 - wrong) * F.logsigmoid(beta * by_sum) + wrong * F.logsigmoid(-beta * by_sum)
-        return right / (1 - 2 * wrong)
+        return (-(1 - smoothing) * as_labelled + smoothing * swapped) / (1 - 2 * smoothing)
     if loss == "hinge":
         return F.relu(1 - beta * by_sum)
     if loss == "ipo":
@@ -147,7 +148,7 @@ def log1mexp(x: Tensor) -> Tensor:
 
 def losses_and_metrics(
     logps: Tensor,
-    reference: Tensor,
+    ref_logps: Tensor,
     n_tokens: Tensor,
     config: Mapping,
     labels: Tensor | None = None,
@@ -157,14 +158,14 @@ def losses_and_metrics(
 
     The first three are as in `pair_losses`. labels, kl: of `kto_losses_and_metrics`."""
     if config["loss"] == "kto":
-        return kto_losses_and_metrics(logps[0], reference[0], n_tokens[0], labels, kl, config)
-    losses = pair_losses(logps, reference, n_tokens, config)
+        return kto_losses_and_metrics(logps[0], ref_logps[0], n_tokens[0], labels, kl, config)
+    losses = pair_losses(logps, ref_logps, n_tokens, config)
     nll_share = config["nll_weight"] + (config["loss"] == "orpo")
     if nll_share:
         losses = losses + nll_share * (-logps[0] / n_tokens[0].clamp(min=1))
 
     logps = logps.detach()
-    ratios = logps - reference
+    ratios = logps - ref_logps
     means = ratios / n_tokens.clamp(min=1)
     rewards, kls = config["beta"] * ratios, means
     if config["loss"] in REFERENCE_FREE:
@@ -181,7 +182,7 @@ def losses_and_metrics(
 
 def kto_losses_and_metrics(
     logps: Tensor,
-    reference: Tensor,
+    ref_logps: Tensor,
     n_tokens: Tensor,
     labels: Tensor,
     kl: Tensor,
@@ -190,11 +191,11 @@ def kto_losses_and_metrics(
     """Return KTO's loss (arXiv:2402.01306) of each answer (B,), and its KTO_METRICS (M, B) float32
     without gradient.
 
-    logps, reference, n_tokens, labels (B,): 1 = good, -1 = bad. kl: of `kl_estimate`.
+    logps, ref_logps, n_tokens, labels (B,): 1 = good, -1 = bad. kl: of `kl_estimate`.
     A metric of good answers is 0 for a bad one, and the reverse; `named` divides their means."""
     good = (labels > 0).float()
     bad = 1 - good
-    ratios = logps - reference
+    ratios = logps - ref_logps
     gains = torch.sigmoid(config["beta"] * labels * (ratios - kl))
     losses = (1 - gains) * (good * config["desirable_weight"] + bad)
 
@@ -217,8 +218,8 @@ def kl_estimate(measured: Iterable[tuple[Tensor, Tensor]], device: torch.device)
     It is the mean log-ratio of answers to other prompts. All ranks call it.
     measured: of each batch the log-probabilities (B,) by the model and by the reference."""
     sums = torch.zeros(2, device=device)  # of log-ratios and answers
-    for logps, reference in measured:
-        sums += torch.stack(((logps - reference).sum(), torch.ones_like(logps).sum()))
+    for logps, ref_logps in measured:
+        sums += torch.stack(((logps - ref_logps).sum(), torch.ones_like(logps).sum()))
     total, n = ranks.all_reduce_sum(sums)
     return (total / n.clamp(min=1)).clamp(min=0)
 
@@ -250,11 +251,11 @@ def named(means: Iterable[float], config: Mapping) -> dict[str, float]:
 # ---- the reference -------------------------------------------------------------------------------
 
 
-def describe_reference(source: Path, corpus: PairCorpus, dtype: torch.dtype) -> dict[str, str]:
+def describe_reference(init_dir: Path, corpus: PairCorpus, dtype: torch.dtype) -> dict[str, str]:
     """Return {what the reference's log-probabilities depend on: its fingerprint}."""
-    weights = huggingface.shared_fingerprint(source)
-    if huggingface.is_adapter(source):
-        weights += f" on {huggingface.shared_fingerprint(huggingface.base_of(source))}"
+    weights = huggingface.shared_fingerprint(init_dir)
+    if huggingface.is_adapter(init_dir):
+        weights += f" on {huggingface.shared_fingerprint(huggingface.base_of(init_dir))}"
     return {
         "checkpoint": weights,
         "pairs": corpus.fingerprint,
@@ -268,7 +269,7 @@ def read_reference(path: Path, made_of: Mapping[str, str]) -> Tensor | None:
     """Return the log-probabilities of chosen and rejected answers, (n_pairs, 2) float32, or None if
     there is no file. Rank 0 reads them for all.
 
-    made_of: of describe_reference. Raise UserError if the file is damaged, or was made of
+    made_of: from describe_reference. Raise UserError if the file is damaged, or was made of
     something else."""
     if not path.exists():
         return None

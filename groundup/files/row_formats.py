@@ -78,6 +78,9 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
         return None, problem.detail or problem.reason
 
 
+EMPTY = ("empty answer", "empty answer")  # reason and detail of a BadRow
+
+
 def read_pair(row: object) -> Pair:
     """Return the pair of a row. Raise BadRow, with a detail where the reason is one to count."""
     pair = read(row, "preference")
@@ -89,37 +92,36 @@ def read_pair(row: object) -> Pair:
     return pair
 
 
-EMPTY = ("empty answer", "empty answer")
-
-
 # ---- which format ----------------------------------------------------------------------------
 
 
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
-    given = as_object(row)
-    row, found = with_format(given, kind)
+    original = as_object(row)
+    row, found = with_format(original, kind)  # row: under the usual names of its keys
     if kind == "preference" and not (found and has_all(row, found)):
-        refuse_one_side(row, given)
+        refuse_one_side(row, original)
     if found:
         try:
             return found.read(row)
         except RecursionError:
             raise BadRow("nested too deeply") from None
     raise BadRow(
-        f"unknown format: {keys_of(given)}{hint_of(row, kind)}; "
+        f"unknown format: {keys_of(original)}{hint_of(row, kind)}; "
         f"{kind} is known by: {known_keys(kind)}"
     )
 
 
-def refuse_one_side(row: dict, given: dict) -> None:
-    """Raise BadRow if one of a pair's answers is there and the other is not."""
+def refuse_one_side(row: dict, original: dict) -> None:
+    """Raise BadRow if one of a pair's answers is there and the other is not.
+
+    original: the row under its own names of keys, for the message."""
     sides = [side for side in ("chosen", "rejected") if row.get(side)]
     if len(sides) == 1:
         missing = "rejected" if sides == ["chosen"] else "chosen"
         if row.get(missing) == "":
             raise BadRow(*EMPTY)
-        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(given)})")
+        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(original)})")
 
 
 def as_object(row: object) -> dict:

@@ -91,13 +91,13 @@ class Batches:
     def samples(self, step: int, micro_step: int) -> np.ndarray:
         """Return the sample numbers of this rank's micro-batch, (batch_size,) int64."""
         # the step's samples: all micro-batches of rank 0, then all of rank 1, ...
-        batch = self.rank * self.accum_steps + micro_step
-        first = self.position(step) + batch * self.batch_size
+        number = self.rank * self.accum_steps + micro_step  # of the micro-batch in the step
+        first = self.position(step) + number * self.batch_size
         return np.arange(first, first + self.batch_size)
 
     def next(self) -> tuple:
         """Return the next micro-batch, on the device. Raise what the thread raised."""
-        # an error stays: whoever asks again gets it again instead of waiting for ever
+        # keep the error: a second call raises it again instead of waiting for ever
         item = self.error or self.queue.get()
         if isinstance(item, Exception):
             self.error = item
@@ -129,12 +129,12 @@ class Batches:
             torch.cuda.set_device(self.device)
         first = self.first_step * self.accum_steps
         # find the samples of 32 micro-batches at once: numpy is slow on few numbers
-        for begin in itertools.count(first, 32):  # micro-batches, counted from the run's first step
-            micro_steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
-            samples = np.stack([self.samples(*micro_step) for micro_step in micro_steps])
-            # Two matrices (32, batch_size), whose rows are micro-batches.
-            for sources, starts in zip(*self.order.starts_of(samples), strict=True):
-                batch = self.corpus.load(sources, starts)
+        for begin in itertools.count(first, 32):  # this rank's micro-batches, from the run's first
+            steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
+            samples = np.stack([self.samples(step, micro_step) for step, micro_step in steps])
+            sources, starts = self.order.starts_of(samples)  # (32, batch_size) each
+            for k in range(32):
+                batch = self.corpus.load(sources[k], starts[k])
                 if pinned:
                     batch = map_tensors(batch, Tensor.pin_memory)
                 self.queue.put(batch)
@@ -195,8 +195,8 @@ class Corpus:
         """Return (n,) int64: how many targets of each of these samples are trained on."""
         found = np.empty(len(starts), np.int64)
         for source in np.unique(sources):
-            own = sources == source
-            found[own] = self.targets_of(source, starts[own])
+            of_source = sources == source
+            found[of_source] = self.targets_of(source, starts[of_source])
         return found
 
     def record(self) -> dict[str, list]:
@@ -456,7 +456,7 @@ class TextCorpus(Corpus):
 
     def targets_of(self, source: int, starts: np.ndarray) -> np.ndarray:
         # a window of n tokens has n - 1 targets: the first token has nothing before it
-        return self.train[source].tokens_to_learn(starts, self.block_size + 1) - 1
+        return self.train[source].text_lengths(starts, self.block_size + 1) - 1
 
     def val_batches_of(
         self, data: TokenData, batch_size: int, eval_steps: int, rank: int, world_size: int
@@ -471,13 +471,13 @@ class Windows(NamedTuple):
 
 def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int) -> Windows:
     """Return the batch of the windows that start at starts[i] of data[i]."""
-    pairs = list(zip(data, starts, strict=True))
+    places = list(zip(data, starts, strict=True))
     length = block_size + 1
-    rows = np.stack([split.window(int(start), length) for split, start in pairs])
+    rows = np.stack([split.window(int(start), length) for split, start in places])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each; y is x one token later
-    # Behind the last document of a packed row nothing is learned. A row of n_text tokens of text
-    # has n_text - 1 targets.
-    one_by_one = [split.tokens_to_learn(np.array([start]), length) for split, start in pairs]
+    # What fills a packed row behind its last document is not learned. The n_text tokens before it
+    # have n_text - 1 targets.
+    one_by_one = [split.text_lengths(np.array([start]), length) for split, start in places]
     n_text = np.concatenate(one_by_one)
     y[np.arange(block_size) >= n_text[:, None] - 1] = IGNORE
     return Windows(torch.from_numpy(x), torch.from_numpy(y))

@@ -63,8 +63,8 @@ class Sampler:
     """The order of one source: number of a sample within the source -> where it starts.
 
     Each of the per_epoch samples comes once per epoch, in another order each time. A sample is a
-    row, or, with `stride`, a window that begins every so many tokens of a long text. The borders of
-    windows move each epoch, by less than one stride.
+    row. With `stride` it is a window of a long text, and a window begins every `stride` tokens; in
+    each epoch they all begin up to one stride later.
 
     source: the number of the source in the mixture.
     """
@@ -83,11 +83,11 @@ class Sampler:
         # the samples asked for seldom lie in more than two epochs
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            now = epochs == epoch
+            in_epoch = epochs == epoch
             # eight keys of the permutation, and a number that moves the borders of windows
             words = hash_words(9, "windows", self.seed, int(epoch), *self.source_words)
-            chosen = permute(positions[now], self.per_epoch, words[:8])
-            starts[now] = int(words[8]) % self.stride + chosen * self.stride
+            chosen = permute(positions[in_epoch], self.per_epoch, words[:8])
+            starts[in_epoch] = int(words[8]) % self.stride + chosen * self.stride
         return starts
 
 
@@ -222,13 +222,13 @@ class Mixture:
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         which = np.searchsorted(self.firsts, samples, side="right") - 1  # segment of each sample
         for k in np.unique(which):
-            now, segment = which == k, self.segments[k]
-            cycles, in_cycle = np.divmod(samples[now] - segment.first, CYCLE)
+            in_segment, segment = which == k, self.segments[k]
+            cycles, in_cycle = np.divmod(samples[in_segment] - segment.first, CYCLE)
             source = segment.pattern[in_cycle]
-            sources[now] = source
+            sources[in_segment] = source
             # samples of the same source: before the segment, in whole cycles, in this cycle
             earlier = segment.before[source] + cycles * segment.quotas[source]
-            numbers[now] = earlier + segment.nth[in_cycle]
+            numbers[in_segment] = earlier + segment.nth[in_cycle]
         return sources, numbers
 
     def starts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -238,8 +238,8 @@ class Mixture:
         sources, numbers = self.locate(samples)
         starts = np.empty_like(numbers)
         for source in np.unique(sources):
-            now = sources == source
-            starts[now] = self.samplers[source].starts_of(numbers[now])
+            of_source = sources == source
+            starts[of_source] = self.samplers[source].starts_of(numbers[of_source])
         return sources, starts
 
     def counts(self, n_samples: int) -> np.ndarray:

@@ -74,7 +74,9 @@ def tokenize_pair(pair: turns.Pair, tokenizer: Tokenizer) -> PairIds:
 def tokenize_answer(
     prompt: list[dict], answer: str, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids (prompt, answer) of a conversation that ends with `answer`, as sft.py's."""
+    """Return the ids (prompt, answer) of a conversation that ends with `answer`.
+
+    They are the ids that sft.py trains on."""
     talk = [*prompt, {"role": "assistant", "content": answer}]
     ids, mask = tokenizer.render(talk, only_last=True)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -82,13 +84,16 @@ def tokenize_answer(
     return np.array(before, dtype), np.array(learned, dtype)
 
 
-def pair_of(row: object) -> turns.Pair:
-    """Return the pair in a row of any format. Raise BadRow."""
+def usable_pair(row: object) -> turns.Pair:
+    """Return the pair in a row of any format. Raise BadRow if it cannot be trained on."""
     try:
         pair = row_formats.read_pair(row)
     except BadRow as problem:
-        # With a detail, `reason` is a class to count rows under; without, it is a whole sentence.
-        raise BadRow(problem.reason) if problem.detail else BadRow(STRANGE, str(problem)) from None
+        # read_pair gives a detail beside a reason that rows are counted under, such as "equal
+        # answers". Any other reason is a sentence about this row alone.
+        if problem.detail:
+            raise BadRow(problem.reason) from None
+        raise BadRow(STRANGE, problem.reason) from None
     if problem := turns.pair_problem(row, pair):
         raise BadRow(problem)
     return pair
@@ -97,10 +102,11 @@ def pair_of(row: object) -> turns.Pair:
 class PairReader(RowReader):
     """Reads pairs as ids; longest: the block_size that each side must fit in."""
 
-    kind, noun, split_by_prompt = "preference", "preference pair", True
+    kind, noun = "preference", "preference pair"
+    split_by_prompt = True
 
     def item(self, row: object, place: str) -> tuple[str, PairIds]:
-        pair = pair_of(row)
+        pair = usable_pair(row)
         ids = tokenize_pair(pair, self.tokenizer)
         self.check_length(len(ids.prompt) + max(len(ids.chosen), len(ids.rejected)))
         if np.array_equal(ids.chosen, ids.rejected):
@@ -129,7 +135,7 @@ class Pairs:
 
     def __init__(
         self,
-        found: Sequence[PairIds],
+        every_pair: Sequence[PairIds],
         tokenizer: Tokenizer,
         block_size: int,
         name: str,
@@ -139,18 +145,20 @@ class Pairs:
         self.block_size = block_size
         self.pad_id = max(tokenizer.pad_id, 0)
         self.first = first
-        parts = [part for pair in found for part in (pair.prompt, pair.chosen, pair.rejected)]
+        # prompt, chosen and rejected of pair 0, then of pair 1, ... end to end
+        parts = [part for pair in every_pair for part in (pair.prompt, pair.chosen, pair.rejected)]
         self.tokens = np.concatenate([np.zeros(0, token_dtype(tokenizer.vocab_size)), *parts])
         self.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        self.margin = np.array([pair.margin for pair in found], np.float32)
-        self.n_unlearned = np.array([pair.n_unlearned for pair in found], np.int64).reshape(-1, 2)
+        self.margin = np.array([pair.margin for pair in every_pair], np.float32)
+        n_unlearned = [pair.n_unlearned for pair in every_pair]
+        self.n_unlearned = np.array(n_unlearned, np.int64).reshape(-1, 2)
 
         sizes = np.diff(self.offsets).reshape(-1, 3)  # of prompt, chosen and rejected
         self.lengths = sizes[:, :1] + sizes[:, 1:]
         self.columns = np.zeros(0, np.int64)
-        if found:
+        if every_pair:
             self.columns = columns_for(self.lengths.max(1), block_size)
-        self.n_rows = len(found)
+        self.n_rows = len(every_pair)
         self.n_labels = (sizes[:, 1:] - self.n_unlearned).sum(1)
         self.n_used = self.lengths.sum(1)
         # everything that a batch takes from here
@@ -194,13 +202,13 @@ def load_pairs(
 
     T is the longest row's length, rounded up by `columns_for`. sides: 1 = the chosen answers,
     2 = the rejected ones."""
-    places = zip(sources.tolist(), rows.tolist(), strict=True)
-    found = [(splits[source], row) for source, row in places]
-    ids = [pairs.ids(row) for pairs, row in found]
-    n_columns = max(int(pairs.columns[row]) for pairs, row in found)
+    numbers = zip(sources.tolist(), rows.tolist(), strict=True)
+    places = [(splits[source], row) for source, row in numbers]
+    ids = [split.ids(row) for split, row in places]  # (prompt, chosen, rejected) of each pair
+    n_columns = max(int(split.columns[row]) for split, row in places)
     # all chosen answers, then all rejected ones: the loss splits the batch in the middle
     answers = [(of_pair[0], of_pair[side]) for side in sides for of_pair in ids]
-    n_unlearned = [pairs.n_unlearned[row, side - 1] for side in sides for pairs, row in found]
+    n_unlearned = [split.n_unlearned[row, side - 1] for side in sides for split, row in places]
 
     x = np.full((len(answers), n_columns), splits[0].pad_id, np.int64)
     learned = np.zeros(x.shape, bool)
@@ -213,8 +221,8 @@ def load_pairs(
         learned[b, begin + n_unlearned[b] - 1 : end - 1] = True
         lengths[b] = end
     index = np.flatnonzero(learned)
-    number = np.array([pairs.first + row for pairs, row in found], np.int64)
-    margin = np.array([pairs.margin[row] for pairs, row in found], np.float32)
+    number = np.array([split.first + row for split, row in places], np.int64)
+    margin = np.array([split.margin[row] for split, row in places], np.float32)
     return PairBatch(
         x=torch.from_numpy(x),
         index=torch.from_numpy(index),
@@ -260,9 +268,9 @@ class LengthSampler(Sampler):
         ends = np.minimum(epoch_begin + self.per_epoch, stretch + size)
         rows = np.empty_like(numbers)
         for begin in np.unique(begins):
-            now = begins == begin
-            end = int(ends[now][0])
-            rows[now] = self.sorted(int(begin), end)[numbers[now] - begin]
+            in_stretch = begins == begin
+            end = int(ends[in_stretch][0])
+            rows[in_stretch] = self.sorted(int(begin), end)[numbers[in_stretch] - begin]
         return rows
 
     def _sorted(self, begin: int, end: int) -> np.ndarray:

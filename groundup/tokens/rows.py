@@ -139,7 +139,7 @@ class Source(NamedTuple):
     """The items of one source."""
 
     train: Sequence
-    val: Sequence
+    val: Sequence  # those held out
     reader: RowReader  # what was left out
 
 
@@ -202,8 +202,8 @@ class RowCorpus(Corpus):
         self._open_train()
         self._open_val()
         # laid out, the items are there a second time: free them
-        self.found = [source._replace(train=(), val=()) for source in self.found]
-        self.val_found = [source._replace(train=(), val=()) for source in self.val_found]
+        self.sources = [source._replace(train=(), val=()) for source in self.sources]
+        self.val_sources = [source._replace(train=(), val=()) for source in self.val_sources]
 
     def read(self, path: str, val_fraction: float) -> Source:
         return read_source(path, self.reader(), val_fraction)
@@ -213,10 +213,10 @@ class RowCorpus(Corpus):
         self.names = names_of(self.paths)
         # with validation data of their own, nothing is held out of the training data
         val_fraction = 0.0 if self.val_data else self.val_fraction
-        self.found = [self.read(path, val_fraction) for path in self.paths]
-        pairs = zip(self.names, self.found, strict=True)
+        self.sources = [self.read(path, val_fraction) for path in self.paths]
+        pairs = zip(self.names, self.sources, strict=True)
         self.train = [self.lay_out(name, source.train) for name, source in pairs]
-        for data, source in zip(self.train, self.found, strict=True):
+        for data, source in zip(self.train, self.sources, strict=True):
             if not data.n_rows:
                 reasons = ", ".join(f"{n} {reason}" for reason, n in data.counts.items())
                 why = f"{data.name}: {reasons or 'no row for training'}"
@@ -232,11 +232,11 @@ class RowCorpus(Corpus):
     def _open_val(self) -> None:
         weights = parse_weights(self.val_data, self.val_data, "val_data") if self.val_data else {}
         self.val_names = names_of(list(weights))
-        self.val_found = [self.read(path, 0.0) for path in weights]
-        held_out = dict(zip(self.names, (source.val for source in self.found), strict=True))
+        self.val_sources = [self.read(path, 0.0) for path in weights]
+        held_out = dict(zip(self.names, (source.val for source in self.sources), strict=True))
         if self.val_data:
             # of a directory of prepare.py its validation split, of a raw file all items
-            items = (one.val if len(one.val) else one.train for one in self.val_found)
+            items = (one.val if len(one.val) else one.train for one in self.val_sources)
             held_out = dict(zip(self.val_names, items, strict=True))
         self.all_val = [self.lay_out(name, items) for name, items in held_out.items()]
         self.val = {data.name: data for data in self.all_val if data.n_rows}
@@ -251,10 +251,10 @@ class RowCorpus(Corpus):
         """Raise UserError if no row is held out, with what was left out and why."""
         if self.val:
             return
-        readers = [source.reader for source in self.val_found or self.found]
+        readers = [source.reader for source in self.val_sources or self.sources]
         # what was lost on the way says what to change
         lost = left_out(readers, self.all_val)
-        if not self.val_found and (self.n_rows > 1 or not val_fraction):
+        if not self.val_sources and (self.n_rows > 1 or not val_fraction):
             how = f"raise val_fraction above {val_fraction:g}"
         else:
             how = "give more rows"
@@ -265,7 +265,7 @@ class RowCorpus(Corpus):
 
     def left_out(self) -> str:
         """Return what was left out of the training data, see the function."""
-        return left_out([source.reader for source in self.found], self.train)
+        return left_out([source.reader for source in self.sources], self.train)
 
     def weights_of(self, stage: Stage) -> list[float]:
         """Return the weight of each source in a stage: by default its number of rows.
@@ -301,7 +301,7 @@ class RowCorpus(Corpus):
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
                 for what, n in data.counts.items():
                     lines.append(f"{data.name}: {n:,} {with_remedy(what)}")
-        every = zip([*self.names, *self.val_names], [*self.found, *self.val_found], strict=True)
+        every = zip([*self.names, *self.val_names], [*self.sources, *self.val_sources], strict=True)
         for name, source in every:
             lines += source.reader.report(name)
         return lines

@@ -341,9 +341,9 @@ class TokenData:
         """Raise UserError if a block that holds tokens [begin, end) of shard k is damaged."""
         size = BLOCK_BYTES // self.shards[k].itemsize
         for block in range(begin // size, -(-end // size)):
-            first = block * size
             if self.checked[k][block]:
                 continue
+            first = block * size
             if zlib.crc32(self.shards[k][first : first + size]) != self.sums[k][block]:
                 where = f"{self.paths[k]} changed since it was written (tokens from {first} on)"
                 raise UserError(f"data: {where}; {AGAIN}")
@@ -370,8 +370,8 @@ class TokenData:
         within = np.searchsorted(starts, starts + length) - np.arange(len(starts))
         return 1 + int(within.max())  # and one that began before the window
 
-    def tokens_to_learn(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return (n,) int64: how many tokens at the start of each window are text: here all."""
+    def text_lengths(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return (n,) int64: the number of tokens of text in each window. Here it is `length`."""
         return np.full(len(starts), length)
 
 
@@ -412,6 +412,6 @@ class PackedData(TokenData):
         """Return the most documents of a row; what fills a row counts as one."""
         return self.entry["most_documents"]
 
-    def tokens_to_learn(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """Return (n,) int64: how many of each row's tokens are of documents or delimiters."""
+    def text_lengths(self, rows: np.ndarray, length: int) -> np.ndarray:
+        """Return (n,) int64: the number of tokens in each row before what fills it up."""
         return self.lengths[rows].astype(np.int64)

@@ -63,9 +63,10 @@ OWN_FILES = re.compile(
 # Users have files of these names too. A run's own have this in their first line.
 FIRST_LINES = {"config.py": b"'Resolved configuration", "README.md": b": a run of "}
 HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see disk.free_name
-OF_A_MODEL = ("adapter_config.json", "config.json", "checksums.json")
-# A directory with one of these is a model or a corpus for whoever reads it.
-NO_RUN = ("adapter_config.json", "config.json", "manifest.json")
+# init_from with one of these is a model directory itself, not a run.
+MODEL_FILES = ("adapter_config.json", "config.json", "checksums.json")
+# A directory with one of these is a model or prepared data: no run may begin in it.
+NOT_IN_A_RUN = ("adapter_config.json", "config.json", "manifest.json")
 
 # ---- checkpoints on the disk ---------------------------------------------------------------------
 # Which one is meant: `resolve` of the setting init_from, `newest_run` without one (sample.py),
@@ -133,7 +134,7 @@ def resolve(init_from: str | Path) -> Path:
     if not path.is_dir():
         fail(f"init_from={str(init_from)!r}: {why_no_model(path)}")
 
-    if any((path / name).exists() for name in OF_A_MODEL):
+    if any((path / name).exists() for name in MODEL_FILES):
         unchecked = [path]
     else:  # a run
         unchecked = []  # find_latest compares checksums
@@ -298,7 +299,8 @@ def find_step(out: Path, step: int, overwrite: bool) -> Path:
     there = ", ".join(str(step_of(other)) for other in steps) or "none"
     refuse(path not in steps, f"resume_from={step}: {out} has no such checkpoint, only {there}")
     check_bytes(path)
-    # The run would continue from them the next time, as if they followed from what is to come.
+    # Later ones would stay, and the next start would continue from the newest of them, which does
+    # not follow from the steps that are trained now.
     later = ", ".join(other.name for other in steps if step_of(other) > step)
     text = f"resume_from={step} deletes {later} of {out}; add --overwrite=True, or copy the run"
     refuse(later and not overwrite, f"{text} to another out_dir first")
@@ -358,8 +360,9 @@ def made_by_a_run(path: Path) -> bool:
 def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
     # Other names than those of a run do not matter: nothing is written under them.
-    suspects = [*NO_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
-    # The first file of a run is config.py. A kill while overwrite=True deletes may leave others.
+    suspects = [*NOT_IN_A_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
+    # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
+    # other files.
     begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
     if not (begun or (out / "log.jsonl").exists()):
         # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
@@ -470,7 +473,7 @@ def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> st
     # Settings may change, such as the batch size per rank. A person should see which did.
     saved = state["config"]
     keys = sorted(key for key in saved.keys() & config if saved[key] != config[key])
-    # init_from is said apart, because it has no effect.
+    # init_from has a sentence of its own below, because it has no effect.
     changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
     # A longer run decays later, so its learning rate jumps back up.
     before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
@@ -504,14 +507,15 @@ def rate_after(step: int, config: Mapping, warmup: int, max_steps: int) -> float
 
 @ranks.on_rank_0
 def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict:
-    """Make out_dir, without a run for overwrite=True, and write config.py. All ranks call it.
+    """Make out_dir, delete what overwrite=True gives up, write config.py. All ranks call it.
 
     state: of `find`. Return the settings as recorded.
     """
     out = Path(config["out_dir"])
     try:
         out.mkdir(parents=True, exist_ok=True)
-        # By a run that began at the same time: `find` saw no log and locked nothing.
+        # `find` locks a directory with a log. If there is one now and no lock of ours, another run
+        # began after `find` looked.
         other_run = not is_locked_here(out) and (out / "log.jsonl").exists()
         lock(out)
         refuse(other_run, f"another run has begun in {out}; run the same command again")
@@ -528,13 +532,13 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
 
     # config.py repeats the run, but must not delete it, so overwrite is False there. A run that is
     # complete keeps its own, because no step would have the new settings.
-    record = out / "config.py"
-    if record.exists() and not made_by_a_run(record):
-        text = f"config: {record} was not written by a run; it stays, and this run has none"
+    config_file = out / "config.py"
+    if config_file.exists() and not made_by_a_run(config_file):
+        text = f"config: {config_file} was not written by a run; it stays, and this run has none"
         print(text, flush=True)
-    elif state["step"] < max_steps or not record.exists():
+    elif state["step"] < max_steps or not config_file.exists():
         again = recorded | {"resume": "auto", "resume_from": 0, "overwrite": False}
-        write_config(again, str(record), f"python {Path(script).name} {record}")
+        write_config(again, str(config_file), f"python {Path(script).name} {config_file}")
     return recorded
 
 
@@ -594,8 +598,8 @@ def is_locked_here(out: Path) -> bool:
 
 
 def warmup_of(config: Mapping, max_steps: int, state: Mapping) -> int:
-    """Return the steps of warm-up. A run that goes on keeps its own, also if max_steps grew."""
-    # Unless it has got another warmup_steps. A new run's state has no config.
+    """Return the steps of warm-up. A resumed run keeps its own, also if max_steps has grown."""
+    # It gets new ones if the setting has changed. A new run's state has no config.
     if state.get("config", {}).get("warmup_steps") == config["warmup_steps"]:
         return state["warmup_steps"]
     return warmup_length(config["warmup_steps"], max_steps)
@@ -615,7 +619,8 @@ def restore(
     All ranks call it, after DDP or FSDP. path, state: of `find`. A new run only seeds the
     generators. The optimizer's part of the state is taken out, so that its memory is freed.
     """
-    # Dropout differs by rank. The step's seeds are far apart, because the rank is added.
+    # Each rank draws its own dropout. Seeds of two steps are a million apart, so adding the rank
+    # never gives the seed of another step.
     torch.manual_seed(seed + 1_000_003 * state["step"] + ranks.rank())
 
     # What all ranks share. The scaler's state is empty unless the run was in float16.
@@ -627,7 +632,7 @@ def restore(
         ddp.skipped.copy_(torch.tensor(state["skipped"]))
         restore_rank(path, model, getattr(ddp, "hook", None))
 
-    # What set-up made stays until the end: the collector need not look at it again.
+    # What exists now stays until the end: the garbage collector need not look at it again.
     gc.collect()
     gc.freeze()
 
@@ -635,7 +640,7 @@ def restore(
 def restore_rank(path: Path, model: Transformer, hook: Any) -> None:
     """Restore what differs between ranks: random generators, and the errors of PowerSGD."""
     own_file, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
-    # A rank that the saved run did not have keeps the seeds of `restore`.
+    # A rank that the saved run did not have keeps the seed that `restore` gave it.
     if own_file.exists():
         set_rng_state(read_state(own_file)["rng"], next(model.parameters()).device)
     # With another number of ranks each takes the mean of all errors, see powersgd.py.

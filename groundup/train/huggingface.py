@@ -609,8 +609,9 @@ def load_start(model: Transformer, init_dir: Path, n_known: int, tokenizer: Text
 def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> None:
     """Call load(model, *args) on rank 0: DDP(model) will send the weights to the others.
 
-    With FSDP all ranks call it, because each reads its own rows."""
-    ranks.run_on(ranks.rank() == 0 or ranks.is_sharded(model), load, (model, *args), {})
+    With FSDP it is called on all ranks, because each reads its own rows."""
+    runs_here = ranks.rank() == 0 or ranks.is_sharded(model)
+    ranks.run_on(runs_here, load, (model, *args), {})
 
 
 def load_with_new_rows(

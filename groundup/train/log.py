@@ -79,7 +79,8 @@ class RunLog:
         """Open log.jsonl. A resumed run repeats the steps after its checkpoint: their events go."""
         events = []
         if self.path.exists():
-            keep_events_until(self.path, self.steps_done or -1)  # step 0 is evaluated again
+            # a new run keeps none of them: it evaluates step 0 again
+            keep_events_until(self.path, self.steps_done or -1)
             events = read_events(self.path)
         self.evaluations = [event for event in events if event["event"] == "eval"]
         self.file = open(self.path, "a", encoding="utf-8")
@@ -425,8 +426,8 @@ def keep_events_until(path: Path, step: int) -> None:
     those that were there."""
     check_regular(path)
     kept, damaged, changed = [], [], []
-    # Of the lines so far: as they are in the file, and as they will be. Each save's event holds the
-    # first, written when it was true.
+    # CRC-32 of the lines so far: of those found in the file, and of those that stay. The event of a
+    # save holds that of the lines before it: if it differs now, they were edited.
     found_crc = kept_crc = 0
     content = path.read_bytes()
     lines = content.splitlines()
@@ -440,7 +441,8 @@ def keep_events_until(path: Path, step: int) -> None:
             damaged.append(str(number))
         elif event["event"] == "save":
             if event.pop("crc32", None) == save_sum(event, found_crc):
-                # Lines before it may go: a run trains on while it saves.
+                # Of the lines before it some may be dropped here, because a run trains on while it
+                # saves. So the event gets the CRC-32 of those that stay.
                 new = json.dumps(event | {"crc32": save_sum(event, kept_crc)}).encode()
             else:
                 changed.append(number)

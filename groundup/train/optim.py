@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,12 +47,12 @@ class AdamWSegment:
     """
 
     def __init__(
-        self, bucket: Bucket, items: list[int], betas: tuple[float, float], decay: float
+        self, bucket: Bucket, indices: list[int], betas: tuple[float, float], decay: float
     ) -> None:
-        self.items = items
+        self.indices = indices  # of the parameters in the bucket
         # Views: what is changed here is changed in the model. The parameters lie side by side, so
         # one call of the kernel updates all of them.
-        self.begin, end = own_span(bucket, items)
+        self.begin, end = own_span(bucket, indices)
         self.param, self.grad = bucket.param[self.begin : end], bucket.grad[self.begin : end]
         self.state = {key: torch.zeros_like(self.param) for key in ("exp_avg", "exp_avg_sq")}
         self.scalars = {"step": torch.zeros((), device=self.param.device)}
@@ -100,13 +101,13 @@ class MuonStack:
     """
 
     def __init__(
-        self, bucket: Bucket, items: list[int], momentum: float, decay: float, dtype: torch.dtype
+        self, bucket: Bucket, indices: list[int], momentum: float, decay: float, dtype: torch.dtype
     ) -> None:
-        self.items = items
-        self.begin, end = own_span(bucket, items)
-        n, m = bucket.params[items[0]].shape
+        self.indices = indices  # of the parameters in the bucket
+        self.begin, end = own_span(bucket, indices)
+        n, m = bucket.params[indices[0]].shape
         # With ZeRO-1 this rank may have a part of the stack, but no part of a matrix
-        if (self.begin - bucket.offsets[items[0]]) % (n * m) or (end - self.begin) % (n * m):
+        if (self.begin - bucket.offsets[indices[0]]) % (n * m) or (end - self.begin) % (n * m):
             raise UserError(
                 "optim: Muon needs whole matrices, but a shard ends inside one; pass "
                 "whole_matrices=True to DDP"
@@ -177,6 +178,7 @@ def row_scales(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> T
     return scales * (before / after.clamp(min=1e-7)).sqrt()
 
 
+# A group: neighbouring parameters of a bucket, their update rule and its state.
 Group = AdamWSegment | MuonStack
 
 # ---- all buckets ---------------------------------------------------------------------------------
@@ -201,17 +203,16 @@ class Optimizer:
         muon_dtype: torch.dtype = torch.bfloat16,
         one_by_one: bool = False,
     ) -> None:
-        # A group is the update of some parameters of a bucket, with its state.
         self.buckets = list(buckets)
         self.groups: list[list[Group]] = []  # by bucket
         for bucket in self.buckets:
             groups = []
-            for rule, items in segments(bucket, kind, one_by_one):
+            for rule, indices in segments(bucket, kind, one_by_one):
                 if rule == "muon":
-                    groups.append(MuonStack(bucket, items, momentum, weight_decay, muon_dtype))
+                    groups.append(MuonStack(bucket, indices, momentum, weight_decay, muon_dtype))
                 else:
                     decay = weight_decay if rule == "decay" else 0.0
-                    groups.append(AdamWSegment(bucket, items, betas, decay))
+                    groups.append(AdamWSegment(bucket, indices, betas, decay))
             self.groups.append(groups)
 
     def update(self, bucket: Bucket, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -226,7 +227,7 @@ class Optimizer:
         """Yield (bucket, group, index in the bucket) of every parameter."""
         for bucket, groups in zip(self.buckets, self.groups, strict=True):
             for group in groups:
-                for i in group.items:
+                for i in group.indices:
                     yield bucket, group, i
 
     def state_dict(self, gather: Gather | None = None, keep: bool = True) -> States:
@@ -275,11 +276,11 @@ class Optimizer:
                 )
         # Of each parameter, copy the span that this rank updates. Without ZeRO-1 every rank updates
         # all, so rank 0 reads the file and sends what it read.
-        is_shared = not any(bucket.sharded for bucket in self.buckets)
-        if ranks.rank() == 0 or not is_shared:
+        is_replicated = not any(bucket.sharded for bucket in self.buckets)
+        if ranks.rank() == 0 or not is_replicated:
             self._copy_state(saved)
-        for groups in self.groups if is_shared else ():
-            for group in groups:
+        if is_replicated:
+            for group in chain(*self.groups):
                 for t in (*group.state.values(), *group.scalars.values()):
                     ranks.broadcast(t)
 
@@ -322,7 +323,7 @@ def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, lis
 
     rule: muon (one shape each), decay or no_decay.
     """
-    # A rule is a tuple, because matrices of another shape begin another stack.
+    # Muon's rule has the shape in it: matrices of another shape begin another stack.
     found: list[tuple[tuple, list[int]]] = []
     for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
         if kind == "muon" and p.ndim == 2 and muon_trains(name):
@@ -333,16 +334,16 @@ def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, lis
             found[-1][1].append(i)
         else:
             found.append((rule, [i]))
-    return [(rule[0], items) for rule, items in found]
+    return [(rule[0], indices) for rule, indices in found]
 
 
-def own_span(bucket: Bucket, items: list[int]) -> tuple[int, int]:
+def own_span(bucket: Bucket, indices: list[int]) -> tuple[int, int]:
     """Return (begin, end) of what this rank updates of consecutive parameters, in the bucket."""
     # All of them, cut off where this rank's shard begins and ends.
-    last = items[-1]
-    begin, end = bucket.offsets[items[0]], bucket.offsets[last] + bucket.params[last].numel()
+    last = indices[-1]
+    begin, end = bucket.offsets[indices[0]], bucket.offsets[last] + bucket.params[last].numel()
     begin = min(max(begin, bucket.shard[0]), end)
-    return begin, max(min(end, bucket.shard[1]), begin)  # equal if it is nothing
+    return begin, max(min(end, bucket.shard[1]), begin)  # begin == end: nothing
 
 
 # ---- schedules -----------------------------------------------------------------------------------

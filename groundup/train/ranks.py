@@ -248,13 +248,13 @@ def on_rank_0(function: Callable) -> Callable:
     return call
 
 
-def run_on(this_rank: bool, function: Callable, args: tuple, kwargs: dict) -> list[Any]:
-    """Return what function(*args, **kwargs) returns on every rank, None on those without it.
+def run_on(runs_here: bool, function: Callable, args: tuple, kwargs: dict) -> list[Any]:
+    """Call function(*args, **kwargs) on the ranks where `runs_here`; return the results by rank.
 
-    If one rank raises a UserError, all raise it.
+    The result of the other ranks is None. All ranks call it; if one raises a UserError, all do.
     """
     result, problem = None, ""
-    if this_rank:
+    if runs_here:
         try:
             result = function(*args, **kwargs)
         except UserError as error:

@@ -64,7 +64,7 @@ class Saver:
         self.config, self.data_record = config, data_record
         self.base, self.model_format = base, model_format
         self.saved = True  # False if the last save failed
-        self.newest_step = log.steps_done
+        self.newest_step = log.steps_done  # the step that this run continues, 0 if it is new
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
         # Python waits for this thread before it exits, after an exception too.
@@ -132,7 +132,7 @@ class Saver:
                 "scaler": scaler.state_dict(),
                 **extra,
             }
-        # Each rank has its own generators and compression errors.
+        # Each rank has its own random generators and, with PowerSGD, compression errors.
         content["rank_state"] = {"rng": rng_state(next(model.parameters()).device)}
         hook = getattr(ddp, "hook", None)
         if isinstance(hook, PowerSGD):
@@ -155,8 +155,8 @@ class Saver:
         """Wait for the last save and end the thread. Call before ranks.close()."""
         self.wait()
         self.pool.shutdown()
-        # A process group that is still referred to at exit could abort it. The error of a failed
-        # save and its frames, which have the group, are a cycle.
+        # A process group that still exists at exit may abort the process. After a failed save the
+        # error and its stack frames keep it alive, in a reference cycle: hence the collection.
         self.group = None
         gc.collect()
 
@@ -170,9 +170,9 @@ class Saver:
         else:
             rank_state = [copied["rank_state"]]  # send_object_list takes a list
             ranks.issue("send state", dist.send_object_list, rank_state, 0, group=self.group)
-            problem = ranks.gather_objects("", self.group)[0]
+            problem = ranks.gather_objects("", self.group)[0]  # rank 0's
 
-        # All ranks know it, so all end together if there is nothing to go back to.
+        # All ranks know the problem, so they end together if there is nothing to go back to.
         self.saved = not problem
         if problem:
             text = f"checkpoint: cannot save {final}"
@@ -195,7 +195,7 @@ class Saver:
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
-            for _ in rank_states:  # the others send theirs, also after an error
+            for _ in rank_states:  # after an error: receive what the others send all the same
                 pass
             ranks.gather_objects(problem, self.group)
         return problem
@@ -244,7 +244,7 @@ def to_host(value: Any) -> Any:
         return type(value)([to_host(item) for item in value])
     if not isinstance(value, Tensor):
         return value
-    # Beside a GPU this is a copy already: gathered for this save, or a random state.
+    # In a run on a GPU, a tensor on the CPU was made for this save: gathered, or a random state.
     is_copy = torch.cuda.is_initialized() and not value.is_cuda
     return value if is_copy else value.detach().to("cpu", copy=True)
 

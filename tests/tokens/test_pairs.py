@@ -23,8 +23,8 @@ from groundup.tokens.pairs import (
     PairBatch,
     PairCorpus,
     load_pairs,
-    pair_of,
     tokenize_pair,
+    usable_pair,
 )
 from groundup.tokens.training import train
 from groundup.train.ranks import World
@@ -190,7 +190,7 @@ def test_every_reason_is_counted_and_the_first_are_named(tok, tmp_path):
     ]
     corpus = corpus_of(tmp_path / "p.jsonl", rows, tok)
     assert corpus.train[0].n_rows == 3
-    assert corpus.found[0].reader.dropped == Counter({
+    assert corpus.sources[0].reader.dropped == Counter({
         "equal answers": 2, "empty answer": 1, "not understood": 2, "different prompts": 1, "bad_json": 1,
         "two assistant turns in a row": 1, "does not fit in block_size=256": 4,
     })  # fmt: skip
@@ -218,7 +218,7 @@ def test_an_answer_is_whole_or_not_there(tok, tmp_path):
         pairs = corpus.train[0]
         kept = [row for row, size in zip(rows, sizes, strict=True) if size <= limit]
         assert pairs.n_rows == len(kept) < 20 and pairs.lengths.max() <= limit >= pairs.columns.max()
-        assert corpus.found[0].reader.dropped == {f"does not fit in block_size={limit}": 20 - len(kept)}
+        assert corpus.sources[0].reader.dropped == {f"does not fit in block_size={limit}": 20 - len(kept)}
         for i, row in enumerate(kept):
             _, chosen, rejected = pairs.ids(i)
             assert [tok.decode(ids.tolist()) for ids in (chosen, rejected)] == [
@@ -234,7 +234,7 @@ def test_unfinished_answers_are_left_out(tok, tmp_path):
     corpus = corpus_of(tmp_path / "p.jsonl", rows, tok)
     answers = [tok.decode(corpus.train[0].ids(i)[1].tolist()[:-1]) for i in range(corpus.train[0].n_rows)]
     assert answers == [rows[0]["chosen"], rows[5]["chosen"]]
-    assert corpus.found[0].reader.dropped == {"unfinished answer": 4}
+    assert corpus.sources[0].reader.dropped == {"unfinished answer": 4}
 
 
 def test_a_prepared_directory_is_split_as_its_raw_file(tok, tmp_path):
@@ -256,7 +256,7 @@ def test_answers_that_are_equal_as_tokens_are_equal(tok, tmp_path):
 
     rows = [{"prompt": "Hi", "chosen": "b", "rejected": "B"}, {"prompt": "Hi", "chosen": "b", "rejected": "i"}]
     corpus = corpus_of(tmp_path / "p.jsonl", rows, Lower(), 32)
-    assert corpus.train[0].n_rows == 1 and corpus.found[0].reader.dropped == {"equal answers": 1}
+    assert corpus.train[0].n_rows == 1 and corpus.sources[0].reader.dropped == {"equal answers": 1}
 
 
 def test_nothing_usable_is_one_clear_line(tok, tmp_path):
@@ -276,7 +276,7 @@ def test_nothing_usable_is_one_clear_line(tok, tmp_path):
     with pytest.raises(UserError, match=r"other.jsonl:1: different prompts"):
         PairCorpus(write(tmp_path / "other.jsonl", other), tok, 64, 1)
     with pytest.raises(BadRow) as problem:
-        pair_of(["a list"])
+        usable_pair(["a list"])
     assert problem.value.reason == "not understood"
 
 

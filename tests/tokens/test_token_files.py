@@ -64,7 +64,7 @@ class Alone:
         return load_windows([self.split] * len(starts), starts, self.block_size)
 
     def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        return self.split.tokens_to_learn(starts, self.block_size + 1) - 1
+        return self.split.text_lengths(starts, self.block_size + 1) - 1
 
 
 def batches_of(
@@ -777,7 +777,7 @@ def test_packed_files_hold_every_document_once(tmp_path: Path) -> None:
         assert len(entry["shards"]) > 1 and split.n_tokens == 65 * entry["rows"]
         assert split.n_rows == entry["rows"]
         rows = np.stack([split.window(k, 65) for k in range(split.n_rows)])
-        valid = split.tokens_to_learn(np.arange(len(rows)), 65)
+        valid = split.text_lengths(np.arange(len(rows)), 65)
         assert (rows[:, 0] == EOT).all() and valid.max() <= 65
         pieces = []
         filled = 0
