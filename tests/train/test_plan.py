@@ -273,7 +273,7 @@ def test_a_plan_says_what_a_run_takes():
     assert lines["time"] == f"0:{seconds // 60:02}:{seconds % 60:02} at 40 % of 1 x 0.00 TFLOP/s"
     sizes = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+) MiB", lines["memory"])]
     assert float(lines["memory"].split()[0]) == pytest.approx(sum(sizes) / 1024, abs=0.01)
-    assert described(peak=0.0).splitlines()[-1].startswith("time        not known without --peak_tflops")
+    assert described(peak=0.0).splitlines()[-1].startswith("time        not known for this device")
 
 
 def test_a_plan_counts_what_each_way_divides():
