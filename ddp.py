@@ -559,7 +559,7 @@ class DDP:
             self._launch_next_bucket()
         while self._launch_further_collectives(before=len(self.buckets)):
             pass  # until every hook has launched its last one
-        # The agreement travels while the norms are computed. A bucket's norm is computed while later
+        # The agreement travels while the norms are computed, and each norm is computed while later
         # buckets travel.
         agree = ranks.start_agreement(self._problem(), f"step {self.n_updates + 1}", stop)
         for bucket in self.buckets:
@@ -798,8 +798,8 @@ def has_native_shards(flat: Tensor, shard_sizes: list[int]) -> bool:
 # consecutive ones, so it adds a subtree of its own (DDP._add_in_tree) and the hook adds those of
 # the ranks.
 
-# Elements of a parameter in a piece. One rank adds up the squares of a piece, so no shard cuts it. A
-# multiple of 128, because AdamW's kernel rounds the last few elements of a tensor in another way.
+# Elements of a parameter in a piece. One rank adds up the squares of a piece, so no shard cuts it.
+# A multiple of 128, because AdamW's kernel rounds the last few elements of a tensor in another way.
 PIECE = 2**20
 
 

@@ -94,7 +94,7 @@ def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> Samp
     values = {key: config[key] for key in keys} | {
         "best_of_by": "sum" if by_reward else config["best_of_by"],
         "stop": stop_texts(config["stop"]),
-        "stop_token_ids": frozenset(map(int, re.findall(r"\d+", config["stop_token_ids"]))),
+        "stop_token_ids": frozenset(map(int, re.findall(r"[0-9]{1,18}", config["stop_token_ids"]))),
         "eos_ids": tokenizer.stop_ids,
         "banned_ids": never_sampled(tokenizer, vocab_size),
     }
@@ -145,8 +145,8 @@ def check_settings(config: dict, talk: bool, as_json: bool) -> None:
             "tools need one answer to a prompt; leave out n, best_of, num_beams and reward_from",
         ),
         (
-            re.search(r"[^\d, ]", ids),
-            f"stop_token_ids must be numbers separated by commas, got {ids!r}",
+            re.search(r"[^0-9, ]|[0-9]{19}", ids),
+            f"stop_token_ids must be ids separated by commas, got {ids!r:.80}",
         ),
         (
             config["prompt"] and config["prompts"],

@@ -835,6 +835,7 @@ def test_logprobs_are_printed_as_json(runs):
         (["--system=短"], ["system", "--chat=yes"]),
         (["--batch_size=0"], ["batch_size", "0"]),
         (["--stop_token_ids=1,x"], ["stop_token_ids", "1,x"]),
+        ([f"--stop_token_ids={'9' * 5000}"], ["stop_token_ids must be ids separated by commas"]),
         (["--prompt=a", "--prompts=b.jsonl"], ["both"]),
         (["--prompts=nowhere.jsonl"], ["nowhere.jsonl", "No such file"]),
         (["--prompts=empty.jsonl"], ["empty.jsonl", "no prompts"]),

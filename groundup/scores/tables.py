@@ -165,6 +165,9 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
     for path in filter(None, map(str.strip, beside.split(","))):
         run = read_json(path, "config: beside", "give files that evaluate.py wrote to out")
         results, settings = run.get("results") or {}, run.get("settings") or {}
+        parts = [results, settings, *(results.values() if isinstance(results, dict) else ())]
+        if not all(isinstance(part, dict) for part in parts):
+            raise UserError(f"config: beside: {path} is no file that evaluate.py wrote to out")
         if missing := [task for task in wanted if task not in results]:
             raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
         for key in ("data", *SAME_SETTINGS):

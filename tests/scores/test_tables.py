@@ -1,8 +1,12 @@
 """Tables of results as people read them."""
 
+import json
 import math
 import re
 
+import pytest
+
+from groundup.errors import UserError
 from groundup.scores import tables
 
 
@@ -70,3 +74,10 @@ def test_an_interval_from_a_file_and_from_this_run():
 def test_names_of_models():
     names = ["out/sft", "out/sft/latest", "out/sft/step_000100/", "path/to/Qwen3-0.6B", ""]
     assert list(map(tables.name_of, names)) == ["sft", "sft", "sft", "Qwen3-0.6B", "this"]
+
+
+@pytest.mark.parametrize("run", [{"results": [1]}, {"results": {"perplexity": 3}}, {"results": {}, "settings": "x"}])
+def test_results_that_a_hand_has_spoilt_are_refused(run, tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps(run), encoding="utf-8")
+    with pytest.raises(UserError, match="x.json is no file that evaluate.py wrote to out"):
+        tables.read_others(str(tmp_path / "x.json"), {"perplexity": "x"}, {})
