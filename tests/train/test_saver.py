@@ -33,7 +33,7 @@ from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver
 from groundup.train.log import read_events
 from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer
-from groundup.train.saver import Saver, to_host
+from groundup.train.saver import HostMemory, Saver
 
 NAN = float("nan")
 FULL = pytest.mark.skipif(
@@ -667,9 +667,16 @@ def test_a_copy_does_not_change_with_what_is_trained() -> None:
         "a": torch.arange(6.0).view(2, 3)[:, 1:],
         "b": [torch.ones(2, dtype=torch.int8), {"c": "text"}],
     }
-    copied = to_host(value)
+    memory = HostMemory()
+    copied = memory.copy(value)
+    places = [tensor.data_ptr() for tensor in memory.buffers]
     value["a"].add_(1)
     assert copied["a"].tolist() == [[1, 2], [4, 5]] and copied["b"][1] == {"c": "text"}
+    # the next one is written into the same memory, unless a tensor has another size
+    value["b"][0] = torch.ones(3, dtype=torch.int8)
+    assert memory.copy(value)["a"].tolist() == [[2, 3], [5, 6]]
+    assert len(memory.buffers) == 2 and memory.buffers[0].data_ptr() == places[0]
+    assert memory.buffers[1].tolist() == [1, 1, 1]
 
 
 @pytest.mark.gpu
@@ -677,10 +684,11 @@ def test_a_copy_does_not_change_with_what_is_trained() -> None:
 def test_from_a_gpu_while_it_goes_on() -> None:
     """The stream is busy when the copy is asked for and changes the weights right after it."""
     weight = torch.randn(2000, 2000).cuda()
-    expected = weight.cpu()
+    expected, memory = weight.cpu(), HostMemory()
     for _ in range(2):
         torch.cuda._sleep(200_000_000)
-        copied = to_host({"a": weight})
+        copied = memory.copy({"a": weight})
+        assert copied["a"].is_pinned()
         weight.add_(1)
         assert torch.equal(copied["a"], expected)
         expected = expected + 1
