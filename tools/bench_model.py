@@ -52,7 +52,7 @@ from groundup.train.device import autocast
 from groundup.train.log import RunLog
 from groundup.train.optim import Optimizer
 from groundup.train.plan import flops_per_token, parameter_table
-from groundup.train.saver import Saver, sync, to_host
+from groundup.train.saver import Saver, sync
 from model import ModelConfig, Transformer
 
 SHAPES = {
@@ -431,7 +431,7 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
         saver.wait()
 
     def copy() -> None:
-        to_host((huggingface.stored_weights(model), opt.state_dict()))
+        saver.memory.copy((huggingface.stored_weights(model), opt.state_dict()))
 
     def torch_save() -> None:
         with open(plain, "wb") as f:
