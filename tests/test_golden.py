@@ -18,18 +18,18 @@ N_STEPS = {
 }
 
 
-def check(found: list[list], golden: list[list]) -> None:
+def check(found: list[list], golden: list[list], trainer: str) -> None:
     """The same events, with equal values on the machine that recorded them."""
     assert [row[:2] for row in found] == [row[:2] for row in golden]
     if record.machine() == GOLDEN["machine"]:
         different = [pair for pair in zip(found, golden, strict=True) if pair[0] != pair[1]]
         assert not different, different[0]
         return
-    # Other rounding grows with each step, and a norm moves far more than its loss: reward.py's, with
-    # its high learning rate, by 0.4 % within 12 steps.
+    # With reward.py's high learning rate other rounding moves a norm by 0.4 % within 12 steps.
+    of_norms = 1e-2 if trainer == "reward" else 1e-4
     for row, want in zip(found, golden, strict=True):
         assert row[2] == pytest.approx(want[2], rel=1e-4, abs=1e-4)
-        assert row[3:] == pytest.approx(want[3:], rel=1e-2)
+        assert row[3:] == pytest.approx(want[3:], rel=of_norms, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_the_losses_are_the_recorded_ones(trainer, n_ranks, tmp_path):
     found = record.run(trainer, n_ranks, tmp_path / "run", n_steps, forks.run)
     found = [row for row in found if row[1] <= n_steps]  # one more: a step is not broken off
     assert found[-1][:2] == ["train", n_steps]
-    check(found, GOLDEN[f"{trainer} {n_ranks}"][: len(found)])
+    check(found, GOLDEN[f"{trainer} {n_ranks}"][: len(found)], trainer)
 
 
 @pytest.mark.slow
@@ -55,5 +55,5 @@ def test_a_kept_checkpoint_resumes_to_the_recorded_losses(trainer, tmp_path):
     golden = GOLDEN[f"{trainer} 1"]
     made_up_for = ["eval", record.HALF]
     first = [row[:2] for row in golden].index(made_up_for)
-    check(found, golden[first : first + len(found)])
+    check(found, golden[first : first + len(found)], trainer)
     assert len(found) > N_STEPS[trainer, 2]

@@ -1,11 +1,14 @@
 """The machine a run uses: device, dtype, random state, memory, versions."""
 
 import contextlib
+import math
 import os
 import platform
 import re
 import shutil
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -78,12 +81,25 @@ def choose_dtype(name: str, device: torch.device, scaled: bool = False) -> torch
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError if torch.compile has no compiler on a CPU, before anything is begun."""
+    """Raise UserError if torch.compile cannot work on a CPU: it compiles C++ against Python."""
+    if device.type != "cpu":
+        return
     usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     compiler = os.environ.get("CXX", usual)  # what torch would call
-    absent = device.type == "cpu" and not shutil.which(compiler)
-    text = f"compile=True needs a C++ compiler on a CPU; install {compiler} or use compile=False"
-    refuse(absent, text)
+    text = f"compile=True needs a C++ compiler on a CPU; install {compiler}"
+    refuse(not shutil.which(compiler), f"{text} or use compile=False")
+
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    text = f"compile=True needs {header}; install python3-dev or use compile=False"
+    refuse(not header.exists(), text)
+
+    # What is compiled must also run where it is written.
+    directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    is_noexec = False
+    if hasattr(os, "ST_NOEXEC") and os.path.isdir(directory):
+        is_noexec = os.statvfs(directory).f_flag & os.ST_NOEXEC
+    text = f"compile=True needs programs to run in {directory}, which is mounted noexec"
+    refuse(is_noexec, f"{text}; set TMPDIR to another directory or use compile=False")
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -167,6 +183,32 @@ def peak_memory_gib(device: torch.device) -> float:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
     return 0.0
+
+
+def memory_limit(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
+    """Return the bytes that this process may use, infinity where the system does not tell."""
+    limits = [math.inf]  # the lowest counts
+    lines = []
+    with contextlib.suppress(OSError):  # no Linux
+        meminfo = Path(proc, "meminfo").read_text(encoding="utf-8")
+        limits.append(1024 * int(re.search(r"MemTotal:\s+(\d+) kB", meminfo)[1]))
+        lines = Path(proc, "self/cgroup").read_text(encoding="utf-8").splitlines()
+
+    # A control group (of a container or a job) may allow less. In a line
+    # number:controllers:path, number 0 means version 2 of the interface.
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            group, file = Path(cgroups, path.lstrip("/")), "memory.max"
+        elif "memory" in controllers.split(","):
+            group, file = Path(cgroups, "memory", path.lstrip("/")), "memory.limit_in_bytes"
+        else:
+            continue
+        # Each group limits those below it.
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+                limits.append(int((folder / file).read_text(encoding="utf-8")))
+    return min(limits)
 
 
 # ---- what figures depend on ----------------------------------------------------------------------

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from groundup.kernels.cross_entropy import chunk_rows
-from groundup.train import huggingface
+from groundup.train import huggingface, ranks
+from groundup.train.device import memory_limit
 from groundup.train.log import clock
 from model import ModelConfig, Transformer
 
@@ -195,8 +196,22 @@ def describe(
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
+    lines += memory_warning(need, device)
     lines.append(time_line(tokens * flops, peak, world_size, note))
     return "\n".join(lines)
+
+
+def memory_warning(need: float, device: torch.device) -> list[str]:
+    """Return a line if the ranks of this machine need more bytes than it has, `need` each."""
+    if device.type != "cpu":
+        return []
+    # A CPU's ranks share the memory of their machine; torchrun says how many there are.
+    need *= ranks.number_in("LOCAL_WORLD_SIZE", 1) if ranks.world_size() > 1 else 1
+    has = memory_limit()
+    if need <= has:
+        return []
+    text = f"this machine or its container has {has / GIB:.2f} GiB"
+    return [f"warning     needs {need / GIB:.2f} GiB, {text}"]
 
 
 def time_line(flops: float, peak: float, world_size: int, note: str) -> str:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 # after init() that would keep the group's threads alive at exit, and they would abort the process.
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from groundup.errors import LostRank, Stopped, UserError
 from groundup.train.device import choose_device
@@ -235,7 +236,7 @@ def own_part(n: int) -> range:
 
 # ---- work that one rank does for all -------------------------------------------------------------
 
-SLOW_DISK_S = 3600  # ranks wait this long for the slowest disk; a dead rank is noticed at once
+SLOW_DISK_S = 6 * 3600  # ranks wait this long for the slowest disk; a dead rank is noticed at once
 
 
 def on_rank_0(function: Callable) -> Callable:
@@ -398,6 +399,30 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
         return n_stopping > 0
 
     return check
+
+
+def wait_together(future: futures.Future, timeout_s: float) -> None:
+    """Wait for work in a thread, such as a save, that every rank waits for.
+
+    It may take any time. Raise LostRank if another rank was not seen waiting for `timeout_s`.
+    """
+    # Every rank posts its clock in the store. Clocks of machines differ, so what counts is how long
+    # a rank's entry has not changed, by our clock.
+    last_seen: dict[int, tuple[bytes, float]] = {}  # {rank: (what it posted last, our clock)}
+    pause_s = min(1, timeout_s / 4)
+    while dist.is_initialized() and not futures.wait([future], timeout=pause_s).done:
+        now = time.monotonic()
+        with named_errors("wait for a save"):
+            store = _get_default_store()
+            store.set(f"ddp/waiting/{rank()}", str(now))
+            for other in range(world_size()):
+                key = f"ddp/waiting/{other}"
+                posted = store.get(key) if store.check([key]) else b""
+                if other not in last_seen or last_seen[other][0] != posted:
+                    last_seen[other] = posted, now
+                if now - last_seen[other][1] > timeout_s:
+                    raise RuntimeError(f"rank {other} has not been seen for {timeout_s:.0f} s")
+    futures.wait([future])
 
 
 # ---- errors and signals --------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Saver:
         self.saved = True  # False if the last save failed
         self.newest_step = log.steps_done  # the step that this run continues, 0 if it is new
         self.memory = HostMemory()
+        self.timeout_s = config["timeout_s"]
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
         # Python waits for this thread before it exits, after an exception too.
@@ -150,6 +151,7 @@ class Saver:
         # All ranks have the same work under way, in the same order.
         pending, self.pending = self.pending, []
         for future in pending:
+            ranks.wait_together(future, self.timeout_s)
             future.result()  # raises LostRank, or a mistake in our code
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ python tests/golden/record.py        # record them anew, after a change that is 
 
 losses.json holds the losses, the gradient norms and the validation losses, with the processor that
 computed them: there they must come out equal to the last digit. Elsewhere the first steps' losses
-agree within 1e-4 and their norms within 1 % (tests/test_golden.py). A redesign keeps them; so does
-a faster kernel that claims the same bits. A checkpoint of step 50 of each trainer is kept too. It
+and norms agree within 1e-4, reward.py's norms within 1 % (tests/test_golden.py). A redesign keeps
+them; so does a faster kernel that claims the same bits. A checkpoint of step 50 of each trainer is kept too. It
 resumes to the golden losses until the format is changed on purpose.
 
 The data, and the tiny model that tuning starts from, lie beside this file: Python's documentation,

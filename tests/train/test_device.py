@@ -1,5 +1,8 @@
 """device.py: the choice of device and dtype, and the random state."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -59,15 +62,26 @@ def test_a_gpu_is_known_by_whole_words(name, tflops, monkeypatch):
     assert devices.peak_flops(torch.device("cuda")) == tflops * 1e12
 
 
-def test_compile_on_a_cpu_needs_a_compiler(monkeypatch):
+def test_compile_on_a_cpu_needs_what_it_calls(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     devices.check_compiler(CPU)
-    monkeypatch.setattr(devices.shutil, "which", {"/opt/g++-14": "/opt/g++-14"}.get)
+
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     devices.check_compiler(torch.device("cuda"))
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler.*install g\+\+ or use compile=False"):
         devices.check_compiler(CPU)
     monkeypatch.setenv("CXX", "/opt/g++-14")
+    monkeypatch.setattr(devices.shutil, "which", {"/opt/g++-14": "/opt/g++-14"}.get)
     devices.check_compiler(CPU)
+
+    noexec = SimpleNamespace(f_flag=os.ST_NOEXEC)
+    with monkeypatch.context() as patched:
+        patched.setattr(devices.os, "statvfs", lambda directory: noexec)
+        with pytest.raises(UserError, match="mounted noexec; set TMPDIR to another directory or use compile=False"):
+            devices.check_compiler(CPU)
+    monkeypatch.setattr(devices.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="needs .*/Python.h; install python3-dev or use compile=False"):
+        devices.check_compiler(CPU)
 
 
 def test_the_random_state_comes_back():

@@ -1,6 +1,7 @@
 """The plan of a run: parameters as built, FLOPs as torch counts, more memory than a run takes."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ import ddp
 from groundup.align.reward_model import RewardModel
 from groundup.kernels import cpu_attention, cross_entropy
 from groundup.train import plan
-from groundup.train.device import autocast
+from groundup.train.device import autocast, memory_limit
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer
 from groundup.train.plan import flops_per_token, memory, parameter_table
@@ -285,6 +286,33 @@ def test_a_plan_counts_what_each_way_divides():
     assert memory_gib() > memory_gib(zero1=True) > memory_gib(parallel="fsdp")
 
 
+@pytest.mark.parametrize("limit, warned", [(2**20, True), (2**40, False)])
+def test_a_plan_that_does_not_fit_warns(monkeypatch, limit, warned):
+    monkeypatch.setattr(plan, "memory_limit", lambda: limit)
+    assert ("warning     needs" in described()) == warned
+
+
+@pytest.mark.parametrize(
+    "line, file",
+    [
+        ("0::/job/step", "job/step/memory.max"),
+        ("0::/job/step", "job/memory.max"),  # of the group above
+        ("0::/elsewhere/on/the/host", "memory.max"),  # a container sees its own group as the top
+        ("7:cpu,memory:/job/step", "memory/job/step/memory.limit_in_bytes"),
+    ],
+)
+def test_a_control_group_limits_the_memory(tmp_path, line, file):
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    assert memory_limit(str(proc), str(groups)) == math.inf
+    (proc / "meminfo").write_text("MemTotal:       4 kB\nMemFree: 1 kB\n", encoding="utf-8")
+    (proc / "self/cgroup").write_text(f"3:cpuset:/job\n{line}\n", encoding="utf-8")
+    (groups / file).parent.mkdir(parents=True)
+    for text, limit in (("max\n", 4096), ("3000\n", 3000), ("9223372036854771712\n", 4096)):
+        (groups / file).write_text(text, encoding="utf-8")
+        assert memory_limit(str(proc), str(groups)) == limit
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
@@ -322,7 +350,7 @@ def of_size(n_layer: int, n_embd: int, block_size: int, batch_size: int) -> list
 def test_a_run_peaks_below_its_plan(tmp_path):
     flags = [*of_size(2, 256, 128, 2), "--device=cpu", "--dtype=float32", "--optimizer=adamw"]
     planned, peak = planned_and_peak(tmp_path / "out", *flags)
-    assert 0.4 * planned < peak < planned
+    assert 0.5 * planned < peak < planned
 
 
 @pytest.mark.gpu
@@ -336,4 +364,4 @@ def test_a_run_on_a_gpu_peaks_below_its_plan(tmp_path, shape, how):
     if "--compile=True" not in how:
         flags.append("--compile=False")
     planned, peak = planned_and_peak(tmp_path / "out", *flags)
-    assert 0.4 * planned < peak < planned
+    assert 0.5 * planned < peak < planned

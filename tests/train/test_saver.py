@@ -26,7 +26,7 @@ import torch.distributed as dist
 from test_checkpoint import error_line, flip_byte, names, same, save, tiny, train_state, weights
 
 import ddp
-from groundup.errors import UserError, say
+from groundup.errors import LostRank, UserError, say
 from groundup.files import disk
 from groundup.files.untrusted import crc32_of
 from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver
@@ -932,6 +932,25 @@ def test_a_disk_may_be_slower_than_ranks_wait_for_each_other(tmp_path: Path, slo
 
     assert in_ranks(2, action, timeout_s=1.0) == [0, 0]
     assert checkpoint.find_latest(tmp_path, pytest.fail).name == "step_000001"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_in_a_save_is_named(tmp_path: Path) -> None:
+    """It was stopped: not even its main thread waits any more."""
+
+    def action(world: ranks.World) -> None:
+        behind = open_saver(tmp_path, 2)
+        if world.rank == 1:
+            before_write(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+            (tmp_path / "stuck").write_text(str(os.getpid()), encoding="utf-8")
+        begin = time.monotonic()
+        with pytest.raises(LostRank, match="rank 1 has not been seen for 2 s"):
+            begin_save(behind, 3)  # the first: it waits
+        assert time.monotonic() - begin < 20
+        os.kill(int((tmp_path / "stuck").read_text("utf-8")), signal.SIGKILL)
+
+    assert in_ranks(2, action) == [0, -signal.SIGKILL]
 
 
 @pytest.mark.dist
