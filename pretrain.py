@@ -28,7 +28,7 @@ from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.arithmetic import check_arithmetic
+from groundup.train.checkpoint import Saver
 from groundup.train.device import (
     SkipInit,
     autocast,
@@ -41,7 +41,6 @@ from groundup.train.log import RunLog, raise_not_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
-from groundup.train.saver import Saver
 from model import ModelConfig, Transformer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
@@ -296,7 +295,7 @@ if __name__ == "__main__":
     base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
-    check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if doc_mask:

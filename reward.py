@@ -30,7 +30,7 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
 from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.arithmetic import check_arithmetic
+from groundup.train.checkpoint import Saver
 from groundup.train.device import (
     SkipInit,
     autocast,
@@ -43,7 +43,6 @@ from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
-from groundup.train.saver import Saver
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
@@ -271,7 +270,7 @@ if __name__ == "__main__":
     base_dir = reward_model.frozen_base(model, init_dir, state)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
-    check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if compile:

@@ -36,7 +36,7 @@ from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
-from groundup.train.arithmetic import check_arithmetic
+from groundup.train.checkpoint import Saver
 from groundup.train.device import (
     SkipInit,
     check_compiler,
@@ -47,7 +47,6 @@ from groundup.train.device import (
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
-from groundup.train.saver import Saver
 from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
@@ -324,7 +323,7 @@ if __name__ == "__main__":
     else:
         huggingface.load_start(model, init_dir, n_known, tokenizer)
     base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
-    check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     models = [model]
 

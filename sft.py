@@ -32,7 +32,7 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
 from groundup.tokens.rows import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.arithmetic import check_arithmetic
+from groundup.train.checkpoint import Saver
 from groundup.train.device import (
     SkipInit,
     autocast,
@@ -45,7 +45,6 @@ from groundup.train.log import RunLog, raise_not_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, lora_config_of, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
-from groundup.train.saver import Saver
 from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
@@ -328,7 +327,7 @@ if __name__ == "__main__":
         distillation = Distillation(distill_weight, distill_beta, distill_temperature)
 
     # ---- device, compile, data parallel, optimizer
-    check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     model.most_documents = corpus.most_documents()

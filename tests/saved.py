@@ -11,8 +11,8 @@ import torch
 from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.train import checkpoint, ranks
+from groundup.train.checkpoint import Saver
 from groundup.train.log import RunLog
-from groundup.train.saver import Saver
 from model import Transformer
 from tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ import torch
 from configurator import defaults_of
 from groundup.demo import debug_data
 from groundup.errors import UserError
-from groundup.train import checkpoint, fsdp, ranks, saver
+from groundup.train import checkpoint, fsdp, ranks
 from model import ModelConfig, Transformer
 
 data_dir = tp.data_dir
@@ -129,8 +129,8 @@ def test_settings_that_fsdp_cannot_combine_are_named(monkeypatch):
 def hurt(accident: str, jobs: str) -> None:
     """Run trainers on this rank, one after the other; one rank has the accident, after the save of step 2."""
     number = {"stalled": signal.SIGSTOP, "killed while saving": signal.SIGKILL}.get(accident)
-    reduce, write, calls, saves = fsdp.ReduceScatter.__call__, saver.Saver._write, [], []
-    write_state = saver.write_state
+    reduce, write, calls, saves = fsdp.ReduceScatter.__call__, checkpoint.Saver._write, [], []
+    write_state = checkpoint.write_state
 
     def reduce_until(*args, **kwargs):
         calls.append(args)
@@ -152,9 +152,9 @@ def hurt(accident: str, jobs: str) -> None:
     if os.environ["RANK"] == "1" and accident == "stalled":
         fsdp.ReduceScatter.__call__ = reduce_until
     elif os.environ["RANK"] == "1" and accident == "killed while saving":
-        saver.Saver._write = save_until
+        checkpoint.Saver._write = save_until
     elif os.environ["RANK"] == "0" and accident == "full disk":
-        saver.write_state = write_until
+        checkpoint.write_state = write_until
     for sys.argv in json.loads(jobs):
         try:
             runpy.run_path(str(tp.ROOT / sys.argv[0]), run_name="__main__")

@@ -18,7 +18,7 @@ import tokenizer as tokenizer_module
 from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from groundup.train import huggingface
-from groundup.train.saver import Saver
+from groundup.train.checkpoint import Saver
 from model import ModelConfig, Transformer
 from tokenizer import CHAT_TEMPLATE, Tokenizer
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.generate.kv_cache import CacheStep, KVCache
-from groundup.kernels import attention, cpu_attention
+from groundup.kernels import attention
 from groundup.kernels.attention import positions_of, starts_of
 from groundup.tokens import IGNORE
 from model import ModelConfig, Transformer
@@ -411,7 +411,7 @@ def test_activation_checkpointing_recomputes_and_gives_the_same_gradients(dropou
 @pytest.mark.parametrize("in_c", [True, False])
 def test_bfloat16_autocast_computes_in_bfloat16(in_c, monkeypatch):
     if not in_c:
-        monkeypatch.setattr(cpu_attention, "works", lambda *_: False)
+        monkeypatch.setattr(attention, "c_kernel_works", lambda *_: False)
     net = random_model(tiny_config(qk_norm=True, n_kv_head=2))
     x, y = batch_with_ignored(net.cfg)
     seen = {}

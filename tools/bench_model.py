@@ -19,7 +19,7 @@ as many bytes. transformers has its static cache, with which it compiles itself 
 it does not.
 
 checkpoint: the bare disk writes as many bytes into the same directory and waits until they are
-stored. Training waits for the copy in memory that saver.py then saves from. The model is on the
+stored. Training waits for the copy in memory that a thread then saves from. The model is on the
 CPU, also on a machine with a GPU.
 """
 
@@ -42,17 +42,18 @@ import torch.nn.functional as F
 from timing import Line, Options
 
 import ddp
+from groundup.files.disk import sync
 from groundup.generate.completion import generate
 from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import compile_loss, cross_entropy
 from groundup.tokens.training import train
 from groundup.train import checkpoint, huggingface
+from groundup.train.checkpoint import Saver
 from groundup.train.device import autocast
 from groundup.train.log import RunLog
 from groundup.train.optim import Optimizer
 from groundup.train.plan import flops_per_token, parameter_table
-from groundup.train.saver import Saver, sync
 from model import ModelConfig, Transformer
 
 SHAPES = {

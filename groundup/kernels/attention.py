@@ -8,7 +8,7 @@ The definition is `reference_attention`; the other functions compute the same, e
     torch_attention          anywhere, causal or with a mask; torch picks the kernel
     varlen_attention         documents that share a row, on a GPU with flash attention
     attention_by_document    long rows of documents on a CPU
-    cpu_attention.attend     bfloat16 on a CPU with AVX512-BF16, in C
+    cpu_attention            bfloat16 on a CPU with AVX512-BF16, by attention.c
     cached_attention         a few new queries and a key-value cache
     attention_by_length      one new query of each row and a cache, on a GPU with flash attention
 
@@ -16,17 +16,21 @@ Several documents can share a row. `starts` (B, T) bool is true at the first tok
 the first token of a row always starts one.
 """
 
+import ctypes
+import functools
 import importlib
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groundup.kernels import compute_dtype, cpu_attention
+from groundup.compile_c import compile_c
+from groundup.kernels import compute_dtype
 
 # On a CPU, shorter rows of documents are computed with a mask, longer ones document by document:
 # a mask wastes work with the square of the length, a call per document costs a fixed time.
@@ -62,7 +66,7 @@ def choose_layout(
     # block gets the answer with the layout.
     B, T = idx.shape
     # The C kernel: a query sees all from the start of its document or row.
-    if cpu_attention.works(idx.device, dtype, head_dim, dropout):
+    if c_kernel_works(idx.device, dtype, head_dim, dropout):
         whole_rows = torch.zeros_like(idx)
         return Layout(firsts=whole_rows if starts is None else first_positions(starts))
     if starts is None:
@@ -84,7 +88,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, dropout: float = 
     if layout.cache is not None:
         return layout.cache(q, k, v)
     if layout.firsts is not None:
-        return cpu_attention.attend(q, k, v, layout.firsts)
+        return cpu_attention(q, k, v, layout.firsts)
     if layout.borders is not None and q.is_cpu:
         return attention_by_document(q, k, v, layout.borders, dropout)
     if layout.borders is not None:
@@ -154,6 +158,16 @@ def attention_by_document(
         y1 = torch_attention(q1.unsqueeze(0), k1.unsqueeze(0), v1.unsqueeze(0), None, dropout)
         outputs.append(y1.squeeze(0))
     return torch.cat(outputs, dim=1).view(H, B, T, D).transpose(0, 1)
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> Tensor:
+    """Return causal attention (B, H, T, D), computed in bfloat16.
+
+    q (B, H, T, D), k and v (B, K, T, D), D a multiple of 8; firsts (B, T) int64: the first key that
+    each query sees, at most its own."""
+    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+    y, _ = torch.ops.groundup.cpu_attention(q, k, v, firsts)
+    return y
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -274,3 +288,131 @@ def document_borders(starts: Tensor, most: int) -> Tensor:
     text = f"model: over {most} documents in {N} tokens: most_documents is too low"
     torch._assert_async(borders[-1] == N, text)
     return borders
+
+
+# ---- attention.c ---------------------------------------------------------------------------------
+
+
+def c_kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
+    """Return whether attention.c computes these heads here; it also needs a C compiler."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    # It reads 8 numbers at a time, and draws no random ones.
+    if head_dim % 8 or dropout:
+        return False
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has none
+    return bool(capabilities.get("avx512_bf16")) and c_library() is not None
+
+
+@functools.cache
+def c_library() -> ctypes.CDLL | None:
+    """Return attention.c, compiled; None without a compiler."""
+    # Both functions take the struct Attention below and the number of threads.
+    found = compile_c(Path(__file__).with_name("attention.c"))
+    if found is not None:
+        for function in (found.attention, found.attention_backward):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_int]
+            function.restype = None
+    return found
+
+
+class Heads(ctypes.Structure):
+    """Tensor of attention.c, field by field: (B, heads, T, D) and its strides."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("row", ctypes.c_long),
+        ("head", ctypes.c_long),
+        ("position", ctypes.c_long),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """Attention of attention.c, field by field."""
+
+    _fields_ = (
+        [(name, Heads) for name in ("q", "k", "v", "y", "dy", "dq", "dk", "dv")]
+        + [("lse", ctypes.c_void_p), ("firsts", ctypes.c_void_p)]
+        + [(name, ctypes.c_long) for name in ("B", "H", "K", "T", "D")]
+        + [("scale", ctypes.c_float)]
+    )
+
+
+def call_c(function: str, lse: Tensor, firsts: Tensor, **tensors: Tensor) -> None:
+    """Call a function of attention.c with the named tensors (B, heads, T, D)."""
+    # C reads a head's D numbers side by side; all other strides it is told, so nothing is copied.
+    assert all(x.stride(3) == 1 and x.dtype == torch.bfloat16 for x in tensors.values())
+    heads = {name: Heads(x.data_ptr(), *x.stride()[:3]) for name, x in tensors.items()}
+    B, H, T, D = tensors["q"].shape
+    K = tensors["k"].shape[1]
+    firsts = firsts.contiguous()
+    pointers = {"lse": lse.data_ptr(), "firsts": firsts.data_ptr()}
+    struct = Attention(**heads, **pointers, B=B, H=H, K=K, T=T, D=D, scale=D**-0.5)
+    getattr(c_library(), function)(ctypes.byref(struct), torch.get_num_threads())
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Return (B, heads, T, D) with a position's heads side by side, as linear layers have them."""
+    B, heads, T, D = x.shape
+    return x.new_empty(B, T, heads, D).transpose(1, 2)
+
+
+# Its two directions are operators of torch, so torch.compile calls them as they are: it asks for the
+# shapes of their results alone. (torch.library.custom_op would import torch._dynamo at the first
+# call, which takes a second.)
+LIBRARY = torch.library.Library("groundup", "DEF")
+LIBRARY.define("cpu_attention(Tensor q, Tensor k, Tensor v, Tensor firsts) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "cpu_attention_backward(Tensor dy, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor firsts)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "cpu_attention", "CPU")
+def c_forward(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention, and for backward the log of each query's sum of exponentials (B, H, T)."""
+    y, lse = c_forward_shapes(q, k, v, firsts)
+    call_c("attention", lse, firsts, q=q, k=k, v=v, y=y)
+    return y, lse
+
+
+@torch.library.register_fake("groundup::cpu_attention")
+def c_forward_shapes(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.impl(LIBRARY, "cpu_attention_backward", "CPU")
+def c_backward(
+    dy: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, firsts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    dq, dk, dv = c_backward_shapes(dy, lse, q, k, v, firsts)
+    # autograd may bring a gradient with any strides, such as that of a sum
+    dy = dy if dy.stride(3) == 1 else dy.contiguous()
+    call_c("attention_backward", lse, firsts, q=q, k=k, v=v, dy=dy, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv
+
+
+@torch.library.register_fake("groundup::cpu_attention_backward")
+def c_backward_shapes(
+    dy: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, firsts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def save_for_backward(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    # Nothing depends on lse but backward: no zeros for its gradient, which is None
+    ctx.set_materialize_grads(False)
+    q, k, v, firsts = inputs
+    _, lse = output
+    ctx.save_for_backward(lse, q, k, v, firsts)
+
+
+def backward(ctx, dy: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None]:
+    dq, dk, dv = torch.ops.groundup.cpu_attention_backward(dy, *ctx.saved_tensors)
+    return dq, dk, dv, None
+
+
+torch.library.register_autograd(
+    "groundup::cpu_attention", backward, setup_context=save_for_backward
+)

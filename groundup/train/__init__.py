@@ -6,8 +6,9 @@ checkpoints that resume exactly. In the order in which a trainer uses them:
     ranks, device          the processes, the GPU or CPU, random numbers
     huggingface            model directories; config_json is their architecture
     lora                   which parameters are trained, adapters
-    plan                   parameters, FLOPs, memory and time before anything is trained
+    plan                   parameters, FLOPs, memory and time before anything is trained; a check
+                           of the device
     powersgd, optim, fsdp  beside ddp.py: compressed gradients, update rules, sharded models
-    checkpoint, saver      find, restore and save
+    checkpoint             find, restore and save
     log                    a line for people, an event for programs, the run's README.md
 """

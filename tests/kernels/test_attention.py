@@ -21,7 +21,6 @@ from torch import Tensor
 
 from groundup import compile_c
 from groundup.kernels import attention as kernels
-from groundup.kernels import cpu_attention
 from groundup.kernels.attention import (
     Layout,
     additive_mask,
@@ -42,7 +41,7 @@ from groundup.kernels.attention import (
 
 CPU = torch.device("cpu")
 needs_c = pytest.mark.skipif(
-    not cpu_attention.works(CPU, torch.bfloat16, 64, 0.0),
+    not kernels.c_kernel_works(CPU, torch.bfloat16, 64, 0.0),
     reason="needs AVX512-BF16 and a C compiler",
 )
 
@@ -188,7 +187,7 @@ def chosen(idx: Tensor, starts: Tensor | None, dtype: torch.dtype, dropout: floa
 
 
 def test_a_cpu_masks_short_rows_of_documents(monkeypatch):
-    monkeypatch.setattr(cpu_attention, "works", lambda *_: False)
+    monkeypatch.setattr(kernels, "c_kernel_works", lambda *_: False)
     idx = torch.zeros(2, 600, dtype=torch.int64)
     starts = random_starts(2, 600, 0.01)
     assert chosen(idx, None, torch.float32) == ""
@@ -196,7 +195,7 @@ def test_a_cpu_masks_short_rows_of_documents(monkeypatch):
     assert (
         chosen(idx, starts, torch.float32) == chosen(idx, starts, torch.float32, 0.1) == "borders"
     )
-    monkeypatch.setattr(cpu_attention, "works", lambda *_: True)
+    monkeypatch.setattr(kernels, "c_kernel_works", lambda *_: True)
     assert chosen(idx, starts, torch.bfloat16) == chosen(idx, None, torch.bfloat16) == "firsts"
 
 
@@ -375,7 +374,7 @@ def test_torch_finds_the_operators_sound():
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     ops = torch.ops.groundup
     torch.library.opcheck(ops.cpu_attention.default, (q, k, v, firsts), test_utils=checks)
-    lse = cpu_attention.forward(q, k, v, firsts)[1]
+    lse = kernels.c_forward(q, k, v, firsts)[1]
     scores = q.float() @ k.float().mT / math.sqrt(8)
     scores = scores.masked_fill(~torch.ones(9, 9).tril().bool(), -math.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
@@ -386,7 +385,7 @@ def test_torch_finds_the_operators_sound():
 @needs_c
 def test_threads_change_no_bit():
     heads = random_heads(3, 4, 2, 70, 16, torch.bfloat16)
-    attend = partial(cpu_attention.attend, firsts=whole(3, 70))
+    attend = partial(kernels.cpu_attention, firsts=whole(3, 70))
     found, n = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
@@ -404,21 +403,21 @@ def test_large_scores_and_nan():
     far = 300 * q, 300 * k, v
     shown = torch.ones(40, 40).tril().bool()
     want = reference_attention(*(x.double() for x in far), shown)
-    got = cpu_attention.attend(*far, whole(1, 40))
+    got = kernels.cpu_attention(*far, whole(1, 40))
     assert relative_error(got.double(), want) < 0.01
     q[0, 0, 20] = math.nan
-    y = cpu_attention.attend(q, k, v, whole(1, 40))[0, 0]
+    y = kernels.cpu_attention(q, k, v, whole(1, 40))[0, 0]
     assert y[20].isnan().all() and not y[:20].isnan().any() and not y[21:].isnan().any()
 
 
 def counted_calls(monkeypatch) -> list:
-    found, call = [], cpu_attention.call
+    found, call = [], kernels.call_c
 
     def counted(*args: object, **tensors: Tensor) -> None:
         found.append(args)
         call(*args, **tensors)
 
-    monkeypatch.setattr(cpu_attention, "call", counted)
+    monkeypatch.setattr(kernels, "call_c", counted)
     return found
 
 
@@ -438,7 +437,7 @@ def test_a_model_in_bfloat16_is_as_near_to_float32_as_by_torch(documents, monkey
     batch = random_ids(net.cfg, 2, 32), random_ids(net.cfg, 2, 32, seed=5)
     net.delimiter_id = 3 if documents else None
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_attention, "library", lambda: None)
+        patch.setattr(kernels, "c_library", lambda: None)
         exact = loss_and_gradients(net, *batch, torch.float32)
         by_torch = loss_and_gradients(net, *batch, torch.bfloat16)
     calls = counted_calls(monkeypatch)
@@ -458,7 +457,7 @@ def test_torch_does_it_without_a_compiler_with_dropout_or_other_heads(monkeypatc
         x = random_ids(cfg, 1, 8)
         loss_and_gradients(random_model(cfg), x, x, torch.bfloat16)
     monkeypatch.setattr(compile_c.shutil, "which", lambda name: None)
-    cpu_attention.library.cache_clear()
+    kernels.c_library.cache_clear()
     loss_and_gradients(random_model(tiny_config()), x, x, torch.bfloat16)
     assert not calls
-    cpu_attention.library.cache_clear()
+    kernels.c_library.cache_clear()

@@ -1,4 +1,4 @@
-"""arithmetic.py: a device that computes wrongly is refused. The "other device" is the CPU, with a planted mistake."""
+"""A device that computes wrongly is refused. The "other device" is the CPU, with a planted mistake."""
 
 import time
 from contextlib import nullcontext
@@ -9,20 +9,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groundup.errors import UserError
-from groundup.train import arithmetic
-from groundup.train.arithmetic import CPU, check_arithmetic, compare_with_cpu
+from groundup.train import plan
 from groundup.train.optim import Optimizer
+from groundup.train.plan import CPU, check_arithmetic, compare_with_cpu
 
 
 def compare(monkeypatch, mistake) -> None:
     """compare_with_cpu, with a mistake in the first of its two runs: that of the device."""
-    run, mistakes = arithmetic.small_run, iter([mistake])
+    run, mistakes = plan.small_run, iter([mistake])
 
     def small_run(*args):
         with next(mistakes, nullcontext()):
             return run(*args)
 
-    monkeypatch.setattr(arithmetic, "small_run", small_run)
+    monkeypatch.setattr(plan, "small_run", small_run)
     compare_with_cpu(CPU, torch.float32)
 
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ddp
 from groundup.align.reward_model import RewardModel
-from groundup.kernels import cpu_attention, cross_entropy
+from groundup.kernels import attention, cross_entropy
 from groundup.train import plan
 from groundup.train.device import autocast, memory_limit
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
@@ -117,7 +117,7 @@ def counted_flops(net: Transformer, monkeypatch: pytest.MonkeyPatch) -> float:
     In bfloat16, because the counter does not know addmm_, which adds up the head's gradient in
     float32.
     """
-    monkeypatch.setattr(cpu_attention, "works", lambda *_: False)
+    monkeypatch.setattr(attention, "c_kernel_works", lambda *_: False)
     monkeypatch.setattr(F, "scaled_dot_product_attention", plain_attention)
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 9 * 97)
     x = torch.randint(97, (2, 32))

@@ -1,4 +1,4 @@
-"""saver.py: a save is whole or not at all, whatever happens meanwhile: training goes on, kill -9 at every file
+"""Saver: a save is whole or not at all, whatever happens meanwhile: training goes on, kill -9 at every file
 operation, full disks, file systems that refuse links and locks, ranks that fail, wait or die."""
 
 import errno
@@ -29,11 +29,11 @@ import ddp
 from groundup.errors import LostRank, UserError, say
 from groundup.files import disk
 from groundup.files.untrusted import crc32_of
-from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver
+from groundup.train import checkpoint, huggingface, lora, powersgd, ranks
+from groundup.train.checkpoint import HostMemory, Saver
 from groundup.train.log import read_events
 from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer
-from groundup.train.saver import HostMemory, Saver
 
 NAN = float("nan")
 FULL = pytest.mark.skipif(
@@ -348,7 +348,7 @@ TOUCHES_DISK = (
 
 def moments_of(run: Path, action: Callable[[], object]) -> list[Path]:
     """Copies of a run's directory as kill -9 leaves it just before each thing that `action` does to files, in a child,
-    and when it is over. The moments are Python's audit events, not hooks in saver.py."""
+    and when it is over. The moments are Python's audit events, not hooks in checkpoint.py."""
     copies, turn, copying = run.with_name("moments"), threading.RLock(), False
 
     def copy() -> None:
@@ -565,13 +565,13 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The event that the thread waits for, from now on, before it writes anything."""
-    original, go_on = saver.write_state, threading.Event()
+    original, go_on = checkpoint.write_state, threading.Event()
 
     def write_state(path: Path, state: dict) -> None:
         assert go_on.wait(60)
         original(path, state)
 
-    monkeypatch.setattr(saver, "write_state", write_state)
+    monkeypatch.setattr(checkpoint, "write_state", write_state)
     return go_on
 
 
@@ -701,7 +701,7 @@ def test_a_save_that_fails_is_told_and_the_next_tries_again(tmp_path: Path, monk
     behind.wait()
     assert behind.saved and not behind.log.lines
     with monkeypatch.context() as patch:
-        patch.setattr(saver, "write_state", refuse)
+        patch.setattr(checkpoint, "write_state", refuse)
         training.save(behind, 2)
         behind.wait()
     assert not behind.saved and "earlier checkpoints are intact" in "".join(behind.log.lines)
@@ -729,7 +729,7 @@ def test_after_a_failed_save_nothing_holds_the_group(
     del group
     training.save(behind)
     behind.wait()
-    monkeypatch.setattr(saver, broken, refuse)
+    monkeypatch.setattr(checkpoint, broken, refuse)
     training.save(behind)
     behind.close()
     assert not behind.saved and alive() is None
@@ -894,15 +894,15 @@ def test_without_room_for_the_state_of_a_rank_the_save_fails(tmp_path: Path, fai
     save(tmp_path, 2, val_loss=1.0)
 
     def action(world: ranks.World) -> None:
-        behind = open_saver(tmp_path, first_step=2)
-        saver.rank_file = lambda rank: "/dev/full" if rank == failing else f"rank_{rank:05d}.pt"
+        behind, original = open_saver(tmp_path, first_step=2), checkpoint.rank_file
+        checkpoint.rank_file = lambda rank: "/dev/full" if rank == failing else f"rank_{rank:05d}.pt"
         begin_save(behind, 3)
         behind.wait()
         assert not behind.saved
         if world.is_main:
             text = "".join(behind.log.lines)
             check_failed_save(tmp_path, text)
-        saver.rank_file = checkpoint.rank_file  # there is room again
+        checkpoint.rank_file = original  # there is room again
         begin_save(behind, 4)
         behind.close()
         assert behind.saved
@@ -917,14 +917,14 @@ def test_without_room_for_the_state_of_a_rank_the_save_fails(tmp_path: Path, fai
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_disk_may_be_slower_than_ranks_wait_for_each_other(tmp_path: Path, slow: int) -> None:
     """84 GB at 200 MB/s take longer than the default timeout_s."""
-    original = saver.write_state
+    original = checkpoint.write_state
 
     def action(world: ranks.World) -> None:
         def write_state(path: Path, state: dict) -> None:
             time.sleep(2 * (path.name == checkpoint.rank_file(slow)))
             original(path, state)
 
-        saver.write_state, behind = write_state, open_saver(tmp_path, 1.0)
+        checkpoint.write_state, behind = write_state, open_saver(tmp_path, 1.0)
         begin_save(behind, 1)
         behind.close()
         assert behind.saved

@@ -14,9 +14,9 @@ import pytest
 import test_pretrain as tp
 import torch
 
-from groundup.train import checkpoint, saver
+from groundup.train import checkpoint
+from groundup.train.checkpoint import Saver
 from groundup.train.log import RunLog
-from groundup.train.saver import Saver
 
 data_dir, run = tp.data_dir, tp.run
 
@@ -59,7 +59,7 @@ def test_training_goes_on_and_the_next_save_waits(
 def test_a_signal_while_a_checkpoint_is_written(
     run: Callable, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    original = saver.write_state
+    original = checkpoint.write_state
 
     def write_state(path: Path, state: dict) -> None:
         if state.get("step") == 8:
@@ -67,7 +67,7 @@ def test_a_signal_while_a_checkpoint_is_written(
             time.sleep(0.5)
         original(path, state)
 
-    monkeypatch.setattr(saver, "write_state", write_state)
+    monkeypatch.setattr(checkpoint, "write_state", write_state)
     out = tmp_path / "out"
     flags = ["--max_steps=100000", "--save_every=4", "--keep_last=9", "--eval_every=9999"]
     assert (
@@ -102,14 +102,14 @@ def test_a_full_disk_is_one_line_and_the_last_save_decides(
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     """Have no room for the training state of that step."""
-    original = saver.write_state
+    original = checkpoint.write_state
 
     def write_state(path: Path, state: dict) -> None:
         if state.get("step") == failing:
             raise OSError(28, "No space left on device")
         original(path, state)
 
-    monkeypatch.setattr(saver, "write_state", write_state)
+    monkeypatch.setattr(checkpoint, "write_state", write_state)
 
 
 def test_a_run_that_cannot_save_at_all_ends(run, tmp_path, monkeypatch, capsys) -> None:
@@ -142,10 +142,10 @@ def stop() -> None:
 
 BEGIN = """
 import os, runpy, signal, sys, time
-from groundup.train import saver
+from groundup.train import checkpoint
 from groundup.train.log import RunLog
 
-write_state, steps = saver.write_state, []
+write_state, steps = checkpoint.write_state, []
 
 def slowly(path, state):
     if path.name == "train_state.pt" and state["step"] == 4:
@@ -156,7 +156,7 @@ def slowly(path, state):
         return
     write_state(path, state)
 
-saver.write_state, train = slowly, RunLog.train
+checkpoint.write_state, train = slowly, RunLog.train
 
 def noted(log, step, *args):
     train(log, step, *args)
