@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,11 @@ class State(Enum):
     STALE = "for the other ranks' shards; this rank's own is updated (ZeRO-1)"
 
 
+class Collective(NamedTuple):
+    name: str  # for errors: the step, the operation and the bucket
+    work: dist.Work  # torch's handle
+
+
 @dataclass(eq=False)
 class Bucket:
     """Parameters that are reduced and updated together: consecutive blocks of one dtype.
@@ -98,7 +103,7 @@ class Bucket:
     transfer: Generator | None = None  # the communication hook at work on this bucket
     sends_more: bool = False  # in flight: the hook will launch another collective
     squared_norm: Tensor | None = None  # of the mean gradient in this rank's shard, see Reduced
-    collective: tuple[str, dist.Work] | None = None  # under way: its name for errors, its handle
+    collective: Collective | None = None  # under way
     update_done: torch.cuda.Event | None = None  # recorded after an update on the side stream
 
     def view(self, flat: Tensor, i: int) -> Tensor:
@@ -116,18 +121,18 @@ class Bucket:
         if dist.is_initialized():
             name = f"step {self.step + 1}: {collective.__name__} of bucket {self.index}"
             name += f" (first: {self.names[0]})"
-            self.collective = name, ranks.issue(name, collective, *args, async_op=True)
+            work = ranks.issue(name, collective, *args, async_op=True)
+            self.collective = Collective(name, work)
 
     def has_arrived(self) -> bool:
         """Return whether a collective was launched and has ended. Does not wait."""
-        return self.collective is not None and self.collective[1].is_completed()
+        return self.collective is not None and self.collective.work.is_completed()
 
     def wait(self) -> None:
         """Wait for the collective. gloo blocks here; with NCCL only the GPU's stream waits."""
         if self.collective is not None:
-            name, work = self.collective
-            with ranks.named_errors(name):
-                work.wait()
+            with ranks.named_errors(self.collective.name):
+                self.collective.work.wait()
             self.collective = None
 
 
@@ -337,14 +342,7 @@ class DDP:
         self.in_tree = isinstance(hook, InTree)
         self.device, self.world_size = device_of(model), ranks.world_size()
 
-        # Flat buffers, and in them the weights of rank 0
-        self.buckets = make_buckets(model, self._bucket_bytes(bucket_mb), self.world_size)
-        if zero1 and dist.is_initialized():
-            unit = PIECE if self.in_tree else 1
-            for bucket in self.buckets:
-                cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices, unit)
-        for t in [bucket.param for bucket in self.buckets] + untrained_tensors(model):
-            ranks.broadcast(t)
+        self._lay_out(bucket_mb, zero1, whole_matrices)
         if hasattr(hook, "attach"):
             hook.attach(self.buckets)  # state of its own, such as PowerSGD's errors
 
@@ -357,6 +355,19 @@ class DDP:
         self._start_step()
         self._watch_backward()
         self._watch_forward()  # for deferred updates and ZeRO-1; else its hooks find nothing to do
+
+    def _lay_out(self, bucket_mb: float, zero1: bool, whole_matrices: bool) -> None:
+        """Make the flat buffers, and put the weights of rank 0 into them."""
+        self.buckets = make_buckets(self.model, self._bucket_bytes(bucket_mb), self.world_size)
+        if zero1 and dist.is_initialized():
+            unit = PIECE if self.in_tree else 1
+            for bucket in self.buckets:
+                cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices, unit)
+        # What is in no bucket: frozen parameters and buffers
+        frozen = [p.data for p in self.model.parameters() if not p.requires_grad]
+        flat = [bucket.param for bucket in self.buckets]
+        for t in (*flat, *frozen, *self.model.buffers()):
+            ranks.broadcast(t)
 
     def _watch_backward(self) -> None:
         """Make autograd call `_on_grad` when a gradient is final."""
@@ -528,13 +539,16 @@ class DDP:
             scaler.update()
         self.n_updates += 1
         self._start_step()
-        # Update now; or leave it to the next forward, except the buckets that forward needs first
+        self._start_updates()
+        return norm
+
+    def _start_updates(self) -> None:
+        """Update now; or leave it to the next forward, but for the buckets that it needs first."""
         if self.overlap_step == "off":
             for bucket in self.buckets:
                 self._apply(self._update, bucket)
         for bucket in reversed(self.buckets[-PREFETCH:]):
             self._begin_refresh(bucket)
-        return norm
 
     def _note_whether_finite(self, norm: Tensor) -> None:
         """Set `found_inf` and `skipped`."""
@@ -882,12 +896,6 @@ def check_same_model(model: nn.Module, settings: str) -> None:
     for name, b in model.named_buffers():
         mine[f"buffer {name}"] = f"{tuple(b.shape)} {b.dtype}"
     ranks.check_equal(mine)
-
-
-def untrained_tensors(model: nn.Module) -> list[Tensor]:
-    """Return what is in no bucket: frozen parameters and buffers."""
-    frozen = [p.data for p in model.parameters() if not p.requires_grad]
-    return frozen + list(model.buffers())
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -178,15 +178,7 @@ class Transformer(nn.Module):
             T = idx.shape[1]
             assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
             starts = self.document_starts(idx, documents)
-            # Chosen here, because a compiled block cannot ask what the hardware can do.
-            layout = choose_layout(
-                idx,
-                starts,
-                dtype=compute_dtype(x),
-                head_dim=self.cfg.head_dim,
-                dropout=self.cfg.dropout if self.training else 0.0,
-                most_documents=self.most_documents,
-            )
+            layout = self.layout_of(idx, starts, compute_dtype(x))
             # Each document counts its positions from 0.
             positions = slice(T) if starts is None else positions_of(starts).unsqueeze(1)
         cos, sin = self.cos[positions], self.sin[positions]  # (T, D/2) or (.., 1, T, D/2)
@@ -213,6 +205,18 @@ class Transformer(nn.Module):
         if documents is None and self.delimiter_id is not None:
             documents = documents_of(idx, self.delimiter_id)
         return None if documents is None else starts_of(documents)
+
+    def layout_of(self, idx: Tensor, starts: Tensor | None, dtype: torch.dtype) -> Layout:
+        """Return what each position may see. starts: of `document_starts`; dtype: of q, k and v."""
+        # Chosen outside the blocks: a compiled block cannot ask what the hardware can do.
+        return choose_layout(
+            idx,
+            starts,
+            dtype,
+            head_dim=self.cfg.head_dim,
+            dropout=self.cfg.dropout if self.training else 0.0,
+            most_documents=self.most_documents,
+        )
 
 
 class Block(nn.Module):

@@ -28,7 +28,7 @@ from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate import tools as tool_module
-from groundup.tokens.conversations import columns_for
+from groundup.tokens.conversations import padded_length
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.training import train
 from groundup.train import huggingface
@@ -210,7 +210,7 @@ def n_positions(drawn: list[Rollout]) -> int:
     Each but for its last token.
     """
     lengths = sorted(len(one.prompt.ids) + len(one.ids) - 1 for one in drawn)
-    return sum(4 * int(columns_for(longest, 96)) for longest in lengths[3::4])
+    return sum(4 * int(padded_length(longest, 96)) for longest in lengths[3::4])
 
 
 def text_logps(model: Transformer, one: Rollout) -> torch.Tensor:

@@ -31,7 +31,7 @@ from groundup.generate.tools import MAX_TURNS, Tools, read_calls
 from groundup.kernels.cross_entropy import token_entropies, token_logps
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
-from groundup.tokens.conversations import columns_for
+from groundup.tokens.conversations import padded_length
 from groundup.tokens.mixture import hash_words
 from groundup.tokens.prompts import Prompt
 from groundup.train import plan, ranks
@@ -281,7 +281,7 @@ class Rollouts:
 
     def batch(self, chosen: np.ndarray) -> RolloutBatch:
         """Return the answers with these numbers (B,); T is rounded up, so there are few shapes."""
-        T = int(columns_for(self.lengths[chosen].max(), self.block_size))
+        T = int(padded_length(self.lengths[chosen].max(), self.block_size))
         x = np.full((len(chosen), T), self.pad_id, np.int64)
         y, token = np.zeros_like(x), np.zeros_like(x)
         learned = np.zeros(x.shape, bool)

@@ -311,7 +311,7 @@ class Batch(NamedTuple):
         return Batch(x, documents, index, targets)
 
 
-def columns_for(length: np.ndarray | int, block_size: int) -> np.ndarray:
+def padded_length(length: np.ndarray | int, block_size: int) -> np.ndarray:
     """Return lengths rounded up to an eighth of block_size: few shapes to compile and sort by."""
     step = -(-block_size // 8)
     return np.minimum(block_size, -(-length // step) * step)
@@ -321,13 +321,13 @@ def load_rows(rows: Sequence[ChatRows], sources: np.ndarray, numbers: np.ndarray
     """Return the batch whose row i is row numbers[i] of rows[sources[i]].
 
     All are packed, or none. Without packing T is the longest row's length, rounded up by
-    `columns_for`."""
+    `padded_length`."""
     places = zip(sources, numbers, strict=True)
     read = [list(rows[source].row(int(number))) for source, number in places]
     pack, n_columns = rows[0].pack, rows[0].block_size
     if not pack:
         longest = max(len(ids) - 1 for row in read for ids, _ in row)
-        n_columns = int(columns_for(longest, n_columns))
+        n_columns = int(padded_length(longest, n_columns))
 
     x = np.full((len(read), n_columns), rows[0].conversations.pad_id, np.int64)
     y = np.zeros_like(x)

@@ -30,7 +30,7 @@ from groundup.files import row_formats, text_keys, turns
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens.batches import map_tensors, spread
-from groundup.tokens.conversations import columns_for, fingerprint_of, sha256_of
+from groundup.tokens.conversations import fingerprint_of, padded_length, sha256_of
 from groundup.tokens.mixture import Sampler, hash_words, permute
 from groundup.tokens.rows import STRANGE, RowCorpus, RowReader
 from groundup.tokens.token_files import token_dtype
@@ -157,7 +157,7 @@ class Pairs:
         self.lengths = sizes[:, :1] + sizes[:, 1:]
         self.columns = np.zeros(0, np.int64)
         if every_pair:
-            self.columns = columns_for(self.lengths.max(1), block_size)
+            self.columns = padded_length(self.lengths.max(1), block_size)
         self.n_rows = len(every_pair)
         self.n_labels = (sizes[:, 1:] - self.n_unlearned).sum(1)
         self.n_used = self.lengths.sum(1)
@@ -200,7 +200,7 @@ def load_pairs(
 ) -> PairBatch:
     """Return the batch whose pair i is row rows[i] of splits[sources[i]].
 
-    T is the longest row's length, rounded up by `columns_for`. sides: 1 = the chosen answers,
+    T is the longest row's length, rounded up by `padded_length`. sides: 1 = the chosen answers,
     2 = the rejected ones."""
     numbers = zip(sources.tolist(), rows.tolist(), strict=True)
     places = [(splits[source], row) for source, row in numbers]
