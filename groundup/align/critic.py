@@ -82,7 +82,7 @@ def state_of(
         "weights": trained,
         "optimizer": opt.state_dict(ddp.gather if zero1 else None, keep=ranks.rank() == 0),
         "scaler": scaler.state_dict(),
-        "n_steps": ddp.n_updates,
+        "n_updates": ddp.n_updates,
         "skipped": ddp.skipped.tolist(),
     }
 
@@ -102,5 +102,5 @@ def restore(
     opt.load_state_dict(saved["optimizer"])
     if saved["scaler"]:  # empty unless that run was in float16
         scaler.load_state_dict(saved["scaler"])
-    ddp.n_updates = saved["n_steps"]
+    ddp.n_updates = saved["n_updates"]
     ddp.skipped.copy_(torch.tensor(saved["skipped"]))

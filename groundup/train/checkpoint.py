@@ -637,7 +637,7 @@ def restore(
         opt.load_state_dict(state.pop("optimizer"))
         if state["scaler"]:
             scaler.load_state_dict(state["scaler"])
-        ddp.n_updates = state["n_steps"]
+        ddp.n_updates = state["n_updates"]
         ddp.skipped.copy_(torch.tensor(state["skipped"]))
         restore_rank(path, model, getattr(ddp, "hook", None))
 
@@ -754,7 +754,7 @@ class Saver:
                 "data": self.data_record,
                 "step": step,
                 "max_steps": self.log.max_steps,
-                "n_steps": ddp.n_updates,  # updates: rl.py makes several in a step
+                "n_updates": ddp.n_updates,  # rl.py makes several in a step
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
                 "scaler": scaler.state_dict(),
