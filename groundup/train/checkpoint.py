@@ -93,6 +93,11 @@ def step_of(step_dir: Path) -> int:
     return int(STEP_NAME.fullmatch(step_dir.name)[1])
 
 
+def step_path(out_dir: Path, step: int) -> Path:
+    """Return the directory of a step."""
+    return out_dir / f"step_{step:06d}"
+
+
 def rank_file(rank: int) -> str:
     """Return the name of the file with the state of one rank."""
     return f"rank_{rank:05d}.pt"
@@ -202,19 +207,7 @@ def read_state(path: Path) -> dict:
     return state
 
 
-# ---- find ----------------------------------------------------------------------------------------
-
-
-def resume_mode(config: dict) -> str:
-    """Return the setting `resume`, "auto" when torchrun restarts a run after an error."""
-    # The same command must not delete what it saved before the error.
-    return "auto" if is_restarted() else config["resume"]
-
-
-def is_restarted() -> bool:
-    """Return whether torchrun has started these processes again, after an error."""
-    # Without RANK torchrun has not started us: another program has left the count.
-    return "RANK" in os.environ and ranks.number_in("TORCHELASTIC_RESTART_COUNT") > 0
+# ---- find: the checkpoint to continue ------------------------------------------------------------
 
 
 def find(
@@ -279,32 +272,23 @@ def check_resume_settings(config: dict) -> None:
     refuse(not out or is_file, f"out_dir={out!r} is not a directory")
 
 
-@ranks.on_rank_0
-def check_continues(
-    path: Path, state: dict, config: dict, model_config: ModelConfig, data_record: dict
-) -> None:
-    """Raise UserError unless the run can continue exactly."""
-    # The same samples, ...
-    check_data(path, state["data"], data_record, state["step"])
-    # ... the same model.py, ...
-    check_same_computation(path)
-    # ... the same model (another corpus may have brought another vocab_size), ...
-    check_architecture(path, model_config)
-    # ... the same parameters, and adapters of the same size.
-    before = state["config"]
-    keys = ["trainable"]
-    if "lora" in config["trainable"]:
-        keys += ["lora_rank", "lora_alpha"]  # pretrain.py has no lora_alpha
-    for key in keys:
-        text = f"{path} was trained with {key}={before.get(key)!r}, not {config.get(key)!r}"
-        refuse(before.get(key) != config.get(key), text)
+def resume_mode(config: dict) -> str:
+    """Return the setting `resume`, "auto" when torchrun restarts a run after an error."""
+    # The same command must not delete what it saved before the error.
+    return "auto" if is_restarted() else config["resume"]
+
+
+def is_restarted() -> bool:
+    """Return whether torchrun has started these processes again, after an error."""
+    # Without RANK torchrun has not started us: another program has left the count.
+    return "RANK" in os.environ and ranks.number_in("TORCHELASTIC_RESTART_COUNT") > 0
 
 
 def find_step(out: Path, step: int, overwrite: bool) -> Path:
     """Return the checkpoint of a step. Raise UserError if there are later ones to be kept."""
     # Damage is an error here, because the user has asked for this step and no other.
     steps = step_dirs(out)
-    path = out / f"step_{step:06d}"
+    path = step_path(out, step)
     there = ", ".join(str(step_of(other)) for other in steps) or "none"
     refuse(path not in steps, f"resume_from={step}: {out} has no such checkpoint, only {there}")
     check_bytes(path)
@@ -330,135 +314,25 @@ def check_visible(path: Path, timeout_s: float) -> None:
         refuse(theirs != everyone[0], f"rank {other} {found} {path}; {fix}")
 
 
-def check_stage(out: Path, script: str) -> None:
-    """Raise UserError if another script's run is in `out`."""
-    # Line 1 of its config.py says how to run it again.
-    path = out / "config.py"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    other = re.match(r".*re-run with: python (\w+\.py) ", text)
-    if other and other[1] != script:
-        raise UserError(f"config: {out} is a run of {other[1]}; use another out_dir for {script}")
-
-
-def check_overwrite(config: dict, out: Path) -> None:
-    """Raise UserError unless the run in `out` may be deleted."""
-    # The user says so, and this run does not start from it.
-    text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
-    refuse(not config["overwrite"], text)
-    source = config["init_from"]
-    inside = source and Path(source).resolve().is_relative_to(out.resolve())
-    refuse(inside, f"init_from={source!r} lies in the out_dir that overwrite=True deletes")
-
-
-def run_files(out: Path) -> list[str]:
-    """Return the names in `out` that a run writes."""
-    # A config.py or README.md in the way counts only if its first line is a run's.
-    names = os.listdir(out) if out.exists() else []
-    own = [name for name in names if OWN_FILES.fullmatch(name)]
-    return sorted(name for name in own if name not in FIRST_LINES or made_by_a_run(out / name))
-
-
-def made_by_a_run(path: Path) -> bool:
-    """Return whether a run has written this config.py or README.md."""
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return FIRST_LINES[path.name] in file.readline(1000)
-
-
-def check_nothing_foreign(out: Path) -> None:
-    """Raise UserError if a new run would write over a file of the user, or into a model."""
-    # Other names than those of a run do not matter: nothing is written under them.
-    suspects = [*NOT_IN_A_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
-    # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
-    # other files.
-    begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
-    if not (begun or (out / "log.jsonl").exists()):
-        # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
-        # that it is not computed again: dpo.py checks it.
-        own = [name for name in run_files(out) if name[0] != "." and not name.endswith(".tmp")]
-        suspects += [name for name in own if name != "reference.safetensors"]
-    foreign = [name for name in sorted(suspects) if (out / name).exists()]
-    for name in foreign:
-        raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
-
-
-def repair(out: Path) -> None:
-    """Remove what a killed save has left, and what links became in a copy of the run."""
-    for name in LINKS:
-        with housekeeping("turn copies of checkpoints into links again"):
-            link_again(out / name)
-    for path in list(out.iterdir()):
-        found = HIDDEN.fullmatch(path.name)
-        if found and found[2] == "old" and not (out / found[1]).exists():
-            path.rename(out / found[1])  # a step that was about to be replaced
-        elif found:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def link_again(link: Path) -> None:
-    """Replace a copy of a checkpoint by a link to it: `cp -rL` and object stores copy what links
-    lead to.
-
-    If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
-    stays.
-    """
-    sums = link / "checksums.json"
-    if link.is_symlink() or not sums.is_file():
-        return
-    # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
-    with suppress(ValueError, KeyError, TypeError):
-        step = link.parent / f"step_{read_state(link / 'train_state.pt')['step']:06d}"
-        original = step / sums.name
-        same = original.is_file() and original.read_bytes() == sums.read_bytes()
-        if step.exists() and not same:  # of another run, perhaps
-            return
-        if step.exists() and is_whole(step):
-            discard(link)
-        else:
-            check_bytes(link)
-            if step.exists():
-                discard(step)
-            link.rename(step)
-        link.symlink_to(step.name, target_is_directory=True)
-
-
-def is_whole(step_dir: Path) -> bool:
-    """Return whether every file of a checkpoint is as it was written."""
-    try:
-        check_bytes(step_dir)
-    except UserError:
-        return False
-    return True
-
-
-def discard(directory: Path) -> None:
-    """Remove a directory of a run."""
-    # Renamed first: a half removed step must not look finished.
-    hidden = directory.name.startswith(".")
-    temp = directory if hidden else directory.rename(free_name(directory, "tmp"))
-    with housekeeping("remove old checkpoints"):
-        shutil.rmtree(temp)
-
-
-def check_architecture(path: Path, wanted: ModelConfig) -> None:
-    """Raise UserError unless the checkpoint has the architecture that the settings ask for."""
-    # Name all sizes that differ, not the first one alone.
-    saved, differ = huggingface.load_config(path), []
-    for field in dataclasses.fields(wanted):
-        was, asked = getattr(saved, field.name), getattr(wanted, field.name)
-        # Dropout holds no weights, so it may change.
-        if field.compare and field.name != "dropout" and was != asked:
-            differ.append(f"{field.name}={was} (asked {asked})")
-    text = f"{path} has another architecture: {', '.join(differ)}"
-    refuse(differ, f"{text}; use another out_dir, or {START_OVER}")
-
-
-def check_same_computation(path: Path) -> None:
-    """Raise UserError unless model.py computes what it did when this checkpoint was saved."""
-    if not is_as_saved(read_json(huggingface.config_path(path))):
-        what = f"{path} is of a model.py that computed something else; put that model.py back"
-        fail(f"{what}, use another out_dir, or {START_OVER}")
+@ranks.on_rank_0
+def check_continues(
+    path: Path, state: dict, config: dict, model_config: ModelConfig, data_record: dict
+) -> None:
+    """Raise UserError unless the run can continue exactly."""
+    # The same samples, ...
+    check_data(path, state["data"], data_record, state["step"])
+    # ... the same model.py, ...
+    check_same_computation(path)
+    # ... the same model (another corpus may have brought another vocab_size), ...
+    check_architecture(path, model_config)
+    # ... the same parameters, and adapters of the same size.
+    before = state["config"]
+    keys = ["trainable"]
+    if "lora" in config["trainable"]:
+        keys += ["lora_rank", "lora_alpha"]  # pretrain.py has no lora_alpha
+    for key in keys:
+        text = f"{path} was trained with {key}={before.get(key)!r}, not {config.get(key)!r}"
+        refuse(before.get(key) != config.get(key), text)
 
 
 def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
@@ -475,6 +349,26 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
         details.append("another corpus" if key == "data" else text)
     ways = f"continue with the same, use another out_dir, or {START_OVER}"
     refuse(differ, f"{path} was trained with {', '.join(details)}; {ways}")
+
+
+def check_same_computation(path: Path) -> None:
+    """Raise UserError unless model.py computes what it did when this checkpoint was saved."""
+    if not is_as_saved(read_json(huggingface.config_path(path))):
+        what = f"{path} is of a model.py that computed something else; put that model.py back"
+        fail(f"{what}, use another out_dir, or {START_OVER}")
+
+
+def check_architecture(path: Path, wanted: ModelConfig) -> None:
+    """Raise UserError unless the checkpoint has the architecture that the settings ask for."""
+    # Name all sizes that differ, not the first one alone.
+    saved, differ = huggingface.load_config(path), []
+    for field in dataclasses.fields(wanted):
+        was, asked = getattr(saved, field.name), getattr(wanted, field.name)
+        # Dropout holds no weights, so it may change.
+        if field.compare and field.name != "dropout" and was != asked:
+            differ.append(f"{field.name}={was} (asked {asked})")
+    text = f"{path} has another architecture: {', '.join(differ)}"
+    refuse(differ, f"{text}; use another out_dir, or {START_OVER}")
 
 
 def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> str:
@@ -511,7 +405,7 @@ def rate_after(step: int, config: Mapping, warmup: int, max_steps: int) -> float
     return learning_rate_at(step + 1, config["schedule"], peak, least, warmup, max_steps, **keys)
 
 
-# ---- start ---------------------------------------------------------------------------------------
+# ---- start: the run directory --------------------------------------------------------------------
 
 
 @ranks.on_rank_0
@@ -568,39 +462,6 @@ def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
         for path in reversed(later):
             print(f"deleting {path}, a step after resume_from", flush=True)
             discard(path)
-
-
-# Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
-# The open file keeps the system from giving the directory's number to another one.
-LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
-
-
-def lock(out: Path) -> None:
-    """Keep `out` for this process as long as it lives."""
-    if is_locked_here(out):  # since `find`
-        return
-    # The lock is the system's: it ends with the process, however that ends. The file stays open.
-    file = open(out / ".lock", "a+", encoding="utf-8")
-    try:
-        disk.lock(file)
-    except BlockingIOError:
-        file.seek(0)
-        owner = f"process {file.read() or '?'}"
-        raise UserError(f"config: {owner} is training in {out}; use another out_dir") from None
-    with housekeeping("write who is training"):
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {socket.gethostname()}")
-        file.flush()
-    LOCKS[out.resolve()] = file, os.stat(out)
-
-
-def is_locked_here(out: Path) -> bool:
-    """Return whether `out` is the directory that this process has locked."""
-    # Not a new one in its place: a user may have moved the run.
-    if out.resolve() not in LOCKS or not out.exists():
-        return False
-    _, directory = LOCKS[out.resolve()]
-    return os.path.samestat(directory, os.stat(out))
 
 
 # ---- restore -------------------------------------------------------------------------------------
@@ -793,7 +654,7 @@ class Saver:
 
     def _write(self, step: int, model: Transformer, copied: dict[str, dict]) -> None:
         """Write a checkpoint, then note it in the log and update links."""
-        final = self.out_dir / f"step_{step:06d}"
+        final = step_path(self.out_dir, step)
         if ranks.rank() == 0:
             problem = self._write_on_rank_0(final, model, copied)
         else:
@@ -974,3 +835,152 @@ def point(link: Path, target: Path | None) -> None:
     except OSError:
         temp.unlink()
         raise
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory of a run."""
+    # Renamed first: a half removed step must not look finished.
+    hidden = directory.name.startswith(".")
+    temp = directory if hidden else directory.rename(free_name(directory, "tmp"))
+    with housekeeping("remove old checkpoints"):
+        shutil.rmtree(temp)
+
+
+# ---- whose files are these? The run's, the user's, or what a kill or a copy has left -------------
+
+
+def run_files(out: Path) -> list[str]:
+    """Return the names in `out` that a run writes."""
+    # A config.py or README.md in the way counts only if its first line is a run's.
+    names = os.listdir(out) if out.exists() else []
+    own = [name for name in names if OWN_FILES.fullmatch(name)]
+    return sorted(name for name in own if name not in FIRST_LINES or made_by_a_run(out / name))
+
+
+def made_by_a_run(path: Path) -> bool:
+    """Return whether a run has written this config.py or README.md."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return FIRST_LINES[path.name] in file.readline(1000)
+
+
+def check_stage(out: Path, script: str) -> None:
+    """Raise UserError if another script's run is in `out`."""
+    # Line 1 of its config.py says how to run it again.
+    path = out / "config.py"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    other = re.match(r".*re-run with: python (\w+\.py) ", text)
+    if other and other[1] != script:
+        raise UserError(f"config: {out} is a run of {other[1]}; use another out_dir for {script}")
+
+
+def check_overwrite(config: dict, out: Path) -> None:
+    """Raise UserError unless the run in `out` may be deleted."""
+    # The user says so, and this run does not start from it.
+    text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
+    refuse(not config["overwrite"], text)
+    source = config["init_from"]
+    inside = source and Path(source).resolve().is_relative_to(out.resolve())
+    refuse(inside, f"init_from={source!r} lies in the out_dir that overwrite=True deletes")
+
+
+def check_nothing_foreign(out: Path) -> None:
+    """Raise UserError if a new run would write over a file of the user, or into a model."""
+    # Other names than those of a run do not matter: nothing is written under them.
+    suspects = [*NOT_IN_A_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
+    # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
+    # other files.
+    begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
+    if not (begun or (out / "log.jsonl").exists()):
+        # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
+        # that it is not computed again: dpo.py checks it.
+        own = [name for name in run_files(out) if name[0] != "." and not name.endswith(".tmp")]
+        suspects += [name for name in own if name != "reference.safetensors"]
+    foreign = [name for name in sorted(suspects) if (out / name).exists()]
+    for name in foreign:
+        raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
+
+
+def repair(out: Path) -> None:
+    """Remove what a killed save has left, and what links became in a copy of the run."""
+    for name in LINKS:
+        with housekeeping("turn copies of checkpoints into links again"):
+            link_again(out / name)
+    for path in list(out.iterdir()):
+        found = HIDDEN.fullmatch(path.name)
+        if found and found[2] == "old" and not (out / found[1]).exists():
+            path.rename(out / found[1])  # a step that was about to be replaced
+        elif found:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def link_again(link: Path) -> None:
+    """Replace a copy of a checkpoint by a link to it: `cp -rL` and object stores copy what links
+    lead to.
+
+    If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
+    stays.
+    """
+    sums = link / "checksums.json"
+    if link.is_symlink() or not sums.is_file():
+        return
+    # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
+    with suppress(ValueError, KeyError, TypeError):
+        step = step_path(link.parent, read_state(link / "train_state.pt")["step"])
+        original = step / sums.name
+        same = original.is_file() and original.read_bytes() == sums.read_bytes()
+        if step.exists() and not same:  # of another run, perhaps
+            return
+        if step.exists() and is_whole(step):
+            discard(link)
+        else:
+            check_bytes(link)
+            if step.exists():
+                discard(step)
+            link.rename(step)
+        link.symlink_to(step.name, target_is_directory=True)
+
+
+def is_whole(step_dir: Path) -> bool:
+    """Return whether every file of a checkpoint is as it was written."""
+    try:
+        check_bytes(step_dir)
+    except UserError:
+        return False
+    return True
+
+
+# ---- one process in a run directory --------------------------------------------------------------
+
+# Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
+# The open file keeps the system from giving the directory's number to another one.
+LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
+
+
+def lock(out: Path) -> None:
+    """Keep `out` for this process as long as it lives."""
+    if is_locked_here(out):  # since `find`
+        return
+    # The lock is the system's: it ends with the process, however that ends. The file stays open.
+    file = open(out / ".lock", "a+", encoding="utf-8")
+    try:
+        disk.lock(file)
+    except BlockingIOError:
+        file.seek(0)
+        owner = f"process {file.read() or '?'}"
+        raise UserError(f"config: {owner} is training in {out}; use another out_dir") from None
+    with housekeeping("write who is training"):
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    LOCKS[out.resolve()] = file, os.stat(out)
+
+
+def is_locked_here(out: Path) -> bool:
+    """Return whether `out` is the directory that this process has locked."""
+    # Not a new one in its place: a user may have moved the run.
+    if out.resolve() not in LOCKS or not out.exists():
+        return False
+    _, directory = LOCKS[out.resolve()]
+    return os.path.samestat(directory, os.stat(out))

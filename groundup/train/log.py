@@ -28,7 +28,7 @@ from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches, Corpus
 from groundup.train import ranks
-from groundup.train.checkpoint import made_by_a_run
+from groundup.train.checkpoint import made_by_a_run, step_path
 from groundup.train.device import hardware, peak_memory_gib, versions
 
 # ---- the log -------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class RunLog:
         self.file = open(self.path, "a", encoding="utf-8")
 
         # The checkpoint has a directory, but no event if a kill came between the two.
-        saved = self.path.with_name(f"step_{self.steps_done:06d}")
+        saved = step_path(self.path.parent, self.steps_done)
         known = [event["step"] for event in events if event["event"] == "save"]
         if saved.is_dir() and self.steps_done not in known:
             last = max((event["step"] for event in events), default="none")
