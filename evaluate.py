@@ -37,7 +37,7 @@ import torch
 from configurator import configure
 from groundup.align import reward_model
 from groundup.errors import UserError, refuse
-from groundup.files import readers
+from groundup.files.paths import find_files
 from groundup.files.untrusted import check_replaceable
 from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
@@ -139,16 +139,16 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
 def check_files(config: dict, wanted: dict[str, str]) -> None:
     """Look at all files that will be read and at where the results go, before anything is
     loaded: a mistake in the last task should not show after hours of the others."""
-    read = readers.find_files(config["score"])
+    read = find_files(config["score"])
     for task, source in wanted.items():
         if task == "perplexity":
             read += [file for domain in parse_domains(source) for file in domain.files]
         else:
-            read += readers.find_files(source)
+            read += find_files(source)
         if task in choices.TASKS:
             choices.read_task(task, source, config["shots"])
         elif task == "win_rate":
-            answers = readers.find_files(source)
+            answers = find_files(source)
             what = f"win_rate needs two files of answers, got {source!r}"
             refuse(len(answers) != 2, f"{what}; give --data=A.jsonl,B.jsonl")
             judging.matches_of(*judging.read_both(*answers))
@@ -238,7 +238,7 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
             return evaluate_generation(model, tokenizer, source, params, limit, size)
     if task == "preference":
         return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
-    paths = readers.find_files(source)
+    paths = find_files(source)
     of_a, of_b = (found[: limit or None] for found in judging.read_both(*paths))
     if config["judge"]:
         endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from configurator import configure, write_config
 from groundup.errors import UserError
-from groundup.files import readers
+from groundup.files.paths import find_files
 from groundup.text import answer_pairs, dedup, inputs, prepared_dir, report
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input, find_inputs
@@ -197,7 +197,7 @@ def save_evals(recipe: Recipe, work: Path) -> dict:
     for the manifest."""
     if not recipe.decontaminate:
         return {}
-    evals = Evals.from_files(readers.find_files(recipe.evaluation_files))
+    evals = Evals.from_files(find_files(recipe.evaluation_files))
     evals.save(work / "evals.npz")
     return {"decontaminate": {"items": evals.n_items, "unprotected": evals.n_unprotected}}
 

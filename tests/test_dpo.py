@@ -231,6 +231,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
     """From the logits of transformers' model: both halves of the batch in their places, answers of unequal lengths."""
     from transformers import LlamaForCausalLM
     from trl import DPOTrainer
+    from trl.trainer.utils import add_fused_lm_head
 
     batch, config = batch_of(base, [pair(i) for i in (1, 4, 8)], tmp_path), settings(loss, beta=0.3)
     config["label_smoothing"] = 0.1 if loss == "robust" else 0.0
@@ -244,6 +245,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
         label_smoothing=config["label_smoothing"], _total_train_tokens=0,
         _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
+    add_fused_lm_head(hf, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
     inputs = trl_inputs(batch) | {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
     theirs = DPOTrainer._compute_loss(stub, hf, inputs, return_outputs=False)
     theirs.backward()
@@ -275,6 +277,7 @@ def test_kto_is_trls(base, tmp_path):
     """Loss, gradients and metrics of a batch whose estimate of the divergence is above 0."""
     from transformers import LlamaForCausalLM
     from trl import KTOTrainer
+    from trl.trainer.utils import add_fused_lm_head
 
     path = rows_file(tmp_path / "rows.jsonl", [labelled(i) for i in (1, 3, 4, 6, 8)])
     corpus = LabelCorpus(path, Tokenizer.load(base / "model"), 128, seed=1, val_fraction=0.0)
@@ -297,6 +300,7 @@ def test_kto_is_trls(base, tmp_path):
         loss_type="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=1.0, use_liger_kernel=False,
         _total_train_tokens=0, _metrics=defaultdict(lambda: defaultdict(list)), args=SimpleNamespace(),
     )  # fmt: skip
+    add_fused_lm_head(hf, outputs=("log_probs", "entropy", "mean_logits"))
     stub._compute_kl_logps = lambda *given: KTOTrainer._compute_kl_logps(stub, *given)
     theirs = KTOTrainer._compute_loss(stub, hf, theirs_in, return_outputs=False)
     theirs.backward()

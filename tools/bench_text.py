@@ -22,6 +22,7 @@ import tokenizer
 from groundup.demo.python_docs import chinese_sample, python_docs
 from groundup.errors import UserError
 from groundup.files import readers
+from groundup.files.paths import find_files
 from groundup.text import dedup
 from groundup.tokens import bpe, training
 
@@ -35,7 +36,7 @@ def corpora(options: Options) -> Iterator[tuple[str, list[str], float]]:
     """
     found = {"docs": python_docs()} | ({} if options.quick else {"zh": chinese_sample()})
     if options.input:
-        files = readers.find_files(options.input)
+        files = find_files(options.input)
         found = {
             "input": (
                 document.value

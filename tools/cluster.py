@@ -58,7 +58,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import prepare
 from configurator import configure, is_key, write_config
 from groundup.errors import UserError
-from groundup.files import paths, readers
+from groundup.files import paths
+from groundup.files.paths import is_data
 from groundup.files.splits import FEW, SPLITS, split_of
 from groundup.text import dedup, report
 from groundup.text import unit as text_unit
@@ -242,7 +243,7 @@ def far_files(url: str) -> Iterator[Input]:
     infos = (fs.glob if pattern else fs.find)(path, detail=True)
     found = sorted(file for file, info in infos.items() if info["type"] == "file")
     if not pattern and found != [path]:  # a directory
-        found = [file for file in found if readers.is_data(os.path.basename(file))]
+        found = [file for file in found if is_data(os.path.basename(file))]
     if not found:
         raise UserError(f"cluster: no file matches {url!r}")
     for file in found:

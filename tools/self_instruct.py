@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from configurator import configure
 from groundup.errors import UserError
 from groundup.files import readers, records, row_formats
+from groundup.files.paths import find_files
 from groundup.scores.client import Endpoint, Journal, Reply, read_key
 from groundup.text import dedup
 
@@ -117,7 +118,7 @@ class Task(NamedTuple):
 def read_seeds(paths: str) -> list[Task]:
     """Return the first question and answer of every conversation; print what is left out."""
     report, tasks = records.Report(), []
-    for file in readers.find_files(paths):
+    for file in find_files(paths):
         tasks += [row.value for row in readers.read_rows(file, seed_of, "line", report=report)]
     for path, line, _, detail in report.places[:3]:
         print(f"left out: {path}:{line}: {detail}")

@@ -1,7 +1,7 @@
 """What do these files say?
 
 In: raw files (text, JSON, CSV, parquet, compressed). Out: documents, conversations and preference
-pairs, and in which split each belongs. Read paths and readers, then streams (bytes), encodings,
+pairs, and in which split each belongs. Read paths and streams (bytes), then readers, encodings,
 records and parquet (containers) for how files are taken apart; row_formats, turns and text_keys for
 what a row means and whether it can be trained on; splits; text_mix (for tokenizers); answer_files
 (what sample.py writes). untrusted reads what belongs to a checkpoint from elsewhere. disk has what

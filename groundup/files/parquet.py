@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groundup.errors import UserError
+from groundup.files.paths import shown_name
 from groundup.files.streams import (
     BOMB_BYTES,
     BOMB_FACTOR,
     MAX_BYTES,
     Damage,
     Record,
-    shown_name,
 )
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""Names of files in settings: separated by commas, each with a weight behind "=" if it has one.
+"""Which files a setting means: names, globs and directories, separated by commas, each with a
+weight behind "=" if it has one.
 
     a.jsonl=0.7,b/*.jsonl=0.3
     0: data/a=1; 8000: data/a=0.5,data/b=0.5      # stages: the second after 8000 steps
@@ -15,6 +16,10 @@ from typing import NamedTuple
 from groundup.errors import UserError
 
 MOST_COMMAS = 8  # in one name
+# By these a directory that prepare.py made is known, also without its manifest.
+PREPARED = {"report.md", "dropped.tsv"}
+# Also of packed files.
+DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
 def split_names(names: str) -> list[str]:
@@ -57,6 +62,87 @@ def matches(name: str) -> list[str]:
         if not last:
             return []
     return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
+
+
+# ---- the files of a setting --------------------------------------------------------------------
+
+
+def find_files(input: str) -> list[str]:
+    """Return the paths of `input`: files, directories, globs, comma-separated; "-" is standard
+    input. In the order given, each once; of a directory the files that `is_data`, recursively, in
+    the byte order of relative paths. Raise UserError for a part that matches no file."""
+    found: list[str] = []
+    for part in filter(None, split_names(input)):
+        matched = [part] if part == "-" else matches(part)
+        files = [
+            file
+            for match in matched
+            for file in (list_directory(match) if os.path.isdir(match) else [match])
+        ]
+        if not files:
+            hint = "give files, directories or globs, separated by commas"
+            hint += " (, and not the full-width \uff0c)" if "\uff0c" in part else ""
+            raise UserError(f"data: no file matches {part!r}; {hint}")
+        found += files
+    unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file
+    for file in found:
+        real = os.path.realpath(file)
+        if os.path.islink(unlinked.setdefault(real, file)):
+            unlinked[real] = file
+    return list(unlinked.values())
+
+
+def list_directory(top: str) -> list[str]:
+    """Return the data files of a directory; print how many others it has, and the first names."""
+    files, others = [], []
+    seen = {os.path.realpath(top)}  # a link to a folder above would never end
+    for folder, folders, names in os.walk(top, followlinks=True):
+        if PREPARED.issubset(names):
+            folders.clear()
+            where = shown_name(folder)
+            if folder == top:
+                hint = "give the files that it was made of, or its train.jsonl"
+                what = f"{where} is a directory that prepare.py made, not raw data"
+                raise UserError(f"data: {what}; {hint}")
+            print(f"data: {where} is left out: prepare.py made it")
+            continue
+        entered = {}  # of two links to a folder, one
+        for name in folders:
+            real = os.path.realpath(os.path.join(folder, name))
+            if not name.startswith(".") and real not in seen:
+                entered[real] = name
+        folders[:] = entered.values()
+        seen |= entered.keys()
+        for name in names:
+            path = os.path.relpath(os.path.join(folder, name), top)
+            (files if is_data(name) else others).append(path)
+    if others := sorted(map(shown_name, others)):
+        shown = ", ".join(others[:10]) + (", ..." if len(others) > 10 else "")
+        what = f"passed over {len(others):,} that are no data by name: {shown}"
+        hint = f"of a directory only {' '.join(DATA_SUFFIXES)} are read, also packed"
+        hint += "; name other files, or give a glob"
+        print(f"data: {shown_name(top)}: {what}; {hint}")
+    return [os.path.join(top, file) for file in sorted(files, key=os.fsencode)]
+
+
+def is_data(name: str) -> bool:
+    """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE,
+    a suffix of data."""
+    stem, suffix = os.path.splitext(unpacked_name(name))
+    # of Hugging Face's and LLaMA-Factory's folders
+    about = ("readme", "license", "dataset_info", "dataset_infos")
+    return not name.startswith(".") and stem not in about and suffix in DATA_SUFFIXES
+
+
+def unpacked_name(path: str) -> str:
+    """Return the name of a file in lower case, without the suffix of its compression."""
+    return re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
+
+
+def shown_name(path: str) -> str:
+    """Return a path as valid Unicode in one line without tabs: names from zip files may be GBK."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return re.sub(r"[\0-\x1f\x7f]", lambda control: repr(control[0])[1:-1], text)
 
 
 # ---- the settings data_dir, data, val_data and max_epochs ------------------------------------

@@ -1,6 +1,7 @@
-"""Raw files: which files a setting means, and their documents, in bounded memory, in parts that
-different processes may read. What cannot be read is reported with file, line, byte offset and size:
-the bytes read are those of documents and those lost.
+"""Documents of raw files, in bounded memory, in parts that different processes may read.
+
+What cannot be read is reported with file, line, byte offset and size: the bytes read are those of
+documents and those lost.
 
 .txt .jsonl .json (an array, or values one after the other) .csv .tsv .parquet, each also as .gz
 .bz2 .xz .zst. The records of a file are in records.py, what their keys mean in row_formats.py.
@@ -11,84 +12,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from groundup.errors import UserError
-from groundup.files import parquet, paths, streams
-from groundup.files.records import Report, container, read_records, unpacked_name
+from groundup.files import parquet, streams
+from groundup.files.records import Report, container, read_records
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
 
-# By these a directory that prepare.py made is known, also without its manifest.
-PREPARED = {"report.md", "dropped.tsv"}
-# Also of packed files.
-DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
-
-
-def find_files(input: str) -> list[str]:
-    """Return the paths of `input`: files, directories, globs, comma-separated; "-" is standard
-    input. In the order given, each once; of a directory the files that `is_data`, recursively, in
-    the byte order of relative paths. Raise UserError for a part that matches no file."""
-    found: list[str] = []
-    for part in filter(None, paths.split_names(input)):
-        matched = [part] if part == "-" else paths.matches(part)
-        files = [
-            file
-            for match in matched
-            for file in (list_directory(match) if os.path.isdir(match) else [match])
-        ]
-        if not files:
-            hint = "give files, directories or globs, separated by commas"
-            hint += " (, and not the full-width \uff0c)" if "\uff0c" in part else ""
-            raise UserError(f"data: no file matches {part!r}; {hint}")
-        found += files
-    unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file
-    for file in found:
-        real = os.path.realpath(file)
-        if os.path.islink(unlinked.setdefault(real, file)):
-            unlinked[real] = file
-    return list(unlinked.values())
-
-
-def list_directory(top: str) -> list[str]:
-    """Return the data files of a directory; print how many others it has, and the first names."""
-    files, others = [], []
-    seen = {os.path.realpath(top)}  # a link to a folder above would never end
-    for folder, folders, names in os.walk(top, followlinks=True):
-        if PREPARED.issubset(names):
-            folders.clear()
-            where = streams.shown_name(folder)
-            if folder == top:
-                hint = "give the files that it was made of, or its train.jsonl"
-                what = f"{where} is a directory that prepare.py made, not raw data"
-                raise UserError(f"data: {what}; {hint}")
-            print(f"data: {where} is left out: prepare.py made it")
-            continue
-        entered = {}  # of two links to a folder, one
-        for name in folders:
-            real = os.path.realpath(os.path.join(folder, name))
-            if not name.startswith(".") and real not in seen:
-                entered[real] = name
-        folders[:] = entered.values()
-        seen |= entered.keys()
-        for name in names:
-            path = os.path.relpath(os.path.join(folder, name), top)
-            (files if is_data(name) else others).append(path)
-    if others := sorted(map(streams.shown_name, others)):
-        shown = ", ".join(others[:10]) + (", ..." if len(others) > 10 else "")
-        what = f"passed over {len(others):,} that are no data by name: {shown}"
-        hint = f"of a directory only {' '.join(DATA_SUFFIXES)} are read, also packed"
-        hint += "; name other files, or give a glob"
-        print(f"data: {streams.shown_name(top)}: {what}; {hint}")
-    return [os.path.join(top, file) for file in sorted(files, key=os.fsencode)]
-
-
-def is_data(name: str) -> bool:
-    """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE,
-    a suffix of data."""
-    stem, suffix = os.path.splitext(unpacked_name(name))
-    # of Hugging Face's and LLaMA-Factory's folders
-    about = ("readme", "license", "dataset_info", "dataset_infos")
-    return not name.startswith(".") and stem not in about and suffix in DATA_SUFFIXES
 
 
 def work_units(

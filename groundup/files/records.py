@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from groundup.errors import UserError
 from groundup.files import parquet, streams
 from groundup.files.encodings import Decoder
+from groundup.files.paths import shown_name, unpacked_name
 from groundup.files.streams import MAX_BYTES, Record, skip_mark, unix_lines
 
 MAX_CSV_LINES = 10_000  # of a row: more mean a quote that is never closed
@@ -57,7 +58,7 @@ class Report:
         """Count a problem and note its place. Raise UserError if strict."""
         name, detail = self.name or path, " ".join(detail.split())  # one line without tabs
         if self.strict:
-            what = f"{streams.shown_name(name)}:{line}: {reason} at byte {offset}: {detail}"
+            what = f"{shown_name(name)}:{line}: {reason} at byte {offset}: {detail}"
             hint = "mend it, or leave such records out with strict=False"
             raise UserError(f"data: {what}; {hint}")
         self.problems[reason] += 1
@@ -69,10 +70,6 @@ class Report:
 
 
 # ---- a file --------------------------------------------------------------------------------------
-
-
-def unpacked_name(path: str) -> str:
-    return re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
 
 
 def suffix_of(path: str) -> str:

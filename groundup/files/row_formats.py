@@ -11,6 +11,7 @@ why, for the caller to count and show.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -24,6 +25,7 @@ from groundup.files.turns import (
     BadRow,
     Pair,
     are_equal,
+    as_number,
     is_blank,
     is_learned,
     keys_of,
@@ -42,6 +44,7 @@ class RowFormat(NamedTuple):
     keys: str  # a row that has all of these has this format
     read: Callable[[dict], str | list[dict] | Pair]
     also: str = ""  # keys that are read, too, where a row has them
+    fits: Callable[[dict], bool] | None = None  # what else is true of a row of this format
 
 
 def document_of(row: object, text_key: str = "") -> tuple[str, str]:
@@ -125,9 +128,11 @@ def refuse_one_side(row: dict, original: dict) -> None:
 
 
 def as_object(row: object) -> dict:
-    """Return a row as an object: a list of turns is a conversation (nanochat's). Raise BadRow."""
-    if isinstance(row, list) and listed(row) and turns.name_of(row[0]) is not None:
-        return {"messages": row}
+    """Return a row as an object: a list of turns (nanochat's) or of texts (LCCC's) is a
+    conversation. Raise BadRow."""
+    if isinstance(row, list) and turns.is_thread(row):
+        if isinstance(row[0], str) or turns.name_of(row[0]) is not None:
+            return {"messages": row}
     if isinstance(row, dict):
         return row
     hint = ""
@@ -144,7 +149,7 @@ def hint_of(row: dict, kind: str) -> str:
         return f"; these are answers of sample.py: {how}"
     if "completions" in row and "labels" in row:
         return "; these are steps with labels (trl's stepwise), from which no stage here learns"
-    if kind == "preference" and label_of(row) is not None:
+    if kind == "preference" and label_of(row) is not None and recognise(row, "chat"):
         return "; this is an answer with a label: dpo.py --loss=kto learns from it"
     kinds = ("chat", "text", "preference")  # chats first: many are known as text too
     other = next((one for one in kinds if one != kind and recognise(row, one)), "")
@@ -153,8 +158,12 @@ def hint_of(row: dict, kind: str) -> str:
     thread = next((key for key, value in row.items() if turns.is_thread(value)), "")
     others = [value for key, value in row.items() if key != thread and isinstance(value, str)]
     found = listed(row[thread]) if thread else None
-    if kind == "chat" and thread and not name and (found or not any(others)):
-        names = turns.naming(found) if found else ""  # texts have none
+    names = turns.naming(found) if found else ""  # texts have none
+    is_list = isinstance(row.get(thread), list) and found and not turns.exchange_keys(found)
+    if kind != "text" and is_list and recognise(found[0], kind):
+        return f"; {thread!r} holds rows: give a file of that list alone"
+    may_be_turns = "KEY" not in names if found else not any(others)
+    if kind == "chat" and thread and not name and may_be_turns:
         setting = ",".join(filter(None, (f"messages={thread}", names)))
         return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
     if kind == "text" or other in ("chat", "preference"):
@@ -209,7 +218,7 @@ def format_of(row: dict, kind: str) -> RowFormat | None:
     two_sides = "rejected" in row and ("chosen" in row or "messages" in row)
     if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
-    known = formats_with(tuple(row), kind)
+    known = [one for one in formats_with(tuple(row), kind) if one.fits is None or one.fits(row)]
     for one in known:
         if has_all(row, one):
             return one
@@ -254,9 +263,11 @@ def usual_names(**names: str) -> dict[str, str]:
 
 
 OTHER_NAMES = usual_names(
-    # MedicalGPT, CValues, StackExchange, When2Call, OpenAI
-    chosen="response_chosen pos_resp response_j chosen_response preferred_output",
-    rejected="reject rejected_response response_rejected neg_resp response_k non_preferred_output",
+    # MedicalGPT, CValues, StackExchange, When2Call, OpenAI, Vezora, torchtune
+    chosen="response_chosen pos_resp response_j chosen_response preferred_output accepted "
+    "chosen_conversations",
+    rejected="reject rejected_response response_rejected neg_resp response_k non_preferred_output "
+    "rejected_conversations",
     input="inputs",  # Aya, FLAN, xP3
     reasoning_content="Complex_CoT",  # medical-o1
 )
@@ -309,7 +320,8 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
-    return left
+    labels = [key for key in KTO_LABELS if has_content(row.get(key))]
+    return left + [key for key in labels if math.isnan(as_number(row[key]))]
 
 
 @lru_cache(maxsize=256)  # the rows of a file have the same keys
@@ -341,13 +353,19 @@ def unread_settings(settings: object) -> list[str]:
 
 def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
     """Return the keys of turns that hold content but are not read, each once."""
+    known = turns.keys_read_of(listing)
     found: dict[str, None] = {}
     for turn in listing:
-        if not turn.keys() <= KNOWN_OF_TURNS:
-            for name in turn.keys() - KNOWN_OF_TURNS:
-                if not is_about(name) and has_content(turn[name]):
+        if not turn.keys() <= known:
+            for name in turn.keys() - known:
+                is_flag = turn[name] is not None and OF_FLAGS.search(name)
+                if is_flag or (not is_about(name) and has_content(turn[name])):
                     found[name] = None
     return [f"{key}.{name}" for name in found]
+
+
+# in the name of a key of a turn that may say whether to learn from it, whatever it holds
+OF_FLAGS = re.compile("loss|train|learn|mask|weight", re.IGNORECASE)
 
 
 def has_content(value: object) -> bool:
@@ -356,7 +374,6 @@ def has_content(value: object) -> bool:
     return not isinstance(value, bool | int | float) and value not in (None, [], {})
 
 
-KNOWN_OF_TURNS = {*turns.TURN_KEYS, *turns.THOUGHT_KEYS}
 TURN_LISTS = (*THREADS, "prompt", "completion", "chosen", "rejected", "rejected_messages")
 TURN_LISTS += ("conversation_a", "conversation_b")
 BESIDE = {"text": "", "preference": "completions,difficulty,score,margin,@answers"}  # in any format
@@ -476,7 +493,8 @@ def whole_question(question: str, row: dict) -> str:
     asked = text(question, row)
     if ABOUT_QUESTIONS.isdisjoint(row):
         return asked
-    passages = [as_text(key, row) for key in PASSAGES if row.get(key) not in (None, "", [])]
+    beside = [key for key in PASSAGES if key != first_key(question)]
+    passages = [as_text(key, row) for key in beside if row.get(key) not in (None, "", [])]
     parts = [asked, *passages] if question.startswith("instruction") else [*passages, asked]
     return "\n".join([*parts, *(f"{letter}. {option}" for letter, option in options_of(row))])
 
@@ -550,6 +568,20 @@ def seed_task(row: dict) -> list[dict]:
     if not instances:
         raise BadRow("instances is not a list of objects, it is empty")
     return one_turn("instruction,input?", "output", {**row, **instances[0]})
+
+
+def waits_for_answer(row: dict) -> bool:
+    """Return whether the turns of a row end with a question, so that another key has the answer."""
+    found = listed(row["messages"])
+    return found is not None and turns.ROLES.get(str(turns.name_of(found[-1]))) == "user"
+
+
+def first_answer(row: dict) -> list[dict]:
+    """Return a question about a passage, and the first of the answers that are right (SQuAD)."""
+    answers = listed(row["answers"])
+    if not answers:
+        raise BadRow("answers is empty")
+    return one_turn("question", "answer", row | {"answer": answers[0].get("text")})
 
 
 def open_question(question: str, row: dict) -> list[dict]:
@@ -700,6 +732,11 @@ def sign(key: str, row: dict) -> float:
     return math.nan if not score or math.isnan(score) else float(score < 0)
 
 
+def first_or_second(key: str, row: dict) -> float:
+    """Return 1 for a preference of 1, for the first answer, 0 for one of 2 (AlpacaFarm)."""
+    return 2 - as_score(row, key)
+
+
 def winner(key: str, row: dict) -> float:
     return {"model_a": 1.0, "model_b": 0.0}.get(str(row[key]), math.nan)
 
@@ -755,13 +792,16 @@ def talking(name: str, key: str) -> RowFormat:
 
 
 CHATS = (
+    asking("turns and their answer (Dolphin R1, AceMath)", "messages", "answer")._replace(
+        fits=waits_for_answer
+    ),
     talking("messages (OpenAI)", "messages"),
     talking("conversations (ShareGPT)", "conversations"),
     talking("conversation (Firefly, WildChat, LMSYS, Capybara)", "conversation"),
     asking("instructions (Alpaca)", "instruction,input?", "output"),
     RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task, "input,output"),
     asking("instructions (Dolly, Zhihu-KOL)", "instruction,input?", "response"),
-    asking("tasks (Firefly)", "input", "target", "kind,input,target"),
+    asking("tasks (Firefly, BBH)", "input", "target"),
     asking("inputs and outputs", "input", "output"),
     asking("thoughts and contents", "input", "content", "input,reasoning_content,content"),
     asking("prompts and responses", "prompt", "response"),
@@ -770,6 +810,7 @@ CHATS = (
     asking("questions (medical CSV)", "title?,ask?", "answer", "title,ask,answer"),
     asking("questions and solutions (LIMO)", "question", "solution"),
     asking("questions and answers", "question", "answer"),
+    RowFormat("questions on a passage (SQuAD)", "question,context,answers", first_answer, ASKED),
     asking("multiple choice (ARC)", "question", "answerKey", "question,choices,answerKey"),
     asking("questions and responses (OpenOrca)", "question", "response"),
     asking("questions (baike_qa)", "title,desc?", "answer"),
@@ -779,6 +820,7 @@ CHATS = (
     asking("queries and answers (CodeFeedback)", "query", "answer"),
     asking("problems and solutions (NuminaMath, MATH)", "problem", "solution"),
     asking("problems and answers", "problem", "answer"),
+    asking("contexts and responses (counselling)", "context", "response"),
     talking("contents (Gemini)", "contents"),
     talking("a thread (OpenAssistant)", "thread"),
     RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
@@ -840,10 +882,13 @@ PAIRS = (
     answering("inputs", "input"),
     answering("turns (UltraInteract)", "trajectory"),
     answering("messages", "messages"),
+    answering("contexts (ColossalAI)", "context"),
     conversing("threads (ms-swift)", "messages,rejected_messages"),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
     conversing("dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected"),
     scoring("ranked answers (Nectar)", "prompt,answers", "answer", "rank"),
+    scoring("ranked answers (NeMo RL)", "context,completions", "completion", "rank"),
+    scoring("rated answers (StackExchange)", "question,answers", "text", "pm_score"),
     scoring(
         "rated answers (UltraFeedback, raw)",
         "instruction,completions",
@@ -858,6 +903,7 @@ PAIRS = (
     RowFormat(
         "the better of two comments (SHP)", "history,human_ref_A,human_ref_B,labels", comments
     ),
+    better("outputs (AlpacaFarm)", "instruction,output_1,output_2,preference", first_or_second),
     better("conversations (arena)", "conversation_a,conversation_b,winner", winner),
     RowFormat("instructions with two outputs", "instruction,output", two_outputs, f"input,{ASKED}"),
 )

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from groundup.errors import UserError
 from groundup.files import encodings
 from groundup.files.encodings import Verdict
+from groundup.files.paths import shown_name
 from groundup.files.untrusted import scrub
 
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
@@ -438,12 +439,6 @@ def sound_bytes(raw: bytes, codec: str, width: int, line_end: bytes) -> tuple[in
 
 
 # ---- names and texts ---------------------------------------------------------------------------
-
-
-def shown_name(path: str) -> str:
-    """Return a path as valid Unicode in one line without tabs: names from zip files may be GBK."""
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    return re.sub(r"[\0-\x1f\x7f]", lambda control: repr(control[0])[1:-1], text)
 
 
 def skip_mark(stream: io.BufferedReader) -> int:

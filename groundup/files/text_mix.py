@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.files.paths import split_names, split_weight
-from groundup.files.readers import find_files
+from groundup.files.paths import find_files, split_names, split_weight
 from groundup.files.records import Report
 from groundup.files.untrusted import scrub
 

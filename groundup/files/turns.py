@@ -43,8 +43,9 @@ class Pair(NamedTuple):
 # ---- what a row says about learning from it --------------------------------------------------
 
 # Flags of a turn, or of a part of one, that say whether to learn from it: prepare.py's, OpenAI's
-# and axolotl's, ms-swift's, LLaMA-Factory's. 0 and false mean no; null means nothing.
+# and axolotl's, ms-swift's, LLaMA-Factory's, xtuner's. 0 and false mean no; null means nothing.
 WEIGHTS = ("learn", "weight", "train", "training", "loss", "loss_scale", "loss_weight")
+WEIGHTS += ("output_with_loss",)
 ROW_WEIGHTS = ("weight", "train", "loss_scale", "loss_weight")  # evaluate.py writes a loss, too
 KTO_LABELS = ("label", "kto_tag")  # of trl, of LLaMA-Factory: whether the last answer is good
 FLAGS_OF_ROWS = ROW_WEIGHTS + KTO_LABELS
@@ -76,9 +77,8 @@ def label_of(row: object) -> bool | None:
     """Return whether a row says that its last answer is a good one, None if it does not say."""
     if not isinstance(row, dict):
         return None
-    keys = keys_among(KTO_LABELS, tuple(row))
-    found = [as_number(row[key]) for key in keys if row[key] is not None]
-    return {1.0: True, 0.0: False}.get(found[0]) if found else None
+    labels = [as_number(row[key]) for key in keys_among(KTO_LABELS, tuple(row))]
+    return next((label == 1 for label in labels if label in (0, 1)), None)
 
 
 def is_bad(row: object) -> bool:
@@ -106,10 +106,11 @@ CALL_KEYS = ("tool_calls", "function_call")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # OpenAI, Llama 3.1, LangChain, Anthropic
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-# A question and its answer in one turn: Firefly's, Capybara's.
-EXCHANGES = (("human", "assistant"), ("input", "output"))
-TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *WEIGHTS, "train_detail"}
-TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools", *sum(EXCHANGES, ())}
+TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *THOUGHT_KEYS, *WEIGHTS, "train_detail"}
+TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools"}
+# Keys of a question and its answer in one turn: Firefly's; Capybara's and xtuner's; COIG's
+EXCHANGES = (("human", "assistant"), ("input", "output"), ("question", "answer"))
+EXCHANGES += (("user", "assistant"), ("prompt", "response"), ("query", "response"))
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
 SYSTEM_KEYS += ("systemInstruction", "system_instruction")  # Gemini
@@ -169,7 +170,7 @@ def read_turns(value: object) -> list[dict]:
     turns = listed(value)
     if turns is None:
         return texts_by_turns(unpacked(value))
-    if found := next((keys for keys in EXCHANGES if keys[0] in turns[0]), None):
+    if found := exchange_keys(turns):
         messages = read_exchanges(turns, *found)
     else:
         messages = []
@@ -214,15 +215,33 @@ def texts_by_turns(value: object) -> list[dict]:
     return turns
 
 
+def exchange_keys(turns: list[dict]) -> tuple[str, str] | None:
+    """Return the keys of question and answer if turns are both in one; None if they have roles."""
+    if name_of(turns[0]) is not None:
+        return None
+    return next((keys for keys in EXCHANGES if keys[0] in turns[0]), None)
+
+
+def keys_read_of(turns: list[dict]) -> set[str]:
+    """Return the keys of turns that are read."""
+    found = exchange_keys(turns)
+    return {*found, *WEIGHTS, "system", "tools"} if found else TURN_KEYS
+
+
 def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
-    """Return messages of [{question: ..., answer: ...}, ...]; the last answer may be missing."""
+    """Return messages of [{question: ..., answer: ...}, ...]; the last answer may be missing.
+
+    The first may have a system message (xtuner), which others may repeat."""
+    system = turns[0].get("system")
+    if any(turn.get("system") not in (None, "", system) for turn in turns):
+        raise BadRow("a system message not first")
     messages = []
     for i, turn in enumerate(turns):
         messages.append(message("user", turn.get(question)))
         if i + 1 < len(turns) or turn.get(answer) is not None:
             flag = {} if is_learned(turn) else {"learn": False}
             messages.append(message("assistant", turn.get(answer)) | flag)
-    return messages
+    return with_system(messages, {"system": system}) if system else messages
 
 
 def add_turn(messages: list[dict], new: dict, calls: bool) -> None:
@@ -268,6 +287,8 @@ def role_of(turn: dict) -> str:
 
 def naming(found: list[dict]) -> str:
     """Return the text_key to try for turns, "" if keys are known. The longest texts are contents."""
+    if exchange_keys(found):
+        return ""
     lengths: Counter[str] = Counter()
     for turn in found:
         lengths.update({key: len(text) for key, text in turn.items() if isinstance(text, str)})

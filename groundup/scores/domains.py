@@ -22,7 +22,7 @@ import torch
 
 from groundup.errors import UserError, listed
 from groundup.files import readers, records
-from groundup.files.paths import split_names
+from groundup.files.paths import find_files, split_names
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
 from tokenizer import Tokenizer
@@ -53,9 +53,9 @@ def parse_domains(spec: str) -> list[Domain]:
         named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
         if named or os.path.isdir(part):
             name = named[1].strip() if named else os.path.basename(os.path.abspath(part))
-            domains.append(Domain(name, readers.find_files(named[2] if named else part)))
+            domains.append(Domain(name, find_files(named[2] if named else part)))
             continue
-        for path in readers.find_files(part):
+        for path in find_files(part):
             name = os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
             domains.append(Domain(name, [path]))
     if not domains:

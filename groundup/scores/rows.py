@@ -31,8 +31,9 @@ import torch
 
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError, naming
-from groundup.files import answer_files, readers, records, row_formats, streams, turns
+from groundup.files import answer_files, records, row_formats, streams, turns
 from groundup.files.answer_files import need_settings, read_settings
+from groundup.files.paths import find_files
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable
 from groundup.scores import domains
@@ -120,7 +121,7 @@ def reasons(problems: Counter) -> str:
 
 def reward_key(directory: Path, source: str, dtype: torch.dtype) -> str:
     """Return a fingerprint of all that decides the rewards of the files in `source`."""
-    paths = readers.find_files(source)
+    paths = find_files(source)
     known = [huggingface.weights_fingerprint(directory), str(dtype)]
     known += [file_sha256(Path(path)) for path in paths]
     known += [json.dumps(read_settings(path)) for path in paths]
@@ -166,7 +167,7 @@ def write_losses(
     report = records.Report(max_places=SHOWN_PLACES)
     works = (
         Work(row, problem) if problem else work_of(row, tokenizer, settings, report)
-        for _, row, problem in read_rows(readers.find_files(source), report, settings.txt_split)
+        for _, row, problem in read_rows(find_files(source), report, settings.txt_split)
     )
 
     def score(some: list[Work]) -> list[dict]:
@@ -284,7 +285,7 @@ def write_rewards(
 def files_of(source: str) -> list[str]:
     """Return the files of rows in `source`: files, directories or globs. Raise UserError if
     there are none."""
-    if "-" in (paths := readers.find_files(source)):
+    if "-" in (paths := find_files(source)):
         what = "standard input cannot be scored, for it is read more than once"
         raise UserError(f"reward: {what}; give a file")
     found = [path for path in paths if not answer_files.is_settings_file(path)]

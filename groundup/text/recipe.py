@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from groundup.errors import UserError, refuse
-from groundup.files import paths, readers
+from groundup.files import paths
 from groundup.files.encodings import check_codec
+from groundup.files.paths import find_files
 from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
@@ -285,7 +286,7 @@ def files_digest(config: dict, sources: Sequence[Source]) -> str:
     UserError."""
     files = [parse_rules(source.rules).keep.rpartition(":")[0] for source in sources]
     for key in ("decontaminate", "prompts_from"):
-        files += readers.find_files(config[key].removeprefix(CUT))
+        files += find_files(config[key].removeprefix(CUT))
     try:
         content = b"".join(Path(file).read_bytes() for file in files if file)
     except OSError as error:

@@ -31,6 +31,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams, text_keys, turns, untrusted
+from groundup.files.paths import find_files
 from groundup.files.records import PIECE_CHARS, Report, piece_end, read_records
 from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
 from groundup.files.text_keys import as_score
@@ -269,7 +270,7 @@ class Judge:
         """Return the cleaned first questions of the conversations in recipe.prompts_from. Raise
         UserError."""
         found = set()
-        for path in readers.find_files(self.recipe.prompts_from):
+        for path in find_files(self.recipe.prompts_from):
             for record in read_records(path):
                 messages, problem = row_formats.messages_of(streams.mended(record.value))
                 question = self.clean(first_question(messages)).strip()

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from groundup.errors import UserError, say
-from groundup.files import readers, records, row_formats, streams
-from groundup.files.paths import Stage, parse_data_dir, parse_weights
+from groundup.files import records, row_formats, streams
+from groundup.files.paths import Stage, find_files, parse_data_dir, parse_weights
 from groundup.files.splits import assign, split_position
 from groundup.files.turns import BadRow
 from groundup.tokens.batches import Corpus, names_of
@@ -162,7 +162,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
         held_out = np.array(marks, bool)
     else:
         positions = array("Q")
-        for file in readers.find_files(path):
+        for file in find_files(path):
             for text, item in reader.read(file):
                 store.append(item)
                 positions.append(split_position(text.encode()))

@@ -13,6 +13,7 @@ import pytest
 import prepare
 from groundup.errors import UserError
 from groundup.files import encodings, readers, records, streams
+from groundup.files.paths import find_files
 from groundup.files.records import Report
 from groundup.files.row_formats import messages_of
 from groundup.text.clean import clean
@@ -403,12 +404,12 @@ def test_a_directory_is_read_without_prepared_ones_and_links_to_what_is_in_it(tm
     (data / "0.txt").symlink_to(data / "a.txt")
     for name in ("manifest.json", "report.md", "dropped.tsv", "train.jsonl"):
         (data / "old" / name).write_text("{}", "utf-8")
-    assert readers.find_files(str(data)) == [str(data / "a.txt")]
+    assert find_files(str(data)) == [str(data / "a.txt")]
     assert f"{data}/old is left out: prepare.py made it" in capsys.readouterr().out
-    assert readers.find_files(f"{data}/0.txt,{data}/a.txt") == [str(data / "a.txt")]
-    assert readers.find_files(str(data / "old" / "train.jsonl"))
+    assert find_files(f"{data}/0.txt,{data}/a.txt") == [str(data / "a.txt")]
+    assert find_files(str(data / "old" / "train.jsonl"))
     with pytest.raises(UserError, match="is a directory that prepare.py made, not raw data; give"):
-        readers.find_files(str(data / "old"))
+        find_files(str(data / "old"))
 
 
 def test_of_a_directory_only_data_files_are_read_and_the_others_are_named(tmp_path: Path, capsys) -> None:
@@ -418,10 +419,10 @@ def test_of_a_directory_only_data_files_are_read_and_the_others_are_named(tmp_pa
     for name in [*data, *others]:
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_bytes(b"x")
-    assert readers.find_files(str(top)) == [str(top / name) for name in data]
+    assert find_files(str(top)) == [str(top / name) for name in data]
     said = capsys.readouterr().out
     assert f"{top}: passed over 8 that are no data by name: " in said and all(name in said for name in others)
-    assert readers.find_files(f"{top}/*.md,{top}/load.py") == [f"{top}/README.md", f"{top}/load.py"]
+    assert find_files(f"{top}/*.md,{top}/load.py") == [f"{top}/README.md", f"{top}/load.py"]
     (top / "a.TXT").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     with pytest.raises(UserError, match="a.TXT is a pointer of Git LFS, not the file; run git lfs pull"):
         list(readers.read_documents(str(top / "a.TXT")))

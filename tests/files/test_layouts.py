@@ -684,6 +684,107 @@ CHATS = {
         ASKED,
         [],
     ),
+    # ---- turns of one question and answer each, and answers beside turns
+    "xtuner, InternLM": (
+        {
+            "conversation": [
+                {"system": "Be brief.", "input": "2 + 2?", "output": "4"},
+                {"system": "Be brief.", "input": "5?", "output": "6"},
+            ]
+        },
+        [s("Be brief."), *ASKED, u("5?"), a("6")],
+        [],
+    ),
+    "xtuner, another system message later": (
+        {
+            "conversation": [
+                {"input": "2 + 2?", "output": "4"},
+                {"system": "Be brief.", "input": "5?", "output": "6"},
+            ]
+        },
+        "a system message not first",
+        [],
+    ),
+    "COIG, question and answer": (
+        {"instruction": "Talk.", "conversations": [{"question": "2 + 2?", "answer": "4"}]},
+        ASKED,
+        ["instruction"],
+    ),
+    "turns of user and assistant": (
+        {"messages": [{"user": "2 + 2?", "assistant": "4"}, {"user": "5?", "assistant": "6"}]},
+        [*ASKED, u("5?"), a("6")],
+        [],
+    ),
+    "turns of prompt and response": (
+        {"messages": [{"prompt": "2 + 2?", "response": "4", "topic": "sums"}]},
+        ASKED,
+        ["messages.topic"],
+    ),
+    "keys of other turns beside a role": (
+        {"messages": [u("2 + 2?") | {"answer": "x", "input": "y"}, a("4")]},
+        ASKED,
+        ["messages.answer", "messages.input"],
+    ),
+    "Dolphin R1": (
+        {
+            "messages": [s("Be brief."), u("2 + 2?")],
+            "reasoning": "Sum.",
+            "answer": "4",
+            "model": "m",
+        },
+        [s("Be brief."), u("2 + 2?"), a("<think>\nSum.\n</think>\n\n4")],
+        ["model"],
+    ),
+    "AceMath": ({"messages": [u("2 + 2?")], "answer": "4"}, ASKED, []),
+    "OpenR1-Math: an answer beside a whole conversation": (
+        {"problem": "2 + 2?", "solution": "It is 4.", "answer": "4", "messages": [u("2 + 2?"), a("4.")]},
+        [u("2 + 2?"), a("4.")],
+        ["solution", "answer"],
+    ),
+    "SQuAD": (
+        {
+            "id": "1",
+            "title": "Sums",
+            "context": "2 + 2 is 4.",
+            "question": "2 + 2?",
+            "answers": {"text": ["4", "four"], "answer_start": [9, 9]},
+        },
+        [u("2 + 2 is 4.\n2 + 2?"), a("4")],
+        ["title"],
+    ),
+    "SQuAD 2, no answer": (
+        {"context": "Tea.", "question": "2 + 2?", "answers": {"text": [], "answer_start": []}},
+        "answers is empty",
+        [],
+    ),
+    "BBH": ({"input": "2 + 2?", "target": "4"}, ASKED, []),
+    "counselling conversations": ({"Context": "2 + 2?", "Response": "4"}, ASKED, []),
+    "LCCC: a list of texts": (["2 + 2?", "4"], ASKED, []),
+    "Infinity-Instruct: labels that mark nothing": (
+        {"conversations": turns(Q, A), "label": {"ability_en": ["sums"]}, "langdetect": "en"},
+        ASKED,
+        ["label", "langdetect"],
+    ),
+    "flags of turns that nobody knows": (
+        {"messages": [u("2 + 2?"), a("4", loss_mask=False, is_trained=True, n=1, ok=True)]},
+        ASKED,
+        ["messages.loss_mask", "messages.is_trained"],
+    ),
+    "LMFlow: rows within one object": (
+        {"type": "conversation", "instances": [{"system": "x", "messages": [u("2 + 2?"), a("4")]}]},
+        "'instances' holds rows: give a file of that list alone",
+        [],
+    ),
+    "exchanges under another key": (
+        {"dialog": [{"input": "2 + 2?", "output": "4"}]},
+        "prepare.py --text_key='messages=dialog' reads",
+        [],
+    ),
+    "lists that are no turns": (
+        {"ask": "2 + 2?", "spans": {"text": ["4"], "start": [0]}},
+        "--text_key='question=KEY,answer=KEY'",
+        [],
+    ),
 }
 
 # name: (row, the contents of answers that are learned, "" if the row is left out)
@@ -759,6 +860,15 @@ FLAGS = {
             "conversation": [
                 {"human": "a", "assistant": "BAD", "weight": 0},
                 {"human": "b", "assistant": "GOOD"},
+            ]
+        },
+        ["GOOD"],
+    ),
+    "output_with_loss (xtuner)": (
+        {
+            "conversation": [
+                {"input": "a", "output": "BAD", "output_with_loss": False},
+                {"input": "b", "output": "GOOD", "output_with_loss": True},
             ]
         },
         ["GOOD"],
@@ -1009,6 +1119,61 @@ PAIRS = {
     "a table of pairs with headings": (
         {"Prompt": "Hi", "Chosen": "good", "Rejected": "bad"},
         Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "answers that are accepted": (
+        {"input": "Hi", "accepted": "good", "rejected": "bad"},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "torchtune": (
+        {"chosen_conversations": [u("Hi"), GOOD], "rejected_conversations": [u("Hi"), BAD]},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "NeMo RL": (
+        {
+            "context": [u("Hi")],
+            "completions": [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}],
+        },
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "ColossalAI": (
+        {
+            "context": turns(("human", "Hi"), content="content"),
+            "chosen": turns(("assistant", "good"), content="content"),
+            "rejected": turns(("assistant", "bad"), content="content"),
+        },
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "a context that is the prompt": (
+        {"context": "Hi", "chosen": "good", "rejected": "bad"},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "StackExchange, scored": (
+        {
+            "qid": 1,
+            "question": "Hi",
+            "answers": [
+                {"answer_id": 1, "text": "bad", "pm_score": 1, "selected": False},
+                {"answer_id": 2, "text": "good", "pm_score": 4, "selected": True},
+            ],
+            "date": "2020",
+        },
+        Pair([u("Hi")], "good", "bad"),
+        ["date"],
+    ),
+    "AlpacaFarm": (
+        {"instruction": "Hi", "input": "", "output_1": "bad", "output_2": "good", "preference": 2},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "two outputs and a label": (
+        {"instruction": "Hi", "output_1": "good", "output_2": "bad", "label": 1},
+        "--text_key='question=KEY,chosen=KEY,rejected=KEY'",
         [],
     ),
     "trl stepwise": (

@@ -16,6 +16,7 @@ import pytest
 
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
+from groundup.files.paths import find_files
 from groundup.files.records import Report
 
 TEXTS = [
@@ -150,7 +151,7 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_standard_input(monkeypatch: pytest.MonkeyPatch, raw: bytes, expected: list[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
-    assert readers.find_files("-") == ["-"] and readers.work_units("-") == [(0, None)]
+    assert find_files("-") == ["-"] and readers.work_units("-") == [(0, None)]
     assert read("-") == expected
 
 
@@ -431,14 +432,14 @@ def test_find_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(name, encoding="utf-8")
     tree = ["d/a-1.txt", "d/a/z.txt", "d/b.txt", "d/中.txt"]
-    assert readers.find_files("d") == tree
-    assert readers.find_files("e.txt, d,e.txt") == ["e.txt", *tree]
-    assert readers.find_files("*.txt") == ["e.txt"]
-    assert readers.find_files("d/**/*.txt") == sorted(tree)
+    assert find_files("d") == tree
+    assert find_files("e.txt, d,e.txt") == ["e.txt", *tree]
+    assert find_files("*.txt") == ["e.txt"]
+    assert find_files("d/**/*.txt") == sorted(tree)
     with pytest.raises(UserError, match=r"no file matches 'f/\*.txt'"):
-        readers.find_files("e.txt,f/*.txt")
+        find_files("e.txt,f/*.txt")
     with pytest.raises(UserError, match="not the full-width ，"):
-        readers.find_files("e.txt，d")
+        find_files("e.txt，d")
     with pytest.raises(UserError, match=r"cannot read nothing.txt: No such file or directory"):
         read("nothing.txt")
 
@@ -469,7 +470,7 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name, "utf-8")
     (tmp_path / "a" / "b" / "up").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "link").symlink_to(tmp_path / "elsewhere")
-    found = [str(Path(file).relative_to(tmp_path)) for file in readers.find_files(str(tmp_path / "a"))]
+    found = [str(Path(file).relative_to(tmp_path)) for file in find_files(str(tmp_path / "a"))]
     assert found == ["a/b/y.txt", "a/link/z.txt", "a/x.txt"]
 
 

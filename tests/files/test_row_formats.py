@@ -595,8 +595,8 @@ def test_the_chosen_dialogue_of_hh_rlhf_is_a_conversation() -> None:
     row = {"chosen": HH + "没有。", "rejected": HH + "有"}
     turns = [user("最喜欢的词？"), assistant("你呢？"), user("我先问的"), assistant("没有。")]
     assert messages_of(row) == (turns, "")
-    assert messages_of(row | {"chosen": "没有。"})[1].endswith("messages | " + " | ".join(
-        known.keys for known in row_formats.CHATS[1:]))  # fmt: skip
+    assert messages_of(row | {"chosen": "没有。"})[1].endswith(" | ".join(
+        known.keys for known in row_formats.CHATS))  # fmt: skip
 
 
 S, U, A, E, T = (

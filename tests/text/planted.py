@@ -108,11 +108,12 @@ def gather(spec: str, n: int) -> list[str]:
     """n different documents of some hundred characters, from files that readers.py understands."""
     from groundup.demo.python_docs import python_docs
     from groundup.files import readers
+    from groundup.files.paths import find_files
 
     found: dict[str, str] = {}
     for name in spec.split(","):
         texts = python_docs() if name == "python-docs" else (
-            d.value for path in readers.find_files(name) for d in readers.read_documents(path))
+            d.value for path in find_files(name) for d in readers.read_documents(path))
         for text in texts:
             for begin in range(0, len(text), 900):
                 piece = text[begin : begin + 900]

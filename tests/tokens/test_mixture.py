@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from groundup.errors import UserError
-from groundup.files import readers
-from groundup.files.paths import Stage, parse_data_dir, parse_weights
+from groundup.files.paths import Stage, find_files, parse_data_dir, parse_weights
 from groundup.tokens import mixture
 from groundup.tokens.mixture import Mixture, Sampler, window_sampler
 
@@ -256,16 +255,16 @@ def test_names_with_commas_equals_signs_and_brackets(tmp_path, monkeypatch):
     for name in names:
         assert parse_weights(name, name) == {name: None}
         assert parse_weights(f"{name}=0.5", name) == {name: 0.5}
-        assert readers.find_files(name) == [name]
+        assert find_files(name) == [name]
     every = ",".join(names)
     assert list(parse_weights(every, every)) == list(names)
-    assert readers.find_files(every) == list(names)
+    assert find_files(every) == list(names)
     weighed = "lang=zh/x.jsonl=2,a,b.jsonl=1,[v2]/y.jsonl=3"
     assert parse_weights(weighed, "") == {names[1]: 2.0, names[0]: 1.0, names[2]: 3.0}
     with pytest.raises(UserError, match="weigh all or none"):
         parse_weights("c=1.jsonl=2,a,b.jsonl", "")
-    assert readers.find_files("[v2]/*.jsonl") == ["[v2]/y.jsonl"]
-    assert readers.find_files("lang=*/*.jsonl") == ["lang=zh/x.jsonl"]
+    assert find_files("[v2]/*.jsonl") == ["[v2]/y.jsonl"]
+    assert find_files("lang=*/*.jsonl") == ["lang=zh/x.jsonl"]
     assert parse_weights("lang=*/*.jsonl=2", "") == {"lang=*/*.jsonl": 2.0}
     (tmp_path / "[v2]" / "dataset_info.json").write_text("{}")
-    assert readers.find_files("[v2]") == ["[v2]/y.jsonl"]
+    assert find_files("[v2]") == ["[v2]/y.jsonl"]
