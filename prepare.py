@@ -37,19 +37,11 @@ from configurator import configure, write_config
 from groundup.errors import UserError
 from groundup.files.paths import find_files
 from groundup.text import answer_pairs, dedup, inputs, prepared_dir, report
+from groundup.text import select as selection
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import work_dir, work_path
-from groundup.text.recipe import VERSION, Recipe, check_config
-from groundup.text.select import (
-    Selection,
-    SourceDocs,
-    select,
-    split_sources,
-    training_texts,
-    write_rows,
-    write_splits,
-)
+from groundup.text.recipe import VERSION, Recipe, check_config, say_unused
 from groundup.text.show import show_rows
 from groundup.text.unit import Counts, Unit, inspect_unit, plan_units, tokenize_unit
 from groundup.text.workers import worker_pool
@@ -97,7 +89,6 @@ NEXT = {
     "chat": "python sft.py --init_from=MODEL --data=",
     "preference": "python dpo.py --init_from=MODEL --data=",
 }
-VOCAB_SIZE = vocab_size  # the default; what is given may be another
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 
 
@@ -145,7 +136,7 @@ def build(
         counts.add(lost)
         chosen, parts = choose_documents(files, units, counts, recipe, work, info)
         if recipe.kind == "text" and tokenizer is None:
-            texts = training_texts(parts, chosen, TOKENIZER_BYTES, recipe)
+            texts = selection.training_texts(parts, chosen, TOKENIZER_BYTES, recipe)
             tokenizer = train(texts, config["vocab_size"], "bpe", config["pattern"])
             tokenizer.save(out)
             if config["tokenizer_dir"]:
@@ -155,10 +146,11 @@ def build(
             threads = max(1, n_workers // max(1, len(units)))  # one text is one unit
             settings = {"fingerprint": tokenizer.chat_fingerprint(), "threads": threads}
             tokenize = partial(tokenize_unit, kind=recipe.kind, work=work, **settings)
-            for _ in map_units(tokenize, units, "tokenize"):
-                pass
-    write = write_splits if recipe.kind == "text" else write_rows
-    manifest = write(parts, chosen, recipe, tokenizer, info)
+            chosen.tokenized = map_units(tokenize, units, "tokenize")
+        # What is written first is encoded first, so both go on at a time.
+        is_text = recipe.kind == "text"
+        write = selection.write_splits if is_text else selection.write_rows
+        manifest = write(parts, chosen, recipe, tokenizer, info)
     if config["pack"]:
         pack_documents(out, config["pack"])
     return manifest
@@ -176,16 +168,16 @@ def inspect_units(units: list[Unit], recipe: Recipe, map_units: Callable, work: 
 
 def choose_documents(
     files: list[Input], units: list[Unit], counts: Counts, recipe: Recipe, work: Path, info: dict
-) -> tuple[Selection, list[SourceDocs]]:
+) -> tuple[selection.Selection, list[selection.SourceDocs]]:
     """Drop copies, and decide the splits. Write all tables and reports, and what became of the
     input into `info`."""
     of_pairs = [work / f"pairs_{k}.jsonl.problems" for k in range(len(info.get("answers", [])))]
     report.write_problems(files, of_pairs, counts, units, work)
     inputs.add_digests(info["inputs"], files, counts.digests)
     info["inputs"] = inputs.write(info["inputs"], work / "out")
-    chosen = select(units, recipe, work)
+    chosen = selection.select(units, recipe, work)
     report.check_kept(counts, chosen)
-    parts = split_sources(chosen, recipe)
+    parts = selection.split_sources(chosen, recipe)
     info |= report.summarize(files, counts, chosen, parts, recipe)
     report.write_dropped(chosen)
     report.write_report(info, chosen)
@@ -244,10 +236,8 @@ def main(config: dict) -> int:
     tokenizer = existing_tokenizer(
         config["tokenizer_dir"], recipe.kind, config["chat_template_kwargs"], dated
     )
-    size, n_ids = config["vocab_size"], tokenizer.vocab_size if tokenizer else 0
-    if n_ids and size != VOCAB_SIZE and not size <= n_ids < size + 128:  # it is rounded up
-        has = f"tokenizer_dir={config['tokenizer_dir']} has a tokenizer of {n_ids}"
-        print(f"prepare: vocab_size={size} has no effect: {has}")
+    if tokenizer:
+        say_unused(config, tokenizer.vocab_size)
     if recipe.kind == "chat" and tokenizer and tokenizer.foreign_template:
         recipe = replace(recipe, template=tokenizer.chat_fingerprint())
     if config["show"]:

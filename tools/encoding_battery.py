@@ -22,7 +22,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -130,19 +129,19 @@ def main() -> None:
     parser.add_argument("--poems", default="")
     parser.add_argument("--texts", default="")
     parser.add_argument("--pages", type=int, default=0, help="a sample of so many; 0 = all")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of CPU, then stop")
+    parser.add_argument("--part", default="1/1", help="i/k: the i-th of k parts of the pages")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
     pages = pages_of(options.man, options.poems, options.texts)
     rng.shuffle(pages)
-    pages = pages[: options.pages or None]
+    part, n_parts = map(int, options.part.split("/"))
+    mine = pages[: options.pages or None][part - 1 :: n_parts]
+    rng = random.Random(f"{options.seed} {part}")
     cells: dict[tuple[str, str], Counter] = defaultdict(Counter)
     languages: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for language, text in pages:
-            if time.process_time() > options.seconds:
-                break
+        for language, text in mine:
             languages[language] += 1
             _, other = rng.choice(pages)
             # Of the encodings of Unicode one by chance: they are alike for every language.

@@ -29,6 +29,8 @@ KINDS_OF = {
     "hold_out": (("chat",), 0),
     "prompts_from": (("preference",), ""),
     "pair_by": (("preference",), ""),
+    "vocab_size": (("text",), 32_768),
+    "pattern": (("text",), "qwen"),
 }
 
 
@@ -248,6 +250,16 @@ def check_config(config: dict) -> Recipe:
     }  # fmt: skip
     own = {item.name: config[item.name] for item in fields(Recipe) if item.name in config}
     return Recipe(**own | derived)
+
+
+def say_unused(config: dict, n_ids: int) -> None:
+    """Print which settings of a tokenizer to train do nothing beside one that has n_ids ids."""
+    for key in ("vocab_size", "pattern"):
+        value = config[key]
+        fits = key == "vocab_size" and value <= n_ids < value + 128  # it is rounded up
+        if value != KINDS_OF[key][1] and not fits:
+            has = f"tokenizer_dir={config['tokenizer_dir']} has a tokenizer of {n_ids}"
+            print(f"prepare: {key}={value} has no effect: {has}")
 
 
 def check_numbers(config: dict) -> None:

@@ -51,6 +51,14 @@ class Selection:
     partner: np.ndarray  # (n,) int64: of a dropped copy, the earlier document; else -1
     similarity: np.ndarray  # (n,) float32: of the two
     capped: int = 0  # documents not compared with all of a large bucket, see near_duplicates
+    tokenized: Iterator = iter(())  # encodes the next unit, in order, see `wait_for`
+    n_tokenized: int = 0
+
+    def wait_for(self, unit: Unit) -> None:
+        """Return when the documents of a unit are encoded."""
+        while self.n_tokenized <= unit.number:
+            next(self.tokenized)
+            self.n_tokenized += 1
 
     def of_unit(self, unit: Unit, values: np.ndarray) -> np.ndarray:
         """Return the values of the documents of a unit, from those of all."""
@@ -323,11 +331,14 @@ def training_texts_of(
 # ---- the files of each split ---------------------------------------------------------------------
 
 
-def ids_of(part: SourceDocs, dtype: np.dtype, work: Path, what: str = "tokens") -> Iterator:
+def ids_of(
+    part: SourceDocs, chosen: Selection, dtype: np.dtype, what: str = "tokens"
+) -> Iterator[np.ndarray]:
     """Yield the ids, or the masks, of each kept document of a source, in order."""
     for unit in part.units:
-        with open(unit.file(work, what), "rb") as f:
-            for n in np.fromfile(unit.file(work, "lengths"), "<i8").tolist():
+        chosen.wait_for(unit)
+        with open(unit.file(chosen.work, what), "rb") as f:
+            for n in np.fromfile(unit.file(chosen.work, "lengths"), "<i8").tolist():
                 yield np.frombuffer(f.read(n * dtype.itemsize), dtype)
 
 
@@ -339,7 +350,7 @@ def write_splits(
     dtype, shards, work = token_dtype(tokenizer.vocab_size), [], chosen.work
     ids = tokenizer.vocab_size, tokenizer.eot_id
     for part in parts:
-        tokens = ids_of(part, dtype, work)
+        tokens = ids_of(part, chosen, dtype)
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
@@ -393,7 +404,7 @@ def write_rows(
     """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and
     masks of conversations beside them, but for those held out. Write the manifest with the entries
     `info`; return it."""
-    work, out, entries = chosen.work, chosen.work / "out", {}
+    out, entries = chosen.work / "out", {}
     dtype = token_dtype(tokenizer.vocab_size) if tokenizer else np.dtype("u1")
     for number, split in enumerate(ROW_SPLITS):
         path, n_rows = out / f"{split}.jsonl", sum((p.splits == number).sum() for p in parts)
@@ -407,8 +418,8 @@ def write_rows(
                     row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
                     f.write(f"{row}\n")
                 if writer:
-                    masks = ids_of(part, np.dtype("u1"), work, "mask")
-                    tokens = zip(part.splits, ids_of(part, dtype, work), masks, strict=True)
+                    masks = ids_of(part, chosen, np.dtype("u1"), "mask")
+                    tokens = zip(part.splits, ids_of(part, chosen, dtype), masks, strict=True)
                     for its_split, ids, mask in tokens:
                         if its_split == number:
                             writer.add(ids, mask)
