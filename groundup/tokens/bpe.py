@@ -53,7 +53,7 @@ def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, in
     count_batch = counter(pattern)
     counts: Counter[str] = Counter()
     size = 0
-    for batch in batches(texts):
+    for batch in batches(texts, pattern):
         found = count_batch(batch)
         size += sum(map(n_bytes, found.keys() - counts.keys()))
         counts.update(found)
@@ -67,11 +67,11 @@ def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, in
     return dict(parts)
 
 
-def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def batches(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
     """Yield lists of texts, long ones in parts, of BATCH_CHARS or a little more."""
     batch, room = [], BATCH_CHARS
     for text in texts:
-        for block in blocks(scrub(text)):
+        for block in blocks(scrub(text), pattern):
             batch.append(block)
             room -= len(block)
             if room <= 0:
