@@ -62,9 +62,8 @@ REPETITIVE = [part * 400 + end for part in REPEATED for end in "!\0"]
 # it gets text in blocks. A text may be cut between a letter or digit and one of these (U+3001 and
 # on: Chinese punctuation): no pattern here has a chunk across the two, looks back, or looks further
 # ahead than to the end of a run of white space.
+MAX_CHARS = 100_000
 SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
-# A multiple of bpe.MAX_CHUNK_CHARS, so that the parts of a longer chunk are counted as a whole's.
-MAX_CHARS = 102_400
 
 
 def blocks(text: str, pattern: str) -> Iterator[str]:
