@@ -219,54 +219,39 @@ class Check:
         """
         cfg = bench_model.SHAPES["124M" if self.gpu else "tiny"]
         batch, steps = (16, 100) if self.gpu else (2, 4)
-        shape = ["n_layer", "n_head", "n_embd", "block_size"]
-        flags = [f"--{key}={getattr(cfg, key)}" for key in shape] + [
-            f"--batch_size={batch}",
-            f"--device={self.device}",
-        ]
-        flags += [f"--compile={self.compiles}", f"--dtype={self.dtype}"]
+        both = [f"--{key}={getattr(cfg, key)}" for key in ("n_layer", "n_head", "n_embd")]
+        both += [f"--block_size={cfg.block_size}", f"--batch_size={batch}"]
+        both += [f"--device={self.device}", f"--compile={self.compiles}", f"--dtype={self.dtype}"]
         ours = ["pretrain.py", "config/debug.py", f"--vocab_size={cfg.vocab_size}", "--n_kv_head=0"]
-        ours += [
-            f"--total_batch_tokens={batch * cfg.block_size}",
-            "--sample_prompts=",
-            "--warmup_steps=2",
-        ]
-        ours += ["--eval_every=1000000", "--eval_steps=1", f"--max_steps={steps}"]
+        ours += [f"--total_batch_tokens={batch * cfg.block_size}", f"--max_steps={steps}"]
+        ours += ["--optimizer=adamw", "--warmup_steps=2", "--sample_prompts="]
+        ours += ["--eval_every=1000000", "--eval_steps=1"]
+
         begin = time.monotonic()
-        events, _ = self.train("beside", *ours, *flags, log_every=max(1, steps // 20))
-        self.table([
-            {
-                "script": "pretrain.py",
-                "steps": steps,
-                "process, s": f"{time.monotonic() - begin:.1f}",
-                "ms a step": f"{median(event['step_ms'] for event in events):.1f}",
-                "loss": f"{events[-1]['loss']:.3f}",
-            }
-        ])
+        events, _ = self.train("beside", *ours, *both, log_every=max(1, steps // 20))
+        ms, loss = [event["step_ms"] for event in events], events[-1]["loss"]
+        self.script_row("pretrain.py", steps, begin, ms, loss)
         if self.nanogpt:
-            theirs = ["--gradient_accumulation_steps=1"]
-            theirs += [
-                "--eval_interval=1000000",
-                "--eval_iters=1",
-                f"--max_iters={steps}",
-                "--log_interval=1",
-            ]
-            theirs += [
-                f"--out_dir={self.out}/runs/nanogpt",
-                f"--dataset={self.tokens_for_nanogpt()}",
-            ]
             begin = time.monotonic()
-            said = self.run("train.py", *theirs, *flags, directory=self.nanogpt)
-            found = re.findall(r"iter \d+: loss ([\d.]+), time ([\d.]+)ms", said)
-            self.table([
-                {
-                    "script": "nanoGPT's train.py",
-                    "steps": steps,
-                    "process, s": f"{time.monotonic() - begin:.1f}",
-                    "ms a step": f"{median(float(ms) for _, ms in found):.1f}",
-                    "loss": found[-1][0],
-                }
-            ])
+            ms, loss = self.train_nanogpt(steps, *both)
+            self.script_row("nanoGPT's train.py", steps, begin, ms, loss)
+
+    def train_nanogpt(self, steps: int, *flags: str) -> tuple[list[float], float]:
+        """Return the milliseconds of each step of nanoGPT's train.py, and its last loss."""
+        theirs = [f"--max_iters={steps}", "--gradient_accumulation_steps=1", "--log_interval=1"]
+        theirs += ["--eval_interval=1000000", "--eval_iters=1"]
+        theirs += [f"--out_dir={self.out}/runs/nanogpt", f"--dataset={self.tokens_for_nanogpt()}"]
+        said = self.run("train.py", *theirs, *flags, directory=self.nanogpt)
+        found = re.findall(r"iter \d+: loss ([\d.]+), time ([\d.]+)ms", said)
+        return [float(ms) for _, ms in found], float(found[-1][0])
+
+    def script_row(
+        self, script: str, steps: int, begin: float, ms: list[float], loss: float
+    ) -> None:
+        """Add a line of `beside`: a script that began at `begin` and has ended."""
+        seconds = f"{time.monotonic() - begin:.1f}"
+        row = {"script": script, "steps": steps, "process, s": seconds}
+        self.table([row | {"ms a step": f"{median(ms):.1f}", "loss": f"{loss:.3f}"}])
 
     def tokens_for_nanogpt(self) -> Path:
         """Write the token file of config/debug.py as nanoGPT reads it; return its directory."""

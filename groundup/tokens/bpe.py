@@ -32,7 +32,6 @@ MIN_COUNT = 2  # a pair seen once is not worth an id
 # of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much memory
 MAX_BYTES = 24_000_000
 BATCH_CHARS = 500_000  # cut at a time: more takes more memory, and less counts less in C
-MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
 # patterns that bpe.c knows: how many digits and, apart from other letters, Han a chunk has at most
 IN_C = {
     PATTERNS[name]: most
@@ -49,29 +48,25 @@ SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several
 def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, int]:
     """Return {chunk in UTF-8: how often it occurs in all texts}.
 
-    MAX_BYTES bounds the memory."""
+    MAX_BYTES bounds the memory. A chunk of more than MAX_CHARS (engines.py) is counted in parts."""
     count_batch = counter(pattern)
     counts: Counter[str] = Counter()
     size = 0
-    for batch in batches(texts):
+    for batch in batches(texts, pattern):
         found = count_batch(batch)
         size += sum(map(n_bytes, found.keys() - counts.keys()))
         counts.update(found)
         if size > MAX_BYTES:
             counts = drop_rarest(counts)
             size = sum(map(n_bytes, counts))
-    parts: Counter[bytes] = Counter()
-    for chunk, count in counts.items():
-        for start in range(0, len(chunk), MAX_CHUNK_CHARS):
-            parts[chunk[start : start + MAX_CHUNK_CHARS].encode()] += count
-    return dict(parts)
+    return {chunk.encode(): count for chunk, count in counts.items()}
 
 
-def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def batches(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
     """Yield lists of texts, long ones in parts, of BATCH_CHARS or a little more."""
     batch, room = [], BATCH_CHARS
     for text in texts:
-        for block in blocks(scrub(text)):
+        for block in blocks(scrub(text), pattern):
             batch.append(block)
             room -= len(block)
             if room <= 0:

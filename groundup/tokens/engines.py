@@ -66,17 +66,33 @@ MAX_CHARS = 100_000
 SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 
 
-def blocks(text: str) -> Iterator[str]:
-    """Yield `text` in parts of at most MAX_CHARS, cut where that cannot change the ids.
+def blocks(text: str, pattern: str) -> Iterator[str]:
+    """Yield `text` in parts of at most MAX_CHARS, cut where that cannot change the chunks.
 
-    A stretch of more than MAX_CHARS / 2 characters without such a place is cut anywhere."""
+    Only a chunk of more than MAX_CHARS is cut inside."""
     start = 0
     while len(text) - start > MAX_CHARS:
         cut = SAFE_CUT.search(text, start + MAX_CHARS // 2, start + MAX_CHARS)
-        end = cut.start() if cut else start + MAX_CHARS
+        end = cut.start() if cut else border_of_chunks(text, start, pattern)
         yield text[start:end]
         start = end
     yield text[start:]
+
+
+def border_of_chunks(text: str, start: int, pattern: str) -> int:
+    """Return where the last chunk ends that may end a block from `start` on.
+
+    If the first one is too long for a block: the end of the block."""
+    last = start + MAX_CHARS
+    end = start
+    for chunk in regex.finditer(pattern, text, pos=start, endpos=last):
+        # It may go on; and whether a quote begins a chunk ('re) is seen two characters later.
+        if chunk.end() > last - 2:
+            break
+        # At the end of a text several chunks of white space can become one.
+        if end == start or not chunk[0][-1].isspace():
+            end = chunk.end()
+    return end if end > start else last
 
 
 # ---- how tokenizer.json writes tokens --------------------------------------------------------
@@ -228,7 +244,7 @@ class ByteLevelBPE(Engine):
     def encode_array(self, text: str) -> np.ndarray:
         text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
         parts = []
-        for block in blocks(text):
+        for block in blocks(text, self.pattern):
             if self.missing and self.lacks(block):
                 parts.append(np.array(self.encode_without(block), np.uint32))
             else:

@@ -10,6 +10,7 @@ import tokenizers
 
 from groundup.demo.python_docs import chinese_sample
 from groundup.tokens import bpe as bpe_module
+from groundup.tokens import engines
 from groundup.tokens.bpe import (
     characters_first,
     count_chunks,
@@ -17,7 +18,7 @@ from groundup.tokens.bpe import (
     learn_merges,
     train_bpe,
 )
-from groundup.tokens.engines import PATTERNS, SAFE_CUT
+from groundup.tokens.engines import PATTERNS, SAFE_CUT, blocks
 
 ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be
 repeated. It's not for secrets: they're what the "secrets" module is for, and we'll say so again. I'd read it twice.
@@ -186,9 +187,11 @@ def test_the_default_pattern_by_hand():
     assert count_chunks(["don't  stop 1234 你好，世界!\n\n  x"]) == Counter(chunk.encode() for chunk in chunks)
 
 
-def test_long_chunks_are_counted_in_parts_and_rare_ones_dropped(monkeypatch: pytest.MonkeyPatch, capsys):
-    counts = count_chunks(["=" * 1000 + " " + "甲" * 300])
-    assert counts == {b"=" * 256: 3, b"=" * 232: 1, (" " + "甲" * 255).encode(): 1, ("甲" * 45).encode(): 1}
+def test_long_chunks_are_counted_whole_endless_ones_in_parts_and_rare_ones_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    assert count_chunks(["=" * 1000 + " " + "甲" * 300]) == {b"=" * 1000: 1, (" " + "甲" * 300).encode(): 1}
+    assert count_chunks(["=" * 250_000]) == {b"=" * 100_000: 2, b"=" * 50_000: 1}
     monkeypatch.setattr(bpe_module, "MAX_BYTES", 100)
     counts = count_chunks([f"word word word x{chr(97 + i)}{chr(97 + j)}" for i in range(9) for j in range(9)])
     assert sum(map(len, counts)) <= 120 and counts[b" word"] == 2 * 81  # the frequent ones keep their exact counts
@@ -221,6 +224,23 @@ def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, patter
             parts = regex.findall(pattern, text[: cut.start()]) + regex.findall(pattern, text[cut.start() :])
             assert parts == whole, (text, cut.start())
     assert cuts > 250
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_long_texts_without_a_safe_cut_have_the_chunks_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str):
+    """Tables of numbers, minified code, random text, and chunks of nearly a block."""
+    monkeypatch.setattr(engines, "MAX_CHARS", 512)
+    rng = random.Random(name)
+    parts = [*PARTS, *"'s 're (){}[]; ==\n\n \n\n\n".split(" "), " ", "\n  ", "0x1f,", "\t\t"]
+    texts = ["".join(rng.choices(parts, k=3000)) for _ in range(20)]
+    texts += ["0x00ff,0x1b\n," * 1000, "a=b;c(d){'ll}\n\n;" * 500, "1\n\n" * 1000, ("x" + "=" * 400 + "'re") * 9]
+    texts = [SAFE_CUT.sub("!", text) for text in texts]  # none is left
+    want = Counter()
+    for text in texts:
+        want.update(chunk.encode() for chunk in regex.findall(PATTERNS[name], text))
+        found = list(blocks(text, PATTERNS[name]))
+        assert "".join(found) == text and max(map(len, found)) <= 512
+    assert count_chunks(texts, PATTERNS[name]) == want
 
 
 def chunks_of_tiktoken(pattern: str, texts: list[str], chunks: list[list[str]]) -> list[bool]:
