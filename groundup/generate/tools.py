@@ -165,10 +165,12 @@ def read_calls(
     ids: as drawn, without the one that ended it. schemas: of the tools, for forms that write their
     arguments without types. The text is as our own models write calls. A call has an "id" if the
     model wrote one as Mistral's do."""
+    # Rows that pad the vocabulary may be drawn, and have no text.
+    ids = [token for token in ids if token < tokenizer.vocab_size]
     marks, parts, begin = call_ids(tokenizer), [], 0
     for place, token in enumerate([*ids, None]):
         if token is None or token in marks:  # a special token that begins a call has no text
-            parts.append(tokenizer.decode(list(ids[begin:place])))
+            parts.append(tokenizer.decode(ids[begin:place]))
             parts.append(tokenizer.decode([token]) if token is not None else "")
             begin = place + 1
     text = "".join(parts)

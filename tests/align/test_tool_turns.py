@@ -17,7 +17,7 @@ from groundup.align import rollouts
 from groundup.align.critic import estimate_advantages
 from groundup.align.rewards import FunctionReward
 from groundup.align.rollouts import AnswerSampler, Rollouts, measure_logps
-from groundup.generate import sampling
+from groundup.generate import engine, sampling
 from groundup.generate.tools import Tools
 from groundup.tokens.prompts import Prompt
 from model import ModelConfig, Transformer
@@ -83,6 +83,51 @@ def test_drawn_and_trained_log_probabilities_are_equal(tools, tmp_path, monkeypa
     # of one batch, in order
     batch = answers.batch(np.array([0]))
     assert batch.targets.tolist() == want and len(batch.token) == len(want)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_each_token_has_the_log_probability_of_its_draw(tools, tmp_path, monkeypatch, name):
+    """Eight conversations, four at a time, with one call or two: as drawn, as trained, with float64 layers."""
+    tokenizer = tokenizer_of(name, tmp_path)
+    end = next(one for one in ("<|im_end|>", "<|eot_id|>", "</s>") if WRITTEN[name].endswith(one))
+    calls = [WRITTEN[name].replace(": 2,", f": {17 * k},") for k in range(12)]
+    answers = [f"It is {10**k}.{end}" for k in range(8)]
+    scripts = iter(calls[:8] + calls[8:] + answers[:4] + answers[4:])  # of the turns, as they begin
+    sampler = sampler_of(tokenizer, tools, monkeypatch, [])
+    sampler.n_rows, own, drawn_logps = 4, {}, {}
+    for p in sampler.model.parameters():
+        p.div_(4 if p.ndim == 1 else 1)  # norms as they begin: float32 rounds in proportion to the logits
+
+    def choose(logits, rows, generators):
+        for one in generators:
+            if one not in own:
+                own[one] = deque(drawn_ids(tokenizer, next(scripts)))
+        return torch.tensor([own[one].popleft() for one in generators])
+
+    def push(sample, ids, logps):
+        token = old_push(sample, ids, logps)
+        drawn_logps[tuple(sample.request.ids + sample.ids)] = logps[0]
+        return token
+
+    old_push = engine.Sample.push
+    monkeypatch.setattr(sampling, "choose", choose)
+    monkeypatch.setattr(engine.Sample, "push", push)
+    prompts = [prompt_of(tokenizer, tools, f"{k} + {3 * k}?" + " Please." * k) for k in range(8)]
+    drawn = sampler.draw(prompts, range(8), 1)
+    assert sorted(one.n_calls for one in drawn) == [1] * 4 + [2] * 4 and all(one.finished for one in drawn)
+
+    rows = Rollouts(drawn, [True] * 8, BLOCK, max(tokenizer.pad_id, 0))
+    trained = measure_logps(sampler.model, rows, 3, 1.0, torch.float32).double()
+    exact = measure_logps(sampler.model.double(), rows, 3, 1.0, torch.float32).double()
+    of_draw = []
+    for one in drawn:
+        ids = one.prompt.ids + one.ids
+        ends = len(one.prompt.ids) + 1 + np.arange(len(one.ids))
+        of_draw += [drawn_logps[tuple(ids[:n])] if kept else 0.0 for n, kept in zip(ends, one.sampled, strict=True)]
+    of_draw = torch.tensor(of_draw, dtype=torch.float64)
+    assert (of_draw < 0).sum() == rows.learned.sum()
+    for other in (trained, exact):
+        torch.testing.assert_close(of_draw, other, rtol=0, atol=1e-5)
 
 
 BETWEEN = {  # what each template writes between a call and the next turn, none of it learned

@@ -297,6 +297,13 @@ def test_an_answer_without_a_call(tools, tmp_path):
         assert read_calls(tokenizer, tokenizer.encode(text))[1] == []
 
 
+def test_ids_that_pad_a_vocabulary_have_no_text(tools, tmp_path):
+    """A model may have more rows than its tokenizer has ids, and any of them may be drawn."""
+    tokenizer = tokenizer_of("chatml", tmp_path)
+    ids = [*drawn_ids(tokenizer, CALL), tokenizer.vocab_size, tokenizer.vocab_size + 7]
+    assert read_calls(tokenizer, ids) == read_calls(tokenizer, ids[:-2])
+
+
 @pytest.mark.parametrize(("text", "opened", "calls"), [
     (f"<think>\nPerhaps {CALL}?\n</think>\n\nIt is 5.", False, 0), (f"<think>add</think>\n\n{CALL}", False, 1),
     (f"<think>{CALL}", False, 0), (f"<think>a {CALL}</think>b {CALL}", False, 1), (f"{CALL} no </think>", False, 1),

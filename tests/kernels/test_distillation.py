@@ -109,3 +109,35 @@ def test_a_teacher_that_agrees_costs_nothing():
         )
         grad = torch.autograd.grad(loss, hidden)[0]
         assert abs(loss.item()) < 1e-4 and grad.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("beta", "least", "most"), [(0.0, 0.0, 0.6), (1.0, 0.9, 1.0)])
+def test_forward_covers_both_modes_and_reverse_seeks_one(beta, least, most):
+    """The teacher has two peaks, the student can have one: a bell over 21 ids, mean and width learned.
+
+    Checked: the share of the student's probability at and around the larger peak."""
+    ids = torch.arange(21.0)
+    teacher = 0.6 * (-((ids - 4) ** 2)).exp() + 0.4 * (-((ids - 16) ** 2)).exp()
+    teacher = (1e-6 + teacher)[:, None].log()
+    mean, width = torch.tensor(6.0, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    optimizer, target = torch.optim.Adam([mean, width], lr=0.05), torch.tensor([0])
+    for _ in range(400):
+        bell = -(((ids - mean) / width.exp()) ** 2) / 2
+        loss, _, _ = distill(
+            torch.ones(1, 1), bell[:, None], target, torch.ones(1, 1), teacher, Distillation(1.0, beta, 1.0)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    near = bell.detach().softmax(0)[:9].sum().item()
+    assert least <= near <= most, near
+
+
+def test_a_temperature_flattens_the_teacher_and_weakens_the_gradient():
+    """Far above the logits the divergence is small in T squared, as in trl; no factor T * T makes up for it."""
+    given = tensors()
+    norms = []
+    for temperature in (10.0, 100.0):
+        loss, _, _ = distill(*given, Distillation(1.0, 0.0, temperature))
+        norms.append(torch.autograd.grad(loss, given[0])[0].norm().item())
+    assert norms[0] / norms[1] == pytest.approx(100, rel=0.2)
