@@ -8,7 +8,7 @@ python serve.py --host=0.0.0.0 --api_key=SECRET            # for other machines
 It answers /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 
 Each model has a thread that runs its engine (generate/engine.py); requests join and leave the
-batch between steps. What a body may say is in generate/openai_format.py, the page in
+batch between steps. What a body may say is in generate/openai_api.py, the page in
 generate/page.html. An answer depends on its request and seed, not on other requests, and is
 sample.py's for the same prompt, parameters and seed (but for near ties in bfloat16 and float16).
 """
@@ -51,13 +51,15 @@ from groundup.generate.http import (
     THIS_MACHINE,
     Guard,
     Metrics,
+    Refused,
     bounded_protocol,
     error_response,
 )
-from groundup.generate.openai_answer import Choice, Event, Job
-from groundup.generate.openai_format import (
+from groundup.generate.openai_api import (
+    Choice,
+    Event,
+    Job,
     ParsedRequest,
-    Refused,
     encode,
     parse,
     shown_messages,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from groundup.errors import UserError
-from groundup.files import parquet, paths, streams
+from groundup.files import parquet, paths, streams, untrusted
 from groundup.files.records import Report, container, read_records, unpacked_name
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
@@ -152,7 +152,7 @@ def read_rows(
     for record in found:
         reason, detail, value = record.problem, record.detail, None
         if not reason:
-            row = streams.mended(record.value)
+            row = untrusted.mended(record.value)
             value, detail = understand(row)
             reason = "bad_field" if detail else ""
         if reason:
