@@ -600,6 +600,8 @@ REFUSED = {
     "include_stop_str_in_output": True, "truncate_prompt_tokens": 5, "prompt_logprobs": 1, "logprob_token_ids": [1],
     "allowed_token_ids": [1], "documents": [{"text": "a"}], "chat_template": "a", "structured_outputs": {"regex": "a"},
     "priority": 1, "cache_salt": "a", "repetition_detection": {}, "thinking_token_budget": 5, "prompt_embeds": "a",
+    "max_repetition_pattern_size": 2, "min_repetition_pattern_size": 1, "repetition_min_count": 2,
+    "logits_processors": ["a"],
     "include_reasoning": False, "tool_choice": "required", "add_generation_prompt": False,
 }  # fmt: skip
 NAMED_ONCE = "length_penalty spaces_between_special_tokens truncation_side media_io_kwargs mm_processor_kwargs"
