@@ -61,6 +61,7 @@ from groundup.generate.openai_api import (
     Job,
     ParsedRequest,
     encode,
+    hand_over,
     parse,
     shown_messages,
     template_settings,
@@ -153,12 +154,11 @@ class Model(threading.Thread):
                 # Of the model or its device; the next requests may fare better.
                 traceback.print_exc()
                 self.engine.clear()
-                for job in set(jobs.values()):
-                    job.send(error)
+                hand_over([(job, error) for job in set(jobs.values())])
                 jobs.clear()
                 continue
-            for sample, token in drawn:
-                jobs[sample.request].send((sample, token))
+            hand_over([(jobs[sample.request], (sample, token)) for sample, token in drawn])
+            for sample, _ in drawn:
                 if sample.last:
                     del jobs[sample.request]
 
@@ -174,7 +174,7 @@ class Model(threading.Thread):
                 self.engine.add(request)
                 jobs[request] = job
             except UserError as error:  # it has no room in the memory
-                job.send(error)
+                hand_over([(job, error)])
 
     @contextlib.contextmanager
     def cancelling(self, job: Job) -> Iterator[None]:
@@ -390,8 +390,8 @@ class Server:
         model.commands.put(("add", job, list(job.requests)))
         while n_left:
             try:
-                remaining = limit - (time.monotonic() - began)
-                event = await asyncio.wait_for(self.event(model, job), remaining)
+                async with asyncio.timeout(limit - (time.monotonic() - began)):
+                    event = await self.event(model, job)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
             if isinstance(event, UserError):

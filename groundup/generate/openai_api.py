@@ -579,8 +579,8 @@ class Job:
     """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and
     the choices that they become (n for each prompt).
 
-    Its samples count in `metrics.samples` from here on, each until it has ended. All methods but
-    `send` are called in the server's thread."""
+    Its samples count in `metrics.samples` from here on, each until it has ended. All methods are
+    called in the server's thread."""
 
     def __init__(self, asked: ParsedRequest, metrics: Metrics) -> None:
         self.asked, self.metrics = asked, metrics
@@ -596,11 +596,6 @@ class Job:
         each = enumerate(request for request in requests for _ in range(n))
         self.choices = [Choice(tokenizer, self.asked, i, request) for i, request in each]
         self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
-
-    def send(self, event: Event) -> None:
-        """Called by the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
-            self.loop.call_soon_threadsafe(self.receive, event)
 
     def receive(self, event: Event) -> None:
         if not isinstance(event, Exception) and event[1].finish:
@@ -638,3 +633,15 @@ class Job:
     def usage(self) -> dict:
         counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_new}
         return counts | {"total_tokens": self.n_prompt + self.n_new}
+
+
+def hand_over(events: list[tuple[Job, Event]]) -> None:
+    """Give events of the engine's thread to their jobs in the server's, which each call wakes."""
+
+    def receive() -> None:
+        for job, event in events:
+            job.receive(event)
+
+    if events:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
+            events[0][0].loop.call_soon_threadsafe(receive)
