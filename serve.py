@@ -61,7 +61,6 @@ from groundup.generate.openai_api import (
     Job,
     ParsedRequest,
     encode,
-    hand_over,
     parse,
     shown_messages,
     template_settings,
@@ -107,7 +106,10 @@ LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2ma
 
 
 class Model(threading.Thread):
-    """A model and its engine, which runs in this thread; jobs come by `commands`."""
+    """A model and its engine, which runs in this thread; jobs come by `commands`.
+
+    Another thread takes what it draws to the server's. To wake that one lets it run, and the engine
+    would wait for it (the GIL) instead of being in step.c meanwhile."""
 
     def __init__(
         self,
@@ -140,8 +142,10 @@ class Model(threading.Thread):
             "banned_ids": never_sampled(self.tokenizer, net.cfg.vocab_size),
         }
         self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
+        self.drawn: queue.SimpleQueue[list[tuple[Job, Event]]] = queue.SimpleQueue()  # of a step
 
     def run(self) -> None:
+        threading.Thread(target=self.hand_over, daemon=True).start()
         if self.engine.compile:  # in this thread, and before the first request
             list(self.engine.stream([0], SamplingParams(max_new_tokens=2)))
         jobs: dict[Request, Job] = {}
@@ -154,13 +158,25 @@ class Model(threading.Thread):
                 # Of the model or its device; the next requests may fare better.
                 traceback.print_exc()
                 self.engine.clear()
-                hand_over([(job, error) for job in set(jobs.values())])
+                self.drawn.put([(job, error) for job in set(jobs.values())])
                 jobs.clear()
                 continue
-            hand_over([(jobs[sample.request], (sample, token)) for sample, token in drawn])
+            self.drawn.put([(jobs[sample.request], (sample, token)) for sample, token in drawn])
             for sample, _ in drawn:
                 if sample.last:
                     del jobs[sample.request]
+
+    def hand_over(self) -> None:
+        """Give what the engine draws to the jobs, in the server's thread."""
+
+        def receive(events: list[tuple[Job, Event]]) -> None:
+            for job, event in events:
+                job.receive(event)
+
+        while True:
+            if events := self.drawn.get():
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
+                    events[0][0].loop.call_soon_threadsafe(receive, events)
 
     def handle_command(
         self, jobs: dict[Request, Job], command: str, job: Job, requests: list[Request]
@@ -174,7 +190,7 @@ class Model(threading.Thread):
                 self.engine.add(request)
                 jobs[request] = job
             except UserError as error:  # it has no room in the memory
-                hand_over([(job, error)])
+                self.drawn.put([(job, error)])
 
     @contextlib.contextmanager
     def cancelling(self, job: Job) -> Iterator[None]:

@@ -9,7 +9,6 @@ into thoughts, what is said and calls of tools, and says which log-probabilities
 """
 
 import asyncio
-import contextlib
 import json
 import re
 import sys
@@ -633,15 +632,3 @@ class Job:
     def usage(self) -> dict:
         counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_new}
         return counts | {"total_tokens": self.n_prompt + self.n_new}
-
-
-def hand_over(events: list[tuple[Job, Event]]) -> None:
-    """Give events of the engine's thread to their jobs in the server's, which each call wakes."""
-
-    def receive() -> None:
-        for job, event in events:
-            job.receive(event)
-
-    if events:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
-            events[0][0].loop.call_soon_threadsafe(receive)
