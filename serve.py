@@ -8,7 +8,7 @@ python serve.py --host=0.0.0.0 --api_key=SECRET            # for other machines
 It answers /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 
 Each model has a thread that runs its engine (generate/engine.py); requests join and leave the
-batch between steps. What a body may say is in generate/openai_format.py, the page in
+batch between steps. What a body may say is in generate/openai_api.py, the page in
 generate/page.html. An answer depends on its request and seed, not on other requests, and is
 sample.py's for the same prompt, parameters and seed (but for near ties in bfloat16 and float16).
 """
@@ -51,13 +51,15 @@ from groundup.generate.http import (
     THIS_MACHINE,
     Guard,
     Metrics,
+    Refused,
     bounded_protocol,
     error_response,
 )
-from groundup.generate.openai_answer import Choice, Event, Job
-from groundup.generate.openai_format import (
+from groundup.generate.openai_api import (
+    Choice,
+    Event,
+    Job,
     ParsedRequest,
-    Refused,
     encode,
     parse,
     shown_messages,
@@ -104,7 +106,10 @@ LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2ma
 
 
 class Model(threading.Thread):
-    """A model and its engine, which runs in this thread; jobs come by `commands`."""
+    """A model and its engine, which runs in this thread; jobs come by `commands`.
+
+    Another thread takes what it draws to the server's. To wake that one lets it run, and the engine
+    would wait for it (the GIL) instead of being in step.c meanwhile."""
 
     def __init__(
         self,
@@ -137,8 +142,10 @@ class Model(threading.Thread):
             "banned_ids": never_sampled(self.tokenizer, net.cfg.vocab_size),
         }
         self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
+        self.drawn: queue.SimpleQueue[list[tuple[Job, Event]]] = queue.SimpleQueue()  # of a step
 
     def run(self) -> None:
+        threading.Thread(target=self.hand_over, daemon=True).start()
         if self.engine.compile:  # in this thread, and before the first request
             list(self.engine.stream([0], SamplingParams(max_new_tokens=2)))
         jobs: dict[Request, Job] = {}
@@ -151,14 +158,25 @@ class Model(threading.Thread):
                 # Of the model or its device; the next requests may fare better.
                 traceback.print_exc()
                 self.engine.clear()
-                for job in set(jobs.values()):
-                    job.send(error)
+                self.drawn.put([(job, error) for job in set(jobs.values())])
                 jobs.clear()
                 continue
-            for sample, token in drawn:
-                jobs[sample.request].send((sample, token))
+            self.drawn.put([(jobs[sample.request], (sample, token)) for sample, token in drawn])
+            for sample, _ in drawn:
                 if sample.last:
                     del jobs[sample.request]
+
+    def hand_over(self) -> None:
+        """Give what the engine draws to the jobs, in the server's thread."""
+
+        def receive(events: list[tuple[Job, Event]]) -> None:
+            for job, event in events:
+                job.receive(event)
+
+        while True:
+            if events := self.drawn.get():
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
+                    events[0][0].loop.call_soon_threadsafe(receive, events)
 
     def handle_command(
         self, jobs: dict[Request, Job], command: str, job: Job, requests: list[Request]
@@ -172,7 +190,7 @@ class Model(threading.Thread):
                 self.engine.add(request)
                 jobs[request] = job
             except UserError as error:  # it has no room in the memory
-                job.send(error)
+                self.drawn.put([(job, error)])
 
     @contextlib.contextmanager
     def cancelling(self, job: Job) -> Iterator[None]:
@@ -388,8 +406,8 @@ class Server:
         model.commands.put(("add", job, list(job.requests)))
         while n_left:
             try:
-                remaining = limit - (time.monotonic() - began)
-                event = await asyncio.wait_for(self.event(model, job), remaining)
+                async with asyncio.timeout(limit - (time.monotonic() - began)):
+                    event = await self.event(model, job)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
             if isinstance(event, UserError):

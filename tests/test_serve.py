@@ -22,13 +22,12 @@ import serve
 from groundup import errors
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
-from groundup.generate import openai_format, sampling
+from groundup.generate import openai_api, sampling
 from groundup.generate.completion import generate, never_sampled, prompt_ids
 from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, Request, Sample, Token
 from groundup.generate.http import bounded_protocol
-from groundup.generate.openai_answer import Choice
-from groundup.generate.openai_format import Refused, parse
+from groundup.generate.openai_api import Choice, Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
 from groundup.train import huggingface
@@ -601,6 +600,8 @@ REFUSED = {
     "include_stop_str_in_output": True, "truncate_prompt_tokens": 5, "prompt_logprobs": 1, "logprob_token_ids": [1],
     "allowed_token_ids": [1], "documents": [{"text": "a"}], "chat_template": "a", "structured_outputs": {"regex": "a"},
     "priority": 1, "cache_salt": "a", "repetition_detection": {}, "thinking_token_budget": 5, "prompt_embeds": "a",
+    "max_repetition_pattern_size": 2, "min_repetition_pattern_size": 1, "repetition_min_count": 2,
+    "logits_processors": ["a"],
     "include_reasoning": False, "tool_choice": "required", "add_generation_prompt": False,
 }  # fmt: skip
 NAMED_ONCE = "length_penalty spaces_between_special_tokens truncation_side media_io_kwargs mm_processor_kwargs"
@@ -609,7 +610,7 @@ NAMED_ONCE += " return_prompt_text return_token_offsets return_mm_kwargs kv_tran
 NAMED_ONCE += " vllm_xargs stream_interval"
 
 
-def parsed(chat: bool, **fields) -> openai_format.ParsedRequest:
+def parsed(chat: bool, **fields) -> openai_api.ParsedRequest:
     prompt = {"messages": ASKED} if chat else {"prompt": "a"}
     return parse(json.dumps(prompt | PLAIN | fields).encode(), chat, {}, 1)
 
@@ -618,7 +619,7 @@ def parsed(chat: bool, **fields) -> openai_format.ParsedRequest:
 def test_every_field_of_vllm_is_accepted_refused_or_named(chat, capfd):
     plain, others = parsed(chat), (OF_COMPLETIONS if chat else OF_CHATS).replace("logprobs ", "", not chat).split()
     for name in sorted({*ACCEPTED, *REFUSED, *NAMED_ONCE.split(), "user", "parallel_tool_calls"} - {*others}):
-        openai_format.logged.clear()
+        openai_api.logged.clear()
         capfd.readouterr()
         fields = ACCEPTED.get(name, {name: REFUSED.get(name, 2)})
         fields = {"logprobs": 3} if name == "logprobs" and not chat else fields
@@ -662,7 +663,7 @@ def test_a_seed_of_minus_one_is_none(client):
 
 
 def test_unknown_fields_change_nothing_and_are_named_once(client, alone, capfd):
-    openai_format.logged.clear()  # other tests may have sent the same
+    openai_api.logged.clear()  # other tests may have sent the same
     errors.say.cache_clear()
     answer = {"role": "assistant", "content": "ok", "id": "m1", "reasoning_content": "why"}
     turns = [ASKED[0] | {"surprise": 1}, answer, *ASKED]

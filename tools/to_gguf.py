@@ -173,10 +173,15 @@ def add_tokenizer(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
     else:
         add_byte_level(writer, tokenizer, n_rows)
 
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eot_id, "pad": tokenizer.pad_id}
+    end = tokenizer.eot_id
+    if "eos_token" in tokenizer.template_source:  # llama.cpp puts this end in its place
+        name = tokenizer.config.get("eos_token")
+        name = name["content"] if isinstance(name, dict) else name
+        end = tokenizer.special_tokens.get(name, end)
+    ids = {"bos": tokenizer.bos_id, "eos": end, "pad": tokenizer.pad_id}
     # The file has room for three ids that end an answer.
-    more = sorted(tokenizer.stop_ids - {tokenizer.eot_id}, key=lambda i: i != tokenizer.turn_end_id)
-    if tokenizer.eot_id < 0 and more:
+    more = sorted(tokenizer.stop_ids - {end}, key=lambda i: i != tokenizer.turn_end_id)
+    if end < 0 and more:
         ids["eos"] = more.pop(0)
     ids |= zip(("eot", "eom"), more, strict=False)
     if left := [tokenizer.decode([i]) for i in more[2:]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from groundup.files import parquet, streams
+from groundup.files import parquet, streams, untrusted
 from groundup.files.records import Report, container, read_records
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
@@ -81,7 +81,7 @@ def read_rows(
     for record in found:
         reason, detail, value = record.problem, record.detail, None
         if not reason:
-            row = streams.mended(record.value)
+            row = untrusted.mended(record.value)
             value, detail = understand(row)
             reason = "bad_field" if detail else ""
         if reason:

@@ -19,7 +19,6 @@ from groundup.errors import UserError
 from groundup.files import encodings
 from groundup.files.encodings import Verdict
 from groundup.files.paths import shown_name
-from groundup.files.untrusted import scrub
 
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 READ_BYTES = 2**20
@@ -449,12 +448,3 @@ def skip_mark(stream: io.BufferedReader) -> int:
 def unix_lines(text: str) -> str:
     # looking for one character is almost free
     return text.replace("\r\n", "\n") if "\r" in text else text
-
-
-def mended(value: Any) -> Any:
-    """Return a value of JSON with every text in it made valid Unicode."""
-    if isinstance(value, str):
-        return scrub(value)
-    if isinstance(value, dict):
-        return {scrub(key): mended(item) for key, item in value.items()}
-    return [mended(item) for item in value] if isinstance(value, list) else value

@@ -118,6 +118,15 @@ def scrub(text: str) -> str:
     return text
 
 
+def mended(value: Any) -> Any:
+    """Return a value of JSON with every text in it made valid Unicode."""
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, dict):
+        return {scrub(key): mended(item) for key, item in value.items()}
+    return [mended(item) for item in value] if isinstance(value, list) else value
+
+
 def is_name(name: object) -> bool:
     """Return whether a file names another one in its own directory, and nothing outside."""
     return (

@@ -20,11 +20,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from groundup.errors import UserError, naming
-from groundup.files import streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
 from groundup.files.turns import BadRow
-from groundup.files.untrusted import check_replaceable, loads
+from groundup.files.untrusted import check_replaceable, loads, mended
 from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
 from tokenizer import Tokenizer
@@ -242,7 +241,7 @@ def parse(line: bytes) -> dict:
 def asked_of(fields: dict, settings: dict) -> str | list[dict]:
     """Return the text to continue or the messages to answer. Raise ValueError, which says what
     is wrong."""
-    fields = streams.mended(fields)
+    fields = mended(fields)
     try:
         text = continued_text(fields, settings.get("chat", True))
         return conversation_of(fields, settings)[0] if text is None else text

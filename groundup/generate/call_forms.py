@@ -1,4 +1,4 @@
-"""Thoughts and calls of tools in the text of an answer, in the forms that public models write.
+"""Calls of tools in the text of an answer, in the forms that public models write.
 
     Hermes, Qwen, ours   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     Qwen3-Coder          <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
@@ -9,8 +9,10 @@
     DeepSeek             its own special characters around a name and {"a": 1}
     Llama 3.1            {"name": "add", "parameters": {"a": 1}}, <function=add>{"a": 1}</function>
     Llama 3.2            [add(a=1)]; LFM2 and Llama 4 between marks
+    Gemma 4              <|tool_call>call:add{a:1,b:<|"|>text<|"|>}<tool_call|>
 
-A form without a mark is a call only as the whole answer. What cannot be read stays text.
+A form without a mark is a call only as the whole answer. What cannot be read stays text; so does a
+call that gives an argument twice.
 """
 
 import ast
@@ -20,52 +22,17 @@ import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 
-from groundup.files.streams import mended
+from groundup.files.untrusted import mended
 from groundup.generate.engine import n_pending
 from groundup.tokens.templates import CALL_ID
 
 # ---- the text of an answer is divided ------------------------------------------------------------
 
 
-class ThoughtReader:
-    """Divides an answer into thoughts, <think>...</think> at its beginning, and the rest."""
-
-    OPEN, CLOSE = "<think>", "</think>"
-
-    def __init__(self, opened: bool) -> None:
-        """opened: whether the prompt ends with <think>, which the answer then lacks."""
-        self.state = "thinking" if opened else "beginning"  # then between, saying
-        self.pending = ""
-
-    def push(self, text: str, last: bool) -> tuple[str, str]:
-        """Return (more thoughts, more of what is said)."""
-        self.pending += text
-        if self.state == "beginning":
-            begin = self.pending.lstrip()
-            if not last and self.OPEN.startswith(begin):
-                return "", ""
-            thinks = begin.startswith(self.OPEN)
-            self.state = "thinking" if thinks else "saying"
-            self.pending = begin.removeprefix(self.OPEN) if thinks else self.pending
-        thoughts = ""
-        if self.state == "thinking":
-            thoughts, close, rest = self.pending.partition(self.CLOSE)
-            if not close:
-                keep = 0 if last else n_pending(thoughts, [self.CLOSE])
-                cut = len(thoughts) - keep
-                self.pending = thoughts[cut:]
-                return thoughts[:cut], ""
-            self.state, self.pending = "between", rest
-        if self.state == "between":  # the empty lines after </think>
-            self.pending = self.pending.lstrip("\n")
-            self.state = "saying" if self.pending else "between"
-        said, self.pending = self.pending, ""
-        return thoughts, said
-
-
 DEEPSEEK = "<\uff5ctool\u2581{}\uff5c>"
 DEEPSEEK_MARKS = ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
 CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = map(DEEPSEEK.format, DEEPSEEK_MARKS)
+GEMMA_MARK, GEMMA_QUOTE, GEMMA_END = "<|tool_call>", '<|"|>', "<tool_call|>"
 PYTHON_MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
@@ -78,12 +45,12 @@ class CallReader:
     schemas: of the tools, in OpenAI's form; they tell text from numbers where a form does not."""
 
     MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "<function=", CALLS_BEGIN)
-    MARKS += tuple(PYTHON_MARKS)
-    # That stand within a call: Mistral's between a name and its arguments, DeepSeek's
+    MARKS += (GEMMA_MARK, *PYTHON_MARKS)
+    # That stand within a call: Mistral's between a name and its arguments, DeepSeek's, Gemma's
     INNER_MARKS = ("[CALL_ID]", "[ARGS]", CALL_BEGIN, SEP, CALL_END, CALLS_END)
-    INNER_MARKS += tuple(PYTHON_MARKS.values())
+    INNER_MARKS += (GEMMA_QUOTE, GEMMA_END, *PYTHON_MARKS.values())
     MARK = re.compile("|".join(map(re.escape, MARKS)))
-    CLOSE = re.compile(rf"\s*(?:</tool_call>|<\|/tool_call\|>|{CALLS_END})?\s*")
+    CLOSE = re.compile(rf"\s*(?:</tool_call>|<\|/tool_call\|>|<tool_call\|>|{CALLS_END})?\s*")
     SPACE = re.compile(r"\s*")
 
     def __init__(self, schemas: Sequence[dict] = ()) -> None:
@@ -140,6 +107,8 @@ def calls_at(text: str, begin: re.Match, mark: str, types: Types) -> tuple[list[
     at = begin.end()
     if mark == CALLS_BEGIN:
         return deepseek_calls(text, at)
+    if mark == GEMMA_MARK:
+        return gemma_call(text, at)
     if mark == "[TOOL_CALLS]" and (named := NAMED.match(text, at)):
         arguments, end = JSON.raw_decode(text, named.end())
         return [call_of({"name": named[1], "arguments": arguments, "id": named[2]})], end
@@ -181,8 +150,18 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def without_doubles(pairs: list[tuple]) -> dict:
+    """Return {key: value}. Raise ValueError for a key that comes twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
 # Without NaN, but with the line breaks that some models write into their strings
-JSON = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
+JSON = json.JSONDecoder(
+    object_pairs_hook=without_doubles, parse_constant=refuse_constant, strict=False
+)
 OPENING = re.compile(r"\s*(?:;\s*)?(?=[\[{])")  # of the first value, or of one that follows
 NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\{)")  # Mistral's
 # DeepSeek-V3 and R1: function SEP name ```json {...} ```; DeepSeek-V3.1: name SEP {...}
@@ -265,10 +244,11 @@ def tagged(
     text: str, end: int, pattern: re.Pattern, is_text: Mapping[str, bool]
 ) -> tuple[dict, int]:
     """Return the arguments that are written as `pattern`, a key and a value each, and their end."""
-    arguments = {}
+    pairs = []
     while one := pattern.match(text, end):
-        arguments[one[1]], end = value_of(one[2], is_text.get(one[1], True)), one.end()
-    return arguments, end
+        pairs.append((one[1], value_of(one[2], is_text.get(one[1], True))))
+        end = one.end()
+    return without_doubles(pairs), end
 
 
 def value_of(text: str, is_text: bool) -> object:
@@ -299,6 +279,58 @@ def may_be_text(schema: object) -> bool:
     return "string" in (kinds if isinstance(kinds, list) else [kinds])
 
 
+# ---- arguments as Gemma 4 writes them ------------------------------------------------------------
+
+GEMMA_CALL = re.compile(r"\s*call:\s*([\w.-]+)\s*\{")
+GEMMA_KEY = re.compile(r"\s*([\w.$-]+)\s*:\s*")
+
+
+def gemma_call(text: str, begin: int) -> tuple[list[dict], int]:
+    """Return the call behind Gemma's mark, and its end."""
+    opening = GEMMA_CALL.match(text, begin)
+    if not opening:
+        return [], begin
+    arguments, end = gemma_object(text, opening.end())
+    return [call_of({"name": opening[1], "arguments": arguments})], end
+
+
+def gemma_object(text: str, end: int) -> tuple[dict, int]:
+    """Return the object whose first key stands there, and its end. Raise ValueError."""
+    pairs = []
+    while key := GEMMA_KEY.match(text, end):
+        value, end = gemma_value(text, key.end())
+        pairs.append((key[1], value))
+        if text[end : end + 1] != ",":
+            break
+        end += 1
+    if text[end : end + 1] != "}":
+        raise ValueError("an object without end")
+    return without_doubles(pairs), end + 1
+
+
+def gemma_value(text: str, begin: int) -> tuple[object, int]:
+    """Return the value that stands there, and its end. Raise ValueError."""
+    if text.startswith(GEMMA_QUOTE, begin):  # a text, which has no escapes
+        begin += len(GEMMA_QUOTE)
+        end = text.index(GEMMA_QUOTE, begin)
+        return text[begin:end], end + len(GEMMA_QUOTE)
+    if text.startswith("{", begin):
+        return gemma_object(text, begin + 1)
+    if text.startswith("None", begin):  # as its template writes null
+        return None, begin + len("None")
+    if not text.startswith("[", begin):
+        return JSON.raw_decode(text, begin)
+    items, end = [], begin + 1
+    while not text.startswith("]", end):
+        value, end = gemma_value(text, end)
+        items.append(value)
+        if text.startswith(",", end):
+            end += 1
+        elif not text.startswith("]", end):
+            raise ValueError("a list without end")
+    return items, end + 1
+
+
 # ---- calls as Python writes them -----------------------------------------------------------------
 
 PYTHON = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\(")
@@ -316,13 +348,23 @@ def python_calls(text: str) -> list[dict]:
     return calls
 
 
+class JsonNames(ast.NodeTransformer):
+    """Reads true, false and null, which some models write in Python."""
+
+    VALUES = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.VALUES[node.id]) if node.id in self.VALUES else node
+
+
 def python_call(node: ast.expr) -> dict:
     """Return a call whose arguments are named literals. Raise ValueError, TypeError for others."""
     if not isinstance(node, ast.Call) or node.args or not NAME.fullmatch(ast.unparse(node.func)):
         raise ValueError("not a call with named arguments")
-    arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
+    values = [ast.literal_eval(JsonNames().visit(one.value)) for one in node.keywords]
+    arguments = without_doubles([(o.arg, v) for o, v in zip(node.keywords, values, strict=True)])
     if None in arguments:  # **
         raise ValueError("not a named argument")
     # As JSON has them: keys are texts, tuples are lists. Sets and bytes are a TypeError.
-    arguments = json.loads(json.dumps(arguments, allow_nan=False))
+    arguments = JSON.decode(json.dumps(arguments, allow_nan=False))
     return call_of({"name": ast.unparse(node.func), "arguments": arguments})

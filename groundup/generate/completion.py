@@ -6,6 +6,7 @@ For files of prompts see Engine.answer, which takes them as they come.
 from collections.abc import Callable, Sequence
 
 from groundup.errors import UserError
+from groundup.files.turns import call_text
 from groundup.generate.engine import Engine, Result, check
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
@@ -98,7 +99,7 @@ def call_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the special ids that the chat template writes in an answer that calls a tool."""
     if not tokenizer.foreign_template:
         return frozenset()
-    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'  # our form, see templates.py
+    call = call_text({"name": "f", "arguments": {"a": "b"}})
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": call}]
     try:
         pieces = tokenizer.template.pieces(talk)

@@ -55,7 +55,6 @@ from groundup.generate.sampling import RowParams, SamplingParams, Seen
 from groundup.kernels import compute_dtype
 from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
 from groundup.tokens.mixture import hash_words
-from groundup.train.device import autocast
 from model import ModelConfig, Transformer
 from tokenizer import StreamDecoder, Tokenizer
 
@@ -304,7 +303,9 @@ class Engine:
         self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = decoding_step(self.model, self.compile)
-        self.autocast = functools.partial(autocast, self.device, self.dtype)
+        self.autocast = functools.partial(
+            torch.autocast, self.device.type, self.dtype, enabled=self.dtype != torch.float32
+        )
         self.n_rows = rows
         self.clear()
 

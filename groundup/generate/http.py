@@ -8,8 +8,6 @@ import re
 from collections import Counter
 from typing import Any
 
-from groundup.generate.openai_format import Refused
-
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
@@ -79,6 +77,21 @@ def bounded_protocol(most: int) -> type:
 
 
 # ---- requests ------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """A request that is answered with an error, in OpenAI's shape."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.status = status
+        self.body = {
+            "error": {"message": message[:1000], "type": kind, "param": param, "code": code}
+        }
 
 
 class Guard:

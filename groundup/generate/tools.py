@@ -21,7 +21,7 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
-from groundup.generate.call_forms import CallReader, ThoughtReader
+from groundup.generate.call_forms import CallReader
 from groundup.generate.completion import asked_messages, call_ids
 from groundup.generate.engine import Engine, Result, check
 from groundup.generate.rendering import LineProcess, tool_ids
@@ -30,6 +30,7 @@ from groundup.tokens.templates import CALL_ID
 from tokenizer import Tokenizer
 
 SECONDS = 5.0  # for a call
+THINK, THINK_END = "<think>", "</think>"  # around the thoughts before an answer
 MAX_CALLS = 8  # in one turn; more are refused
 MAX_TURNS = 6  # of an answer, the last one included
 
@@ -175,8 +176,9 @@ def read_calls(
             begin = place + 1
     text = "".join(parts)
     # The template may have begun the thoughts; what is thought about is not called
-    opened = ThoughtReader.OPEN in tokenizer.template_source and ThoughtReader.CLOSE in text
-    _, rest = ThoughtReader(opened).push(text, last=True)
+    opened = THINK in tokenizer.template_source and THINK_END in text
+    thinks = opened or text.lstrip().startswith(THINK)
+    rest = text.partition(THINK_END)[2].lstrip("\n") if thinks else text
     said, found = CallReader(schemas).push(rest, last=True)
     calls = []
     for one in found:

@@ -31,7 +31,7 @@ import torch
 
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError, naming
-from groundup.files import answer_files, records, row_formats, streams, turns
+from groundup.files import answer_files, records, row_formats, turns, untrusted
 from groundup.files.answer_files import need_settings, read_settings
 from groundup.files.paths import find_files
 from groundup.files.turns import BadRow
@@ -63,7 +63,7 @@ def read_rows(
                 continue
             if record.encoding != "utf-8":
                 report.mended[record.encoding] += 1
-            yield path, streams.mended(record.value), ""
+            yield path, untrusted.mended(record.value), ""
 
 
 def add_scores(

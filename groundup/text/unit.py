@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats, streams, text_keys, turns, untrusted
+from groundup.files import readers, row_formats, text_keys, turns, untrusted
 from groundup.files.paths import find_files
 from groundup.files.records import PIECE_CHARS, Report, piece_end, read_records
 from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
@@ -272,7 +272,7 @@ class Judge:
         found = set()
         for path in find_files(self.recipe.prompts_from):
             for record in read_records(path):
-                messages, problem = row_formats.messages_of(streams.mended(record.value))
+                messages, problem = row_formats.messages_of(untrusted.mended(record.value))
                 question = self.clean(first_question(messages)).strip()
                 if not question:
                     why = record.problem or problem or "no question"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from groundup.errors import UserError, say
-from groundup.files import records, row_formats, streams
+from groundup.files import records, row_formats, untrusted
 from groundup.files.paths import Stage, find_files, parse_data_dir, parse_weights
 from groundup.files.splits import assign, split_position
 from groundup.files.turns import BadRow
@@ -81,7 +81,7 @@ class RowReader:
             try:
                 if record.problem:
                     raise BadRow(record.problem, record.detail)
-                row = streams.mended(record.value)
+                row = untrusted.mended(record.value)
                 try:
                     found = self.item(row, place)
                 except UserError as error:  # such as turns that a template does not take

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from groundup.errors import UserError
-from groundup.generate.openai_format import template_settings
+from groundup.generate.openai_api import template_settings
 from groundup.generate.rendering import Renderer
 from groundup.tokens import templates
 from groundup.tokens.engines import to_json

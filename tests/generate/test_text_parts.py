@@ -12,9 +12,10 @@ from test_templates import SPECIALS as NAMES
 from test_templates import TAGGED
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from groundup.generate.call_forms import CallReader, ThoughtReader
+from groundup.generate.call_forms import CallReader
 from groundup.generate.completion import call_ids, never_sampled
 from groundup.generate.engine import StopStrings
+from groundup.generate.openai_api import ThoughtReader
 from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, with_specials
@@ -70,10 +71,13 @@ GLM = "<tool_call>wetter\n<arg_key>ort</arg_key>\n<arg_value>北京</arg_value>\
 V31_ONE = '<｜tool▁call▁begin｜>wetter<｜tool▁sep｜>{"ort": "北京"}<｜tool▁call▁end｜>'
 V31 = f"<｜tool▁calls▁begin｜>{V31_ONE}<｜tool▁calls▁end｜>"
 R1 = V31.replace("wetter<｜tool▁sep｜>", "function<｜tool▁sep｜>wetter\n```json\n").replace("}<", "}\n```<")
+GEMMA = '<|tool_call>call:wetter{ort:<|"|>北京<|"|>}<tool_call|>'
 NO_CALLS = [
     CODER[:30], "<function=wetter>", 'like <function=f>{"x": 1} there', "<tool_call>never</tool_call>", "[f(1)]",
     "<｜tool▁calls▁begin｜>", "[wetter(ort={1, 2})]", "[wetter(ort=1)] done", "[f(a=b)]", "[f(a=1e999)]",
-    "[a.b['c'](d=1)]",
+    "[a.b['c'](d=1)]", "[wetter(ort='北京', ort='北京')]", ONE_LINE.replace('"北京"', '"北京", "ort": 1'),
+    GLM.replace("</tool_call>", GLM[17:]), GEMMA.replace("}<", ",ort:1}<"), GEMMA[:-16], GEMMA.replace("ort:", ""),
+    GEMMA.replace('<|"|>}', "}"), '<|tool_call>call:f{a:[1 2]}', '<|tool_call>call:f{a:' + "[" * 5000, '<|tool_call>f',
     "a < b, <tool", '{"name": 1}', "<tool_call>{</tool_call>", f"see {CALL}", "", "[" * 5000, "[1]", f"{CALL} and more",
     CALL.replace('"北京"', "NaN"), CALL.replace('"北京"', "1e999"),
     f"<tool_call>{CALL[:-9]}", f"{HERMES} <tool_call>no",
@@ -97,6 +101,7 @@ NO_CALLS = [
     ('<function=wetter>{"ort": "北京"}</function>', "", 1), (f"<|tool_call|>[{CALL}]<|/tool_call|>", "", 1),
     ("[wetter(ort='北京'), wetter(ort=\"北京\")]", "", 2), ("a<|python_start|>[wetter(ort='北京')]", "a", 1),
     ("<|tool_call_start|>[wetter(ort='北京')]<|tool_call_end|>完", "完", 1),
+    (f"好。{GEMMA}{GEMMA}完", "好。完", 2), (GEMMA.replace('<|"|>', '"'), "", 1),
     *((answer, answer.rstrip(), 0) for answer in NO_CALLS),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [1, 3, 10_000])
@@ -140,7 +145,8 @@ def test_a_value_between_tags_has_the_type_of_its_parameter(form):
 
 @pytest.mark.parametrize(("written", "value"), [
     ("{1: 2, None: (3,)}", {"1": 2, "null": [3]}), ("{(1, 2): 3}", None), ("{1, 2}", None), ("b'x'", None),
-    ("(1, '\\ud83d')", [1, "\ufffd"]), ("'a\\d'", "a\\d"),
+    ("(1, '\\ud83d')", [1, "\ufffd"]), ("'a\\d'", "a\\d"), ("[true, {'b': false}, null]", [True, {"b": False}, None]),
+    ("{1: 2, '1': 3}", None), ("truth", None),
 ])  # fmt: skip
 def test_arguments_that_python_has_and_json_lacks(written, value, recwarn):
     said, calls = CallReader().push(f"[f(a={written})]", True)
@@ -151,7 +157,7 @@ def test_arguments_that_python_has_and_json_lacks(written, value, recwarn):
 
 # Of trl's templates: those that write no calls, and those whose form is not read
 WRITE_NONE = "cohere cohere2 gemma gemma3 idefics3 lfm2 llama3 llava_next phi3 phi3_5 qwen2_5_vl smolvlm".split()
-UNREAD = "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5 gptoss muse_glimmer".split()
+UNREAD = ["gptoss", "muse_glimmer"]  # their forms are not read
 WEATHER = {"text": "北京 3", "days": 3, "what": ["a", "二"]}
 
 
@@ -183,7 +189,17 @@ def test_calls_are_read_as_published_templates_write_them(name):
     assert json.loads(call["function"]["arguments"]) == WEATHER
 
 
+@pytest.mark.parametrize(("written", "value"), [
+    ("1", 1), ("-2.5", -2.5), ("true", True), ("null", None), ("None", None), ("{}", {}), ("[]", []),
+    ('[<|"|>a}],{:"<|"|>,{b:<|"|><|"|>,c:[{d:false}]}]', ['a}],{:"', {"b": "", "c": [{"d": False}]}]),
+])  # fmt: skip
+def test_arguments_as_gemma_writes_them(written, value):
+    said, (call,) = CallReader().push(f"<|tool_call>call:f{{a:{written},b:1}}<tool_call|>", True)
+    assert not said and json.loads(call["function"]["arguments"]) == {"a": value, "b": 1}
+
+
 @pytest.mark.parametrize("text", [
+    "<|tool_call>call:f{a:" + "[1," * 400 + " " * 200_000, '<|tool_call>call:f{a:<|"|>' * 5000,
     "<tool_call>" + "\n" * 200_000 + "x", f"<tool_call>{CALL}" + " " * 200_000 + "x",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f" + " " * 200_000 + "x", f"{V31[:-30]}" + " " * 200_000 + "x",
     "<tool_call>f" + " " * 200_000 + "x", "<function=f><parameter=a>" + "\n" * 200_000 + "x",

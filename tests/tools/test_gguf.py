@@ -145,6 +145,18 @@ def test_what_the_tokenizer_says_is_in_the_file(where, tmp_path, tokenizer, caps
     assert not any(line.startswith("TEMPLATE") for line in lines)
 
 
+def test_the_end_that_a_template_writes_is_the_files(tmp_path, tokenizer):
+    """llama.cpp gives a template the file's end token as eos_token; <|endoftext|> ends texts too."""
+    files = with_specials(dict(tokenizer.files), ["</s>"], tokenizer.vocab_size)
+    config = json.loads(files["tokenizer_config.json"]) | {"eos_token": {"content": "</s>"}}
+    config["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    tuned = Tokenizer(files | {"tokenizer_config.json": to_json(config)})
+    make("mistral", tmp_path / "hf", tuned)
+    to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == tuned.special_tokens["</s>"] != tuned.eot_id
+
+
 def test_ollama_gets_the_template_of_our_own_checkpoints(tmp_path, tokenizer):
     make("llama", tmp_path / "hf", tokenizer)
     to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
