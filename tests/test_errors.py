@@ -47,6 +47,19 @@ def test_what_the_user_or_the_machine_did_is_one_line(error, line, capsys):
     assert line in said and said.count("\n") == 1
 
 
+def test_a_mark_of_chinese_typing_is_named(monkeypatch):
+    """Or a curly quote that a text program made: a path with it looks right."""
+
+    def said(flag: str, text: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", flag])
+        return errors.line_of(errors.UserError(text))
+
+    said_of = said("--data_dir=\u201cdata/x\u201d", "data: no directory \u201cdata/x\u201d")
+    assert said_of == 'data: no directory “data/x” (it has “ and ”, not ")'
+    assert said("--a=x，y", "no file x，y").endswith("no file x，y (it has ，, not ,)")
+    assert said("--a=x", "no text x，y") == "no text x，y"  # which the command does not have
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -161,7 +161,8 @@ def why_no_model(path: Path) -> str:
     if path.name in BEST and step_dirs(path.parent):
         text = "no checkpoint of this run has been evaluated yet, or its disk has no links"
         return f"{text}; --init_from={path.parent} is its newest"
-    return "no such directory (hub models: download first)"
+    # A name of a hub is never downloaded from here.
+    return f"no such directory; a hub's model first: hf download {path} --local-dir=DIR"
 
 
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
