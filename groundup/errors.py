@@ -159,8 +159,8 @@ def wide_marks(text: str) -> str:
     for wide, mark in WIDE_MARKS.items():
         if wide in text and any(wide in word for word in sys.argv):
             found.setdefault(mark, []).append(wide)
-    remarks = [f"{' and '.join(wide)}, not {mark}" for mark, wide in found.items()]
-    return f" (it has {'; '.join(remarks)})" if remarks else ""
+    remarks = [f"{' and '.join(wide)} where {mark} is meant" for mark, wide in found.items()]
+    return f" (it has {', '.join(remarks)})" if remarks else ""
 
 
 def reason_of(error: BaseException) -> str:

@@ -55,8 +55,8 @@ def test_a_mark_of_chinese_typing_is_named(monkeypatch):
         return errors.line_of(errors.UserError(text))
 
     said_of = said("--data_dir=\u201cdata/x\u201d", "data: no directory \u201cdata/x\u201d")
-    assert said_of == 'data: no directory “data/x” (it has “ and ”, not ")'
-    assert said("--a=x，y", "no file x，y").endswith("no file x，y (it has ，, not ,)")
+    assert said_of == 'data: no directory “data/x” (it has “ and ” where " is meant)'
+    assert said("--a=x，y", "no file x，y").endswith("no file x，y (it has ， where , is meant)")
     assert said("--a=x", "no text x，y") == "no text x，y"  # which the command does not have
 
 
