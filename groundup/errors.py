@@ -4,6 +4,8 @@ Raise UserError for what the user can fix. A full disk, exhausted memory, Ctrl-C
 as Python's own exceptions. Only a mistake in our code shows a traceback.
 """
 
+from __future__ import annotations  # an older Python gets as far as its version is checked
+
 import atexit
 import ctypes
 import functools
@@ -31,6 +33,7 @@ WIDE_MARKS = {  # of Chinese typing, and curly quotes: what was meant
     "\uff1b": ";",
     "\uff1d": "=",
 }
+OLDEST_PYTHON = (3, 11)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
 REQUIREMENTS |= {"safetensors", "charset_normalizer"}
@@ -73,6 +76,9 @@ def say(line: str) -> None:
 
 def end_in_one_line() -> None:
     """Install the hooks of this file. Scripts call this before their slow imports."""
+    if sys.version_info < OLDEST_PYTHON:
+        version = ".".join(map(str, sys.version_info[:2]))
+        sys.exit(f"{sys.executable} is Python {version}; 3.11 or newer is needed")
     if sys.excepthook is not one_line_excepthook:  # configure() calls this again
         sys.excepthook = one_line_excepthook
         atexit.register(flush_output)

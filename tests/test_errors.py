@@ -73,6 +73,15 @@ def test_a_mistake_in_the_code_keeps_its_traceback(error, capsys):
     assert type(error).__name__ in capsys.readouterr().err and errors.line_of(error) == ""
 
 
+def test_an_older_python_is_named():
+    code = "sys.version_info = (3, 10, 2); errors.end_in_one_line(); print('goes on')"
+    lines = BEGIN.replace("errors.end_in_one_line()", "")
+    command = [sys.executable, "-c", lines + code, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"{sys.executable} is Python 3.10; 3.11 or newer is needed\n"
+
+
 def test_the_packages_are_those_of_requirements():
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     names = {line.partition("=")[0].replace("-", "_") for line in text.splitlines() if "==" in line}
