@@ -67,6 +67,7 @@ demo: $(VENV)/core
 		--out_dir=data/demo_chat --tokenizer_dir=data/demo
 	$(PY) sft.py config/demo_sft.py $(call begin,demo demo_chat,demo_sft)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=groundup/demo/questions.jsonl --temperature=0
+	@echo 'next: make serve, to talk to it in the browser; make demo-chat or make demo-tools, to train it on'
 
 demo-chat: demo
 	$(call forget,demo demo_chat,demo_answers.jsonl)
@@ -111,6 +112,7 @@ demo-real: $(VENV)/real
 	$(PY) dpo.py config/real_dpo.py $(call begin,real_chat real_pairs,real_dpo)
 	$(PY) sample.py --init_from=out/real_dpo --prompt='$(QUESTION)' --temperature=0
 	$(SCORE_REAL) --init_from=out/real_dpo --beside=$(REAL_SCORES)_before.json,$(REAL_SCORES)_sft.json
+	@echo 'smollm2 is the published model, real_merged after sft.py, real_dpo after dpo.py; next: make serve'
 
 serve: $(VENV)/serve
 	$(PY) serve.py $(ARGS)

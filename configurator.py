@@ -36,6 +36,18 @@ from groundup.errors import UserError, end_in_one_line, listed, naming
 
 TYPES = (bool, int, float, str)  # of settings; None and lists are not allowed
 TEXTS = {"prompt", "sample_prompts", "stop", "system"}  # words for a model: ~/ is no path there
+DASHES = ("\u2013", "\u2014", "\uff0d")  # which text programs make of hyphens
+OTHER_NAMES = {  # of settings in other programs
+    "lr": "learning_rate",
+    "max_iters": "max_steps",
+    "steps": "max_steps",
+    "dataset": "data_dir",
+    "model": "init_from",
+    "eval_interval": "eval_every",
+    "eval_iters": "eval_steps",
+    "log_interval": "log_every",
+    "gradient_accumulation_steps": "total_batch_tokens",
+}
 NUMBER = r"(-?\d[\d_]*(?:\.\d+)?(?:e-?\d+)?)"
 
 
@@ -62,14 +74,14 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
 def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None = None) -> dict:
     """Return the defaults `keys`, overridden by the files and then by the flags of `argv`."""
     config = dict(keys)
-    # A flag wins over a file, also over a file that comes after it.
+    # Before the files: the 5 of "--max_steps 5" looks like one.
+    flags = [parse_flag(flag, keys) for flag in argv if flag.startswith("-")]
     for path in argv:
         if not path.startswith("-"):
             config.update(read_file(path, config, comments))
-    for flag in argv:
-        if flag.startswith("-"):
-            key, value = parse_flag(flag, keys)
-            config[key] = checked(key, value, keys, comments, "command line")
+    # A flag wins over a file, also over a file that comes after it.
+    for key, value in flags:
+        config[key] = checked(key, value, keys, comments, "command line")
     return config
 
 
@@ -78,9 +90,11 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
     # An argument that is no flag is taken for an override file. Many a row of JSON is Python, too.
     if not path.endswith(".py"):
         hint = "an override file ends in .py; settings are written --key=value, --data=rows.jsonl"
+        if path[:1] in DASHES:
+            hint = "a setting begins with two hyphens, --, not with a dash"
         raise UserError(f"config: cannot use {path!r}: {hint}")
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        source = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"config: cannot read {path!r}: {reason}") from None
@@ -112,6 +126,7 @@ def parse_flag(flag: str, keys: Mapping) -> tuple[str, object]:
     key, equals, text = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals:
         hint = nearest(key.lstrip("-"), keys)
+        hint = f"; write --{key}=VALUE" if flag == f"--{key}" and key in keys else hint
         raise UserError(f"config: cannot read {flag!r}; settings are written --key=value{hint}")
     # Text needs no quotes. Other values are Python literals; what is none has the wrong type, which
     # `checked` reports.
@@ -134,7 +149,9 @@ def as_utf8(text: str) -> str:
 
 def nearest(key: str, keys: Mapping) -> str:
     """Return a hint at the key that was probably meant."""
-    match = difflib.get_close_matches(key, keys, n=1)
+    match = [OTHER_NAMES.get(key, "")]
+    if match[0] not in keys:
+        match = difflib.get_close_matches(key, keys, n=1)
     return f"; did you mean {match[0]!r}?" if match else "; --help lists the keys"
 
 

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -473,7 +474,7 @@ if __name__ == "__main__":
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
     config = config | {"max_steps": max_steps}
-    next_command = f"python sample.py --init_from={out_dir}"
+    next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
     log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

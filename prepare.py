@@ -24,6 +24,7 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
     end_in_one_line()
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -277,8 +278,10 @@ def make_out_dir(
         prepared_dir.publish(work, out_dir)
         report.print_report(manifest, time.perf_counter() - start)
     state = "done" if why else "up to date"
-    following = NEXT[recipe.kind].format(name=out_dir.name)
-    print(f"prepare: {out_dir} is {state}, with report.md; next: {following}{out_dir}")
+    following = NEXT[recipe.kind].format(name=shlex.quote(out_dir.name))
+    print(
+        f"prepare: {out_dir} is {state}, with report.md; next: {following}{shlex.quote(str(out_dir))}"
+    )
     return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
 
 

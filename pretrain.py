@@ -12,6 +12,7 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
 import dataclasses
 import math
+import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -423,7 +424,7 @@ if __name__ == "__main__":
         ddp.flush()
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
-    next_command = f"python sample.py --init_from={out_dir}"
+    next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
     log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -4,6 +4,8 @@ Raise UserError for what the user can fix. A full disk, exhausted memory, Ctrl-C
 as Python's own exceptions. Only a mistake in our code shows a traceback.
 """
 
+from __future__ import annotations  # an older Python gets as far as its version is checked
+
 import atexit
 import ctypes
 import functools
@@ -21,6 +23,17 @@ from typing import TextIO
 
 # control characters without tab and newline, and marks that reverse the direction of text
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+WIDE_MARKS = {  # of Chinese typing, and curly quotes: what was meant
+    "\u201c": '"',
+    "\u201d": '"',
+    "\u2018": "'",
+    "\u2019": "'",
+    "\uff0c": ",",
+    "\uff1a": ":",
+    "\uff1b": ";",
+    "\uff1d": "=",
+}
+OLDEST_PYTHON = (3, 11)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
 REQUIREMENTS |= {"safetensors", "charset_normalizer"}
@@ -63,6 +76,9 @@ def say(line: str) -> None:
 
 def end_in_one_line() -> None:
     """Install the hooks of this file. Scripts call this before their slow imports."""
+    if sys.version_info < OLDEST_PYTHON:
+        version = ".".join(map(str, sys.version_info[:2]))
+        sys.exit(f"{sys.executable} is Python {version}; 3.11 or newer is needed")
     if sys.excepthook is not one_line_excepthook:  # configure() calls this again
         sys.excepthook = one_line_excepthook
         atexit.register(flush_output)
@@ -115,7 +131,7 @@ def line_of(error: BaseException) -> str:
     """Return the line for an error of the user or the machine, "" for a mistake in our code."""
     script, text = Path(sys.argv[0]).stem, str(error)
     if isinstance(error, UserError):
-        return text
+        return text + wide_marks(text)
     if isinstance(error, KeyboardInterrupt):
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         return f"{script}: {rank}interrupted; run the same command again"
@@ -140,6 +156,17 @@ def line_of(error: BaseException) -> str:
         fix += " TORCHINDUCTOR_CACHE_DIR"
         return f"{script}: torch.compile cannot build a kernel; {fix} ({reason})"
     return ""
+
+
+def wide_marks(text: str) -> str:
+    """Return a remark on marks of the command line that a message quotes: Chinese typing and text
+    programs make them, and they look like those that are meant."""
+    found: dict[str, list[str]] = {}
+    for wide, mark in WIDE_MARKS.items():
+        if wide in text and any(wide in word for word in sys.argv):
+            found.setdefault(mark, []).append(wide)
+    remarks = [f"{' and '.join(wide)} where {mark} is meant" for mark, wide in found.items()]
+    return f" (it has {', '.join(remarks)})" if remarks else ""
 
 
 def reason_of(error: BaseException) -> str:

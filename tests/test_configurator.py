@@ -197,13 +197,21 @@ def test_text_for_a_number_in_a_file(override):
     [
         ("--learing_rate=1", "learning_rate"),
         ("--learning-rate=1", "learning_rate"),
-        ("--max_steps", "max_steps"),
         ("-max_steps=3", "max_steps"),
         ("--no-compile", "compile"),
+        ("--lr=3", "learning_rate"),
+        ("--max_iters=3", "max_steps"),
     ],
 )
 def test_the_nearest_key_is_named(wrong, right):
     assert f"did you mean '{right}'?" in mistake([wrong])
+
+
+def test_a_value_behind_a_space_and_dashes_of_a_text_program():
+    for argv in (["--max_steps", "5"], ["--max_steps"]):
+        assert mistake(argv).endswith("settings are written --key=value; write --max_steps=VALUE")
+    for flag in ("\u2014max_steps=5", "\u2013-max_steps=5", "\uff0d\uff0dmax_steps=5"):
+        assert "begins with two hyphens, --, not with a dash" in mistake([flag])
 
 
 def test_without_a_near_key_help_is_named():
@@ -308,6 +316,13 @@ def test_unreadable_files(tmp_path, override):
     (tmp_path / "gbk.py").write_bytes("prompt = '从前'\n".encode("gbk"))
     assert "it is not UTF-8 text" in mistake([str(tmp_path / "gbk.py")])
     assert "settings are written --key=value" in mistake(["max_steps=5"])
+
+
+def test_a_file_from_windows(tmp_path):
+    path = tmp_path / "windows.py"
+    path.write_bytes(b"\xef\xbb\xbfmax_steps = 5\r\nprompt = 'a'\r\n")
+    config = configurator.resolve({"max_steps": 1, "prompt": ""}, [str(path)])
+    assert config == {"max_steps": 5, "prompt": "a"}
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n', encoding="utf-8")  # valid Python
     for path in (str(rows), str(tmp_path), ""):

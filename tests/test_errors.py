@@ -47,6 +47,19 @@ def test_what_the_user_or_the_machine_did_is_one_line(error, line, capsys):
     assert line in said and said.count("\n") == 1
 
 
+def test_a_mark_of_chinese_typing_is_named(monkeypatch):
+    """Or a curly quote that a text program made: a path with it looks right."""
+
+    def said(flag: str, text: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", flag])
+        return errors.line_of(errors.UserError(text))
+
+    said_of = said("--data_dir=\u201cdata/x\u201d", "data: no directory \u201cdata/x\u201d")
+    assert said_of == 'data: no directory “data/x” (it has “ and ” where " is meant)'
+    assert said("--a=x，y", "no file x，y").endswith("no file x，y (it has ， where , is meant)")
+    assert said("--a=x", "no text x，y") == "no text x，y"  # which the command does not have
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -58,6 +71,15 @@ def test_what_the_user_or_the_machine_did_is_one_line(error, line, capsys):
 def test_a_mistake_in_the_code_keeps_its_traceback(error, capsys):
     assert errors.report(error, sys.stderr) == 1
     assert type(error).__name__ in capsys.readouterr().err and errors.line_of(error) == ""
+
+
+def test_an_older_python_is_named():
+    code = "sys.version_info = (3, 10, 2); errors.end_in_one_line(); print('goes on')"
+    lines = BEGIN.replace("errors.end_in_one_line()", "")
+    command = [sys.executable, "-c", lines + code, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"{sys.executable} is Python 3.10; 3.11 or newer is needed\n"
 
 
 def test_the_packages_are_those_of_requirements():

@@ -730,6 +730,10 @@ def test_files_of_others_are_never_removed(tmp_path, tok, capsys):
     with pytest.raises(UserError, match="holds chat.jsonl, which is not ours"):
         run(out, input=path, tokenizer_dir=tok)
     assert capsys.readouterr().out == ""  # not that it is made anew
+    (out / "config.py").write_text("'Resolved configuration; re-run with: python sft.py out/config.py'", "utf-8")
+    with pytest.raises(UserError, match="out is a run of sft.py; use another out_dir"):
+        run(out, input=path, tokenizer_dir=tok)
+    (out / "config.py").unlink()
     (out / "chat.jsonl").unlink()
     (out / ".DS_Store").write_bytes(b"of a desktop")  # which is as good as empty
     run(out, input=path, tokenizer_dir=tok)

@@ -11,6 +11,7 @@ panel and `*` matches any letters: --y='val_bpb/*'. Each run has a color, each k
 style. Markers are evaluations; pale lines are training values, thick ones a local fit to them.
 """
 
+import logging
 import math
 import os
 import re
@@ -53,7 +54,12 @@ PANELS = (
 REPEATS = {"accuracy": "rewards/accuracies", "margin": "rewards/margins", "val_loss": "reward"}
 TITLES = {
     "bpb": "bits per byte",
+    "val_bpb/*": "bits per byte of each source",
+    "val_loss/*": "validation loss of each source",
     "mean_token_accuracy": "token accuracy",
+    "rewards/accuracies": "pairs whose chosen answer wins",
+    "rewards/margins": "margin: reward of chosen less rejected",
+    "rewards/chosen+rewards/rejected": "rewards of chosen and rejected",
     "finished": "answers that stop on their own",
     "length": "length of answers, tokens",
     "kl_answer": "KL to the reference, nats per answer",
@@ -239,6 +245,8 @@ def chinese_font() -> str:
     for path in findSystemFonts():  # some are newer than matplotlib's list
         if path not in known and CHINESE_FONTS.search(Path(path).name):
             fontManager.addfont(path)
+    # A font of one weight draws bold as normal, which needs no warning for each text.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     names = {font.name for font in fontManager.ttflist if CHINESE_FONTS.search(font.name)}
     return min(names, key=lambda name: ("SC" not in name, "Sans" not in name, name), default="")
 

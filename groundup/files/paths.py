@@ -81,7 +81,6 @@ def find_files(input: str) -> list[str]:
         ]
         if not files:
             hint = "give files, directories or globs, separated by commas"
-            hint += " (, and not the full-width \uff0c)" if "\uff0c" in part else ""
             raise UserError(f"data: no file matches {part!r}; {hint}")
         found += files
     unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file

@@ -175,7 +175,10 @@ def why_no_model(path: Path) -> str:
     if path.name in BEST and step_dirs(path.parent):
         text = "no checkpoint of this run has been evaluated yet, or its disk has no links"
         return f"{text}; --init_from={path.parent} is its newest"
-    return "no such directory (hub models: download first)"
+    # Nothing is downloaded from here.
+    if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not path.parent.exists():
+        return f"no such directory; a model of the hub first: hf download {path} --local-dir=DIR"
+    return "no such directory"
 
 
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:

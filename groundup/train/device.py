@@ -48,6 +48,9 @@ def choose_device(name: str, local_rank: int = 0, plan_only: bool = False) -> to
 
     # One GPU per rank: NCCL refuses two ranks on one.
     n_gpus = torch.cuda.device_count()
+    if n_gpus == 0:
+        why = "nvidia-smi lists those of the driver, torch.version.cuda is None without CUDA"
+        raise UserError(f"config: device={name!r}: torch sees no GPU: {why}; or use device='cpu'")
     if local_rank >= n_gpus:
         raise UserError(
             f"config: device={name!r}: torch sees {n_gpus} GPUs, none for local rank {local_rank}; "

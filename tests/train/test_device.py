@@ -30,6 +30,9 @@ def test_a_rank_takes_its_own_gpu(monkeypatch):
     with pytest.raises(UserError, match="torch sees 2 GPUs, none for local rank 2"):
         devices.choose_device("cuda", 2)
     torch.set_float32_matmul_precision(precision)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match="torch sees no GPU: .*nvidia-smi.*; or use device='cpu'"):
+        devices.choose_device("cuda")
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [({}, torch.float32), ({"amx_bf16": True}, torch.bfloat16)])
