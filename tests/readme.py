@@ -131,6 +131,8 @@ def arguments(command: str) -> tuple[str, list[str]]:
     small = dict(SMALL.get(script.removesuffix(".py"), {}))
     if script == "pretrain.py" and not any(word.startswith("--init_from") for word in given):
         small |= NEW_MODEL
+    if {"--kind=chat", "--kind=preference"} & set(given):  # these train no tokenizer
+        small.pop("vocab_size", None)
     if any(word.startswith("--extend") for word in given):
         small["vocab_size"] = 640
     if script == "evaluate.py" and "--tasks=generation" in given:
