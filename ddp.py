@@ -98,7 +98,7 @@ class Bucket:
     sharded: bool = False
     # What changes from step to step
     state: State = State.WAITING
-    step: int = 0  # steps finished when its hook was started, for messages
+    n_updates: int = 0  # finished when its hook was started, see PowerSGD's start_step
     missing: int = 0  # gradients that have not arrived in the synced backward
     transfer: Generator | None = None  # the communication hook at work on this bucket
     sends_more: bool = False  # in flight: the hook will launch another collective
@@ -119,7 +119,7 @@ class Bucket:
     def launch(self, collective: Callable, *args: Any) -> None:
         """Start a collective and return at once; do nothing without a process group."""
         if dist.is_initialized():
-            name = f"step {self.step + 1}: {collective.__name__} of bucket {self.index}"
+            name = f"step {self.n_updates + 1}: {collective.__name__} of bucket {self.index}"
             name += f" (first: {self.names[0]})"
             work = ranks.issue(name, collective, *args, async_op=True)
             self.collective = Collective(name, work)
@@ -460,7 +460,7 @@ class DDP:
         # With two collectives P and Q per bucket the order is P0, P1 Q0, P2 Q1, ... on every rank.
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.state, bucket.step = State.IN_FLIGHT, self.n_updates
+        bucket.state, bucket.n_updates = State.IN_FLIGHT, self.n_updates
         bucket.transfer = self.hook(bucket)
         self._resume_hook(bucket)
         self._launch_further_collectives(before=bucket.index)
@@ -681,13 +681,15 @@ class DDP:
 
     @torch.no_grad()
     def _refresh(self, bucket: Bucket, ahead: int = PREFETCH) -> None:
-        """Make the bucket's weights current, and start on those that forward needs next."""
+        """Make the bucket's weights current, and start on all up to `ahead` buckets after it."""
         if self._update_in_backward and self._next == len(self.buckets):
             # Otherwise forward would use weights of which a part is updated
             text = "after backward call step() before a forward or flush()"
             raise UserError(f"ddp: overlap_step='backward': {text}")
-        # Forward goes from the last index down, and so does every rank here. Activation
-        # recomputation within backward skips buckets that are already in flight.
+        # Forward goes from the last index down. From the last one, not from this bucket: what this
+        # rank's forward skipped is fetched as well, since all ranks fetch in one order. What is
+        # current already is left alone. Activation recomputation within backward skips buckets
+        # that are in flight.
         first = max(self._next, bucket.index - ahead)
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)

@@ -111,7 +111,7 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # updates in a row without a finite gradient, seen at a log line: stop
+MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
 
 
 def choose_architecture(config: dict, init_dir: Path | None, n_ids: int) -> ModelConfig:

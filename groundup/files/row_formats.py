@@ -1,7 +1,7 @@
 """Row formats: a row of a raw file is a document, a conversation or a preference pair.
 
-Which, is told by its keys, as published Chinese and English sets have them. The tables at the end
-of this file list all formats, with the keys that each reads. `unread_keys` names those that hold
+Its keys tell which: they are those of published Chinese and English sets. The tables at the end of
+this file list all formats, with the keys that each reads. `unread_keys` names those that hold
 content and that no reader asked for.
 
 What keys mean depends on what is wanted: prompt and response are one text for `document_of` and two

@@ -27,7 +27,9 @@ from groundup.files import TOOLS_HEAD, TOOLS_TAIL
 
 
 class BadRow(Exception):
-    """Why a row cannot be used: BadRow(reason to count it under, detail for people)."""
+    """Why a row cannot be used: BadRow(reason to count it under, detail for people).
+
+    Without a detail the reason may also be a sentence about this row alone, as in row_formats."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)

@@ -42,7 +42,7 @@ VARLEN_SHARES_KEYS = torch.__version__ >= (2, 12)
 class Layout(NamedTuple):
     """What each query may see, in the form that the chosen kernel takes.
 
-    At most one field is set. None is set: each query sees its own position and all before it."""
+    At most one field is set. Without one each query sees its own position and all before it."""
 
     mask: Tensor | None = None  # (B, 1, T, T), added to the scores: 0 or -inf
     borders: Tensor | None = None  # (n + 1,) int32, see document_borders

@@ -200,8 +200,8 @@ def load_pairs(
 ) -> PairBatch:
     """Return the batch whose pair i is row rows[i] of splits[sources[i]].
 
-    T is the longest row's length, rounded up by `padded_length`. sides: 1 = the chosen answers,
-    2 = the rejected ones."""
+    T is the longest row's length, rounded up to an eighth of block_size (`padded_length`). sides:
+    1 = the chosen answers, 2 = the rejected ones."""
     numbers = zip(sources.tolist(), rows.tolist(), strict=True)
     places = [(splits[source], row) for source, row in numbers]
     ids = [split.ids(row) for split, row in places]  # (prompt, chosen, rejected) of each pair

@@ -14,8 +14,9 @@ A checkpoint appears whole or not at all: it is written as .step_000200.tmp, put
 then renamed. A kill at any moment loses at most the save under way, because nothing is removed
 before its successor is whole. Only the data decide whether a save succeeded. Links, locks and the
 removal of old steps are housekeeping: where the file system refuses them, a run warns and goes on.
-Rank 0 alone writes, so machines need not share a disk. At a start rank 0 reads, compares checksums
-and sends what it read; the others read small files alone, and with ZeRO-1 and FSDP their share.
+Rank 0 alone writes, so machines need not share a disk while a run trains; to resume, each needs a
+copy. At a start rank 0 reads, compares checksums and sends what it read; the others read small
+files alone, and with ZeRO-1 and FSDP their share.
 
 Opening a checkpoint never runs code: weights are safetensors, state is plain data.
 """
@@ -78,8 +79,8 @@ MODEL_FILES = ("adapter_config.json", "config.json", "checksums.json")
 NOT_IN_A_RUN = ("adapter_config.json", "config.json", "manifest.json")
 
 # ---- checkpoints on the disk ---------------------------------------------------------------------
-# Which one is meant: `resolve` of the setting init_from, `newest_run` without one (sample.py),
-# `find` to continue out_dir.
+# Three functions choose one: `resolve` by the setting init_from, `newest_run` if it is empty
+# (sample.py), and `find` to continue the run in out_dir.
 
 
 def step_dirs(out_dir: Path) -> list[Path]:
@@ -586,7 +587,8 @@ class Saver:
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
-        copied = self.memory.copy(self._content(step, model, ddp, opt, scaler, extra or {}))
+        content = self._content(step, model, ddp, opt, scaler, extra or {})
+        copied = self.memory.copy(content, next(model.parameters()).device)
         # From here on training may change all tensors: the thread writes the copies, and reads of
         # the model only its architecture.
         self.pending.append(self.pool.submit(self._write, step, model, copied))
@@ -736,18 +738,19 @@ class HostMemory:
         self.buffers: list[Tensor] = []
 
     @torch.no_grad()
-    def copy(self, value: Any) -> Any:
-        """Return `value` with a copy of every tensor in its dicts and lists."""
+    def copy(self, value: Any, device: torch.device) -> Any:
+        """Return `value` with a copy of every tensor in its dicts and lists. device: the model's."""
         last, self.buffers = iter(self.buffers), []
-        return self._copy(value, last)
+        return self._copy(value, last, device)
 
-    def _copy(self, value: Any, last: Iterator[Tensor]) -> Any:
+    def _copy(self, value: Any, last: Iterator[Tensor], device: torch.device) -> Any:
         if isinstance(value, dict):
-            return {key: self._copy(item, last) for key, item in value.items()}
+            return {key: self._copy(item, last, device) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)([self._copy(item, last) for item in value])
-        # Beside a GPU a tensor here is a copy already: gathered for this save, or a random state.
-        is_copy = torch.cuda.is_initialized() and isinstance(value, Tensor) and not value.is_cuda
+            return type(value)([self._copy(item, last, device) for item in value])
+        # Of a model on a GPU a tensor in host memory was made for this save: gathered, or a random
+        # state. Of a model on a CPU it may be the weights, which training goes on to change.
+        is_copy = isinstance(value, Tensor) and device.type != "cpu" and value.device.type == "cpu"
         if is_copy or not isinstance(value, Tensor):
             return value
         # The memory of the tensor that had this place last time. From a GPU page-locked memory is

@@ -97,7 +97,7 @@ class PowerSGD:
         """Reduce `bucket`; see the protocol in ddp.py."""
         stacks, raw = self.stacks[bucket.index], self.raw[bucket.index]
         # A bucket without large matrices, or the warm-up: gradients change too fast at first.
-        if not stacks or bucket.step < self.start_step:
+        if not stacks or bucket.n_updates < self.start_step:
             yield from self.average(bucket)
             return
         scale = self.scale_of(stacks[0].error)

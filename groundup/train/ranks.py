@@ -460,7 +460,8 @@ class StopSignal:
     # being written is completed.)
     def __init__(self) -> None:
         self.begun = self.received = False
-        # As a shell says: 128 + the signal's number. SIGTERM: only another rank received one.
+        # 128 + the signal's number, as shells have it. SIGTERM's for a rank that stops because
+        # another one received a signal.
         self.exit_code = 128 + signal.SIGTERM
         self._received_at = 0.0
         for name in self.NAMES:

@@ -662,19 +662,22 @@ def test_a_rank_that_the_saved_run_did_not_have_draws_other_numbers_at_each_resu
     assert torch.equal(torch.rand(4), seen[-1])
 
 
-def test_a_copy_does_not_change_with_what_is_trained() -> None:
+@pytest.mark.parametrize("cuda_is_used", [False, True])  # a compiler may use it in a run on the CPU
+def test_a_copy_does_not_change_with_what_is_trained(monkeypatch, cuda_is_used) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda_is_used)
+    cpu = torch.device("cpu")
     value = {
         "a": torch.arange(6.0).view(2, 3)[:, 1:],
         "b": [torch.ones(2, dtype=torch.int8), {"c": "text"}],
     }
     memory = HostMemory()
-    copied = memory.copy(value)
+    copied = memory.copy(value, cpu)
     places = [tensor.data_ptr() for tensor in memory.buffers]
     value["a"].add_(1)
     assert copied["a"].tolist() == [[1, 2], [4, 5]] and copied["b"][1] == {"c": "text"}
     # the next one is written into the same memory, unless a tensor has another size
     value["b"][0] = torch.ones(3, dtype=torch.int8)
-    assert memory.copy(value)["a"].tolist() == [[2, 3], [5, 6]]
+    assert memory.copy(value, cpu)["a"].tolist() == [[2, 3], [5, 6]]
     assert len(memory.buffers) == 2 and memory.buffers[0].data_ptr() == places[0]
     assert memory.buffers[1].tolist() == [1, 1, 1]
 
@@ -687,7 +690,7 @@ def test_from_a_gpu_while_it_goes_on() -> None:
     expected, memory = weight.cpu(), HostMemory()
     for _ in range(2):
         torch.cuda._sleep(200_000_000)
-        copied = memory.copy({"a": weight})
+        copied = memory.copy({"a": weight}, weight.device)
         assert copied["a"].is_pinned()
         weight.add_(1)
         assert torch.equal(copied["a"], expected)
