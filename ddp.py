@@ -334,24 +334,20 @@ class DDP:
         """
         hook = hook or Average()
         check_options(getattr(hook, "compress", "this hook"), overlap_step, zero1)
-        settings = (
-            f"{bucket_mb=}, {settings_of(hook)}, {overlap_step=}, {zero1=}, {whole_matrices=}"
-        )
-        check_same_model(model, settings)
+        options = f"{bucket_mb=}, {overlap_step=}, {zero1=}, {whole_matrices=}"
+        check_same_model(model, f"{options}, {settings_of(hook)}")
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
         self.in_tree = isinstance(hook, InTree)
         self.device, self.world_size = device_of(model), ranks.world_size()
 
         self._lay_out(bucket_mb, zero1, whole_matrices)
-        if hasattr(hook, "attach"):
-            hook.attach(self.buckets)  # state of its own, such as PowerSGD's errors
-
         self.sync, self.n_updates, self.stopping = True, 0, False
         self.found_inf = torch.zeros((), device=self.device)
         self.skipped = torch.zeros(2, device=self.device)
         self._update: Update | None = None  # the last step's, for buckets that are READY
-        on_side = self.device.type == "cuda" and overlap_step != "off"
-        self._stream = torch.cuda.Stream() if on_side else None  # for updates beside the model
+        self._stream: torch.cuda.Stream | None = None  # for updates beside the model
+        if self.device.type == "cuda" and overlap_step != "off":
+            self._stream = torch.cuda.Stream()
         self._start_step()
         self._watch_backward()
         self._watch_forward()  # for deferred updates and ZeRO-1; else its hooks find nothing to do
@@ -368,6 +364,8 @@ class DDP:
         flat = [bucket.param for bucket in self.buckets]
         for t in (*flat, *frozen, *self.model.buffers()):
             ranks.broadcast(t)
+        if hasattr(self.hook, "attach"):
+            self.hook.attach(self.buckets)  # state of its own, such as PowerSGD's errors
 
     def _watch_backward(self) -> None:
         """Make autograd call `_on_grad` when a gradient is final."""
@@ -820,7 +818,7 @@ PIECE = 2**20
 
 
 class InTree:
-    """The sum over the ranks in a fixed order. The trainer divides the loss, so that it is the mean.
+    """The sum over the ranks in a fixed order. The trainer divides the loss, so it is the mean.
 
     Numbers of ranks and of micro-steps must be powers of two.
     """

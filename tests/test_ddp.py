@@ -738,7 +738,7 @@ OF_FOUR = [  # of these four ranks do something else than two: other means, anot
     check_equals_torch_ddp,
     check_helpers,
 ]
-OF_RANKS = [(2, check) for check in GROUP_CHECKS] + [(4, check) for check in OF_FOUR]
+OF_RANKS = [(check, 2) for check in GROUP_CHECKS] + [(check, 4) for check in OF_FOUR]
 
 
 # ---- starting ranks ------------------------------------------------------------------------------
@@ -845,7 +845,7 @@ def test_one_process(check: Callable) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("n", "check"), OF_RANKS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("check", "n"), OF_RANKS, ids=lambda value: getattr(value, "__name__", value))
 def test_several_ranks(outcome: Callable, n: int, check: Callable) -> None:
     reports, _ = outcome(n)
     for rank, report in enumerate(reports):

@@ -357,8 +357,8 @@ def empty_like(x: Tensor) -> Tensor:
     return x.new_empty(B, T, heads, D).transpose(1, 2)
 
 
-# Its two directions are operators of torch, so torch.compile calls them as they are: it asks for the
-# shapes of their results alone. (torch.library.custom_op would import torch._dynamo at the first
+# Its two directions are operators of torch, so torch.compile calls them as they are, and asks only
+# for the shapes of their results. (torch.library.custom_op would import torch._dynamo at the first
 # call, which takes a second.)
 LIBRARY = torch.library.Library("groundup", "DEF")
 LIBRARY.define("cpu_attention(Tensor q, Tensor k, Tensor v, Tensor firsts) -> (Tensor, Tensor)")

@@ -450,16 +450,21 @@ def keep_events_until(path: Path, step: int) -> None:
         if event is None or event["step"] <= step:
             kept.append(new + b"\n")
             kept_crc = zlib.crc32(kept[-1], kept_crc)
-    # A person may have edited the log, and should know that plots show it.
+    report_edits(path, damaged, changed)
+    # Renamed when complete, so that a kill leaves the old log or the new one.
+    tmp = path.with_suffix(".jsonl.tmp")
+    tmp.write_bytes(b"".join(kept))
+    os.replace(tmp, path)
+
+
+def report_edits(path: Path, damaged: list[str], changed: list[int]) -> None:
+    """Say which lines cannot be read, and up to which the log has changed since it was written."""
+    # A person may have edited it, and should know that plots show it.
     if damaged:
         where = f"{path}:{', '.join(damaged[:5])}"
         print(f"log: {where}: {len(damaged)} lines cannot be read; they are left as they are")
     if changed:
         print(f"log: {path}: the lines up to {changed[0]} have changed since they were written")
-    # Renamed when complete, so that a kill leaves the old log or the new one.
-    tmp = path.with_suffix(".jsonl.tmp")
-    tmp.write_bytes(b"".join(kept))
-    os.replace(tmp, path)
 
 
 # ---- the card ------------------------------------------------------------------------------------
