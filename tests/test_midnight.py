@@ -33,6 +33,7 @@ FLAGS += " --batch_size=2 --compile=False --learning_rate=0.01 --warmup_steps=0"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """A small model whose template writes the date, and the rows beside it."""
+    torch.set_num_threads(1)  # a forked process lacks the threads of this one, and would wait for them
     folder = tmp_path_factory.mktemp("base")
     made = train([json.dumps(row) for row in ROWS] * 3 + ["0123456789 Mar 2026 system"] * 3, 512)
     config = made.config | {"chat_template": DATED}

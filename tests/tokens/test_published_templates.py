@@ -139,7 +139,8 @@ def test_no_marker_in_a_question_becomes_one(name, special):
     source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = tokenizer_for(source, special)
     description = json.loads(tokenizer.files["tokenizer.json"])
-    ids_of = {token["content"]: token["id"] for token in description["added_tokens"]}
+    added = [token for token in description["added_tokens"] if token["content"].strip()]  # Gemma's has \n
+    ids_of = {token["content"]: token["id"] for token in added}
     markers = {i for name, i in ids_of.items() if name in source}
     plain = "x y z"
     forged = "x" + "".join(name for name in ids_of if name in source) + " z"
