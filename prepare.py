@@ -41,7 +41,6 @@ from groundup.text import answer_pairs, dedup, inputs, prepared_dir, report
 from groundup.text import select as selection
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input, find_inputs
-from groundup.text.prepared_dir import work_dir, work_path
 from groundup.text.recipe import VERSION, Recipe, check_config, say_unused
 from groundup.text.show import show_rows
 from groundup.text.unit import Counts, Unit, inspect_unit, plan_units, tokenize_unit
@@ -104,15 +103,11 @@ def existing_tokenizer(
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory).with_template_settings(template_settings, *dated)
-    lacks = ""
-    if kind == "chat" and tokenizer.turn_end_id < 0:
-        lacks = "no chat template and no <|im_end|> to mark turns"
-    if kind == "text" and tokenizer.eot_id < 0:
-        lacks = "no end of text, which separates documents"
-    if lacks:
-        raise UserError(f"prepare: the tokenizer in {directory} has {lacks}")
     if kind == "chat":
         tokenizer.check_turn_end()
+    elif tokenizer.eot_id < 0:
+        lacks = f"the tokenizer in {directory} has no end of text, which separates documents"
+        raise UserError(f"prepare: {lacks}")
     return tokenizer
 
 
@@ -149,8 +144,7 @@ def build(
             tokenize = partial(tokenize_unit, kind=recipe.kind, work=work, **settings)
             chosen.tokenized = map_units(tokenize, units, "tokenize")
         # What is written first is encoded first, so both go on at a time.
-        is_text = recipe.kind == "text"
-        write = selection.write_splits if is_text else selection.write_rows
+        write = selection.write_splits if recipe.kind == "text" else selection.write_rows
         manifest = write(parts, chosen, recipe, tokenizer, info)
     if config["pack"]:
         pack_documents(out, config["pack"])
@@ -233,7 +227,7 @@ def main(config: dict) -> int:
     recipe, out_dir = check_config(config), Path(config["out_dir"])
     out_dir = out_dir.resolve() if out_dir.is_symlink() else out_dir  # replace what a link leads to
     # The date that a template writes may be recorded by an unfinished run, or by a finished one.
-    dated = (work_path(out_dir) / "out", out_dir)
+    dated = (prepared_dir.work_path(out_dir) / "out", out_dir)
     tokenizer = existing_tokenizer(
         config["tokenizer_dir"], recipe.kind, config["chat_template_kwargs"], dated
     )
@@ -243,7 +237,7 @@ def main(config: dict) -> int:
         recipe = replace(recipe, template=tokenizer.chat_fingerprint())
     if config["show"]:
         return show_first(config, recipe, tokenizer)
-    with work_dir(out_dir) as work:
+    with prepared_dir.work_dir(out_dir) as work:
         return make_out_dir(config, recipe, tokenizer, out_dir, work)
 
 
@@ -267,14 +261,12 @@ def make_out_dir(
         info["answers"] = answers
     why = prepared_dir.what_changed(info, before, before_files)
     if why:
-        differs = why if before else ""
-        prepared_dir.check_replaceable(out_dir, config["overwrite"], differs, work)
+        prepared_dir.check_replaceable(out_dir, config["overwrite"], why if before else "", work)
         if out_dir.exists():
             print(f"prepare: {out_dir} is made anew: {why}")
         manifest = build(files, recipe, tokenizer, work, config, info, lost)
-        again = config | {"overwrite": False}  # to run it again must not delete anything
-        command = f"python prepare.py {out_dir}/config.py"
-        write_config(again, str(work / "out" / "config.py"), command=command)
+        command = f"python prepare.py {out_dir}/config.py"  # which must not delete anything
+        write_config(config | {"overwrite": False}, str(work / "out/config.py"), command=command)
         prepared_dir.publish(work, out_dir)
         report.print_report(manifest, time.perf_counter() - start)
     state = "done" if why else "up to date"

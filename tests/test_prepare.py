@@ -31,7 +31,8 @@ from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.files import streams
-from groundup.text import inputs, report, select, unit
+from groundup.text import inputs, prepared_dir, report, select, unit
+from groundup.text.recipe import KINDS_OF
 from groundup.text.workers import wait_for_workers
 from groundup.tokens.token_writer import verify, write_record
 from groundup.tokens.training import train
@@ -678,8 +679,19 @@ def test_a_vocab_size_beside_a_tokenizer_is_said_to_have_no_effect(tmp_path, tok
     for vocab_size, expected in ((4096, True), (size, False), (size - 100, False), (KEYS["vocab_size"], False)):
         run(tmp_path / "out", input=path, tokenizer_dir=tok, vocab_size=vocab_size)
         assert capsys.readouterr().out.startswith(said) == expected, vocab_size
-    run(tmp_path / "new", input=path, tokenizer_dir=tmp_path / "trained", vocab_size=640)
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, pattern="zh")
+    assert f"prepare: pattern=zh has no effect: tokenizer_dir={tok} has a tokenizer" in capsys.readouterr().out
+    run(tmp_path / "new", input=path, tokenizer_dir=tmp_path / "trained", vocab_size=640, pattern="zh")
     assert "has no effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [{"vocab_size": 4096}, {"pattern": "zh"}])
+@pytest.mark.parametrize("kind", ["chat", "preference"])
+def test_a_tokenizer_is_trained_for_texts_only(tmp_path, given, kind):
+    ((key, value),) = given.items()
+    with pytest.raises(UserError, match=f"{key}={value} has no effect with kind={kind}; leave it out"):
+        run(tmp_path / "out", input=tmp_path, kind=kind, **given)
+    assert KINDS_OF[key][1] == KEYS[key]
 
 
 def test_a_lost_line_of_a_text_file_is_no_lost_document(tmp_path, tok, capsys):
@@ -754,7 +766,7 @@ def test_files_of_others_are_never_removed(tmp_path, tok, capsys):
 
 def test_another_run_of_the_same_directory_is_an_error(tmp_path, tok):
     path = write_jsonl(tmp_path / "x.jsonl", texts(50))
-    with prepare.work_dir(tmp_path / "out"):
+    with prepared_dir.work_dir(tmp_path / "out"):
         with pytest.raises(UserError, match="another run is making .*out; wait for it"):
             run(tmp_path / "out", input=path, tokenizer_dir=tok)
         assert run(tmp_path / "other", input=path, tokenizer_dir=tok) == 0

@@ -408,3 +408,53 @@ def test_a_space_before_the_name_of_a_column_is_no_part_of_it(tmp_path: Path) ->
     (tmp_path / "a.csv").write_text("question, answer \nWhat?,Tea\n", encoding="utf-8")
     (row,) = records.read_records(str(tmp_path / "a.csv"))
     assert row.value == {"question": "What?", "answer": "Tea"}
+
+
+# What public reports about readers of pandas, datasets and datatrove are about: (name, content, rows
+# that are read, problems). Nothing of it may be read wrongly or in silence.
+LONG = "This is a text that is long enough"
+ROW = json.dumps({"text": LONG})
+ODD_FILES = [
+    ("eof.csv", b'text,b\r\n"a \x1a within",1\r\nsecond,2\r\n', ["a \x1a within", "second"], {}),
+    ("quote.csv", b'a|text|c\n1|first|x\n2|"|y\n3|third|z\n', ["first", "third"], {"bad_csv": 1}),
+    ("nul.csv", b"text,b\nfirst\0,1\nsecond,2\n", [], {"not_text": 1}),
+    ("ragged.csv", b"text,b\nfirst,1,extra\nsecond\nthird,3\n", ["third"], {"bad_csv": 2}),
+    ("mysql.csv", b'text,b\n"he said \\"yes\\", and went",1\nsecond,2\n', ["second"], {"bad_csv": 1}),
+    ("open.csv", b'text,b\nfirst,1\n"never ends,2\n', ["first"], {"bad_csv": 1}),
+    ("arrays.jsonl", f"[{ROW}]\n[{ROW}]\n".encode(), [LONG] * 2, {}),
+    ("types.jsonl", b'{"text":"a","x":[0,"y"]}\n{"text":"b","x":{"z":1}}\n', ["a", "b"], {}),
+    ("python.jsonl", b"{'text': 'a dict of Python'}\n", [], {"bad_json": 1}),
+    ("nan.jsonl", b'{"text":"a","x":NaN}\n{"text":"b","x":1e999}\n', ["a", "b"], {}),
+    ("comma.jsonl", f'{{"text":"a",}}\n{ROW}\n'.encode(), [LONG], {"bad_json": 1}),
+    ("comments.jsonl", f"// a\n{ROW}\n# b\n".encode(), [LONG], {"bad_json": 2}),
+    ("open_string.jsonl", f'{{"text":"a\nb"}}\n{ROW}\n'.encode(), [LONG], {"bad_json": 2}),
+    ("conflict.jsonl", f"<<<<<<< HEAD\n{ROW}\n=======\n>>>>>>> x\n".encode(), [LONG], {"bad_json": 3}),
+    ("two_marks.jsonl", b"\xef\xbb\xbf\xef\xbb\xbf" + ROW.encode(), [LONG], {}),
+    ("html.jsonl", b"<!DOCTYPE html><html>403 Forbidden</html>\n", [], {"bad_json": 1}),
+    ("sequence.json", f"\x1e{ROW}\n\x1e{ROW}\n".encode(), [LONG] * 2, {}),
+    ("no_comma.json", f"[{ROW} {ROW}]".encode(), [LONG] * 2, {}),
+    ("cut.json", f"[{ROW},{ROW[:-9]}".encode(), [LONG], {"bad_json": 1}),
+    ("columns.json", b'{"text":{"0":"a","1":"b"}}', [], {"bad_field": 1}),
+    ("split.json", b'{"columns":["text"],"data":[["a"]]}', [], {"bad_field": 1}),
+    ("twice.jsonl.gz", gzip.compress(gzip.compress(ROW.encode())), [], {"not_text": 1}),
+    ("zlib.jsonl.gz", zlib.compress(ROW.encode()), [], {"truncated_file": 1}),
+    ("plain.jsonl.gz", ROW.encode(), [], {"truncated_file": 1}),
+    ("tail.jsonl.gz", gzip.compress(ROW.encode() + b"\n") + b"tail", [LONG], {"truncated_file": 1}),
+    ("zeros.jsonl.gz", gzip.compress(ROW.encode()) + bytes(512), [LONG], {}),
+    ("x.lz4", b"\x04\x22\x4d\x18\x64\x40\xa7" + bytes(range(256)), [], {"not_text": 1}),
+    ("alone.lzma", lzma.compress(ROW.encode(), lzma.FORMAT_ALONE), [], {"not_text": 1}),
+    ("orc.parquet", b"ORC" + bytes(range(200)) + b"ORC", [], {"truncated_file": 1}),
+    ("crash.jsonl", ROW.encode() + b"\n" + bytes(4096), [], {"not_text": 1}),
+    ("cesu8.txt", b"half \xed\xa0\xbd and half \xed\xb8\x80\n" * 10, [], {"bad_encoding": 1}),
+    ("ebcdic.txt", "A TEXT OF A MAINFRAME\n".encode("cp037") * 20, [], {"bad_encoding": 1}),
+]
+
+
+@pytest.mark.parametrize("name, raw, expected, problems", ODD_FILES, ids=[one[0] for one in ODD_FILES])
+def test_odd_files_are_read_right_or_counted(tmp_path: Path, name: str, raw: bytes, expected, problems) -> None:
+    (tmp_path / name).write_bytes(raw)
+    report = Report()
+    rows = [row.value for row in readers.read_documents(str(tmp_path / name), report=report)]
+    assert rows == expected and dict(report.problems) == problems
+    whole_loss = report.problems.keys() - {"bad_field"}
+    assert bool(report.lost_bytes) == bool(whole_loss)

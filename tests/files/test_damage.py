@@ -242,6 +242,17 @@ def test_few_accents_behind_another_encoding_are_no_chinese(tmp_path: Path, enco
     assert len(kept) + report.problems.total() == len(PAGES[encoding]) + len(western)
 
 
+@pytest.mark.parametrize("word", ["pi\u00f9", "non \u00e8 o"])
+@pytest.mark.parametrize("encoding", ["big5", "gb18030"])
+def test_an_accent_at_the_end_of_a_word_or_alone_tells_utf8(tmp_path: Path, encoding: str, word: str) -> None:
+    chinese = "\u9019\u662f\u4e00\u500b\u6587\u4ef6\uff0c\u7528\u4f86\u8a66\u9a57\n" * 60
+    western = f"se uno {word} comandi"
+    path = tmp_path / "x.txt"
+    path.write_bytes(chinese.encode(encoding) + western.encode())
+    rows = [row.value for row in readers.read_documents(str(path), txt_split="line")]
+    assert rows == [*chinese.splitlines(), western]
+
+
 def test_words_of_gbk_that_are_valid_utf8_are_chinese(tmp_path: Path) -> None:
     lines = [*PAGES["gb18030"], "\\fI系统\\fP, \\fI系统\\fP", "系统"]
     (tmp_path / "a.txt").write_bytes("\n".join(lines).encode("gb18030"))
