@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from groundup.errors import UserError
 from groundup.files.turns import call_text
+from groundup.generate.call_forms import CallReader
 from groundup.generate.engine import Engine, Result, check
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
@@ -103,7 +104,8 @@ def call_ids(tokenizer: Tokenizer) -> frozenset[int]:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": call}]
     try:
         pieces = tokenizer.template.pieces(talk)
-    except UserError:  # a template without calls
-        return frozenset()
-    names = [piece.text for piece in pieces if piece.special and piece.learned]
+        names = [piece.text for piece in pieces if piece.special and piece.learned]
+    except UserError:  # it has no calls, or does not show where an answer begins, as Gemma 4's
+        names = {*CallReader.MARKS, *CallReader.INNER_MARKS} & tokenizer.special_tokens.keys()
+        names = [name for name in names if name in tokenizer.template_source]
     return frozenset(tokenizer.special_tokens[name] for name in names) - tokenizer.stop_ids

@@ -256,3 +256,13 @@ def test_a_special_token_that_begins_a_call_may_be_sampled():
             begins = {tuned.special_tokens["[TOOL_CALLS]"]} if name == "mistral" else set()
             assert call_ids(tuned) == begins and free == begins | tuned.stop_ids
     assert not call_ids(tokenizer)
+
+
+def test_gemmas_calls_may_be_sampled_though_its_template_cannot_be_trained_on():
+    tokenizer = train(["Hello world, 你好世界！\n"] * 20, vocab_size=512)
+    marks = ["<|tool_call>", "<tool_call|>", '<|"|>']
+    files = with_specials(dict(tokenizer.files), ["<|turn>", "<turn|>", "<|tool>", *marks], tokenizer.vocab_size)
+    config = json.loads(files["tokenizer_config.json"])
+    config["chat_template"] = (TRL / "gemma4.jinja").read_text(encoding="utf-8")
+    tuned = Tokenizer(files | {"tokenizer_config.json": to_json(config)})
+    assert call_ids(tuned) == {tuned.special_tokens[name] for name in marks}
