@@ -36,7 +36,7 @@ from groundup.errors import UserError, end_in_one_line, listed, naming
 
 TYPES = (bool, int, float, str)  # of settings; None and lists are not allowed
 TEXTS = {"prompt", "sample_prompts", "stop", "system"}  # words for a model: ~/ is no path there
-DASHES = ("\u2013", "\u2014", "\uff0d")  # which text programs make of hyphens
+DASHES = ("\u2013", "\u2014", "\uff0d", "\u2212")  # which text programs make of hyphens
 OTHER_NAMES = {  # of settings in other programs
     "lr": "learning_rate",
     "max_iters": "max_steps",
@@ -112,10 +112,17 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         lines = [frame.lineno for frame in frames if frame.filename == path] or [0]
         raise UserError(f"config: {path}:{lines[-1]}: {type(error).__name__}: {error}") from None
 
+    # The docstring of a config says how it is run.
+    command = r"python (\w+\.py) \S*" + re.escape(os.path.basename(path))
+    scripts = re.findall(command, scratch.get("__doc__") or "")
+    script = os.path.basename(sys.argv[0])
     found = {}
     for name, value in scratch.items():
         # What looks like a setting must be one, or a misspelt key would change nothing.
         is_helper = name.startswith("_") or callable(value) or isinstance(value, ModuleType)
+        if name not in config and not is_helper and scripts and script not in scripts:
+            unknown = f"unknown key {name!r} in {path}, which is for {scripts[-1]}, not {script}"
+            raise UserError(f"config: {unknown}")
         if name in config or not is_helper:
             found[name] = checked(name, value, config, comments, path)
     return found

@@ -210,7 +210,7 @@ def test_the_nearest_key_is_named(wrong, right):
 def test_a_value_behind_a_space_and_dashes_of_a_text_program():
     for argv in (["--max_steps", "5"], ["--max_steps"]):
         assert mistake(argv).endswith("settings are written --key=value; write --max_steps=VALUE")
-    for flag in ("\u2014max_steps=5", "\u2013-max_steps=5", "\uff0d\uff0dmax_steps=5"):
+    for flag in ("\u2014max_steps=5", "\u2013-max_steps=5", "\uff0d\uff0dmax_steps=5", "\u2212max_steps=5"):
         assert "begins with two hyphens, --, not with a dash" in mistake([flag])
 
 
@@ -316,6 +316,17 @@ def test_unreadable_files(tmp_path, override):
     (tmp_path / "gbk.py").write_bytes("prompt = '从前'\n".encode("gbk"))
     assert "it is not UTF-8 text" in mistake([str(tmp_path / "gbk.py")])
     assert "settings are written --key=value" in mistake(["max_steps=5"])
+
+
+def test_a_config_of_another_script_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "demo.py"
+    doc = "'python pretrain.py config/demo.py'"
+    path.write_text(f"{doc}\nn_layer = 4\n", encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["sft.py"])
+    error = mistake([str(path)])
+    assert error == f"config: unknown key 'n_layer' in {path}, which is for pretrain.py, not sft.py"
+    monkeypatch.setattr("sys.argv", ["pretrain.py"])
+    assert "which is for" not in mistake([str(path)])
 
 
 def test_a_file_from_windows(tmp_path):

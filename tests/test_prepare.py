@@ -734,6 +734,15 @@ def test_the_config_of_a_replaced_directory_replaces_nothing(tmp_path, tok):
     assert "overwrite = False" in (tmp_path / "out" / "config.py").read_text("utf-8")
 
 
+def test_text_with_html_tags_is_named(tmp_path, tok, capsys):
+    plain = write_jsonl(tmp_path / "plain.jsonl", texts(40))
+    run(tmp_path / "a", input=plain, tokenizer_dir=tok)
+    assert "HTML" not in capsys.readouterr().out
+    pages = [f"<div><p>Page {i}: {text}</p></div>" for i, text in enumerate(texts(40))]
+    run(tmp_path / "b", input=write_jsonl(tmp_path / "pages.jsonl", pages), tokenizer_dir=tok)
+    assert "prepare: warning: 20 of 20 kept documents hold HTML tags" in capsys.readouterr().out
+
+
 def test_files_of_others_are_never_removed(tmp_path, tok, capsys):
     path = write_jsonl(tmp_path / "x.jsonl", texts(50))
     out = tmp_path / "out"

@@ -4,6 +4,7 @@ output.
 `what_became` checks that documents and bytes add up: read = kept + dropped + lost.
 """
 
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts,
 from groundup.tokens.token_files import ROWS_FORMAT
 
 FEW_ROWS = 16  # the loss of fewer validation rows says little
+HTML_TAG = re.compile(r"</?(p|div|span|a|li|td|body|html)\b[^<>]*>|<br ?/?>", re.IGNORECASE)
 SHOWN_FILES = 1000  # with losses, or unreadable, in manifest.json; errors.tsv has all
 
 
@@ -171,12 +173,22 @@ def write_report(info: dict, chosen: Selection) -> None:
     marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
     names = "least, 10 %, median, 90 %, 99 %, most"
     lines.append(f"- bytes per kept document ({names}): {marks}")
-    for reason, samples in sorted(report_samples(chosen).items()):
+    found = report_samples(chosen)
+    warn_of_html([excerpt for *_, excerpt in found["kept"]])
+    for reason, samples in sorted(found.items()):
         lines.append(f"\n## {reason}\n")
         for _, place, detail, excerpt in sorted(samples)[:SHOWN]:
             lines.append(f"- {place}: {detail}\n  > {' '.join(excerpt.split())[:200]}")
     report = chosen.work / "out" / "report.md"
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def warn_of_html(kept: list[str]) -> None:
+    """Print a warning if at least half of a sample of kept texts hold tags of HTML."""
+    n_html = sum(HTML_TAG.search(text) is not None for text in kept)
+    if 2 * n_html >= len(kept):
+        hint = "a model learns to write them; extract the text first, for example with trafilatura"
+        print(f"prepare: warning: {n_html} of {len(kept)} kept documents hold HTML tags: {hint}")
 
 
 def report_samples(chosen: Selection) -> dict[str, list[tuple[int, str, str, str]]]:

@@ -162,9 +162,6 @@ class Corpus:
         val_batches_of(data, batch_size, eval_steps, rank, world_size)      for `val_batches`
     """
 
-    # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
-    many_epochs = 4.0
-
     def order(
         self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = ""
     ) -> Mixture:
@@ -208,6 +205,11 @@ class Corpus:
     def size(self, data: object) -> str:
         return f"{data.n_rows:,} rows"
 
+    def many_epochs(self, data: object) -> float:
+        """Return the epochs of a source beyond which a run warns."""
+        # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
+        return 4.0
+
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
         """Return the epochs of each source in n_samples samples, and warnings, for people."""
         # with one source its name says nothing new
@@ -219,9 +221,10 @@ class Corpus:
             named = f" ({name})" if several else ""
             parts.append(f"{times:.2f} epochs of {self.size(self.train[k])}{named}")
             # rounded, since whole steps make 4.4 epochs of epochs=4
-            if round(times) > self.many_epochs and order.limits[k] == math.inf:
+            many = self.many_epochs(self.train[k])
+            if round(times) > many and order.limits[k] == math.inf:
                 seen = f"{name} is seen {times:.1f} times"
-                why = f"beyond {self.many_epochs:g} repetition adds little"
+                why = f"beyond {many:.0f} repetition adds little"
                 warnings.append(f"warning     {seen}; {why}: give more data or {advice}")
         return ", ".join(parts), warnings
 

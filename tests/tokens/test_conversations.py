@@ -287,6 +287,21 @@ def test_a_step_has_the_same_labels_for_any_ranks_and_micro_batches_and_after_a_
     assert steps_of(corpus, 2, 2, 1, start_step=2) == expected[2:]
 
 
+def test_few_conversations_may_be_repeated_more_often(tok, tmp_path):
+    """The README's advice, a hundred epochs of thirty conversations, draws no warning."""
+
+    def warned(n_rows: int, epochs: int) -> bool:
+        rows = [{"question": f"number {i}?", "answer": f"it is {i}"} for i in range(n_rows)]
+        path = tmp_path / f"{n_rows}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        corpus = ChatCorpus(str(path), tok, 64, 1, pack=False, val_fraction=0.1)
+        n_samples = epochs * corpus.train[0].n_rows
+        return bool(corpus.describe(corpus.order(1, 1, n_samples), n_samples)[1])
+
+    assert not warned(30, 100) and not warned(100, 20) and not warned(1000, 30)
+    assert warned(30, 150) and warned(1000, 40)
+
+
 def test_the_labels_of_rows_of_two_sources(tok, two_files):
     a, b = two_files
     corpus = ChatCorpus(f"{a}=3,{b}=1", tok, 256, 7)
