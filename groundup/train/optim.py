@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 EPS = 1e-8  # AdamW's, as in torch
 # Newton-Schulz of degree 5: steep at zero, close to 1 up to 1 (Keller Jordan, Muon)
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Rounds of it. Two leave the small singular values smaller; in a small model, where the products of
-# five take a third of a step, that costs less loss than time (docs/optimizer.md, "Two rounds").
+# Rounds of it. Two leave small singular values small, and are for short runs of small models, where
+# the products of five take a quarter of a step (docs/optimizer.md, "Two rounds").
 NS_STEPS = {"muon": 5, "quick_muon": 2}
 ROW_DECAY = 0.95  # NorMuon: of the running mean square of a row
 STEP_SIZE = 0.2  # Muon: root mean square of an update before the learning rate, as AdamW's

@@ -22,13 +22,17 @@ def no_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_runs_on_tiny_shapes(tmp_path, capsys):
-    assert gpu_check.main(SETTINGS | {"out_dir": str(tmp_path), "sections": "machine,training"}) == 0
-    said, found = (tmp_path / "gpu_check.md").read_text("utf-8"), json.loads((tmp_path / "gpu_check.json").read_text())
-    assert "There is no GPU" in said and "## training" in said and "## training" in capsys.readouterr().out
-    assert [section["name"] for section in found] == ["machine", "training"] and not any(s["failed"] for s in found)
-    figures = {row["optimizer"]: row for row in found[1]["figures"]}
-    assert set(figures) == {"adamw", "muon"} and float(figures["muon"]["GiB planned"]) > 0
+@pytest.mark.parametrize("part", gpu_check.PARTS)
+def test_without_a_gpu_each_part_runs_whole_on_tiny_shapes(tmp_path, capsys, part: str):
+    assert gpu_check.main(SETTINGS | {"out_dir": str(tmp_path), "sections": part}) == 0
+    said, found = (tmp_path / f"{part}.md").read_text("utf-8"), json.loads((tmp_path / f"{part}.json").read_text())
+    last = f"## {list(gpu_check.PARTS[part])[-1]}"
+    assert "There is no GPU" in said and last in said and last in capsys.readouterr().out
+    assert [section["name"] for section in found] == list(gpu_check.PARTS[part])
+    assert not [section["failed"] for section in found if section["failed"]]
+    if part == "first":
+        figures = {row["optimizer"]: row for row in found[2]["figures"]}
+        assert set(figures) == {"adamw", "muon"} and float(figures["muon"]["GiB planned"]) > 0
     assert not (tmp_path / "runs").exists()
 
 
