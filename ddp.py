@@ -563,8 +563,9 @@ class DDP:
     def _finish_reduction(self, stop: bool) -> Tensor:
         """Wait for all buckets and return the global norm."""
         for bucket in self.buckets[self._next :]:
-            # A block that forward skipped still waits for its last update, which needs the gradient
-            # that is about to be overwritten.
+            # Usually there are none: all have left in backward. With overlap_step a block that
+            # forward skipped still waits for its last update, and that needs the gradient that is
+            # about to be overwritten.
             self._refresh(bucket, ahead=0)
         while self._next < len(self.buckets):
             # Incomplete: an error below, but the other ranks wait for this collective

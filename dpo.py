@@ -166,7 +166,7 @@ def estimate_kl(
         with autocast(torch_device, torch_dtype):
             logps, _ = pair_logps(model, batch)
         ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
-        # logps has one row, the other answers. ref_logps has that row last: a table has two rows.
+        # Of other answers alone: logps is (1, B). A table has the rows of both kinds, these last.
         measured.append((logps[0], ref_logps[-1]))
     return kl_estimate(measured, torch_device)
 
@@ -306,9 +306,11 @@ if __name__ == "__main__":
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
         print(*corpus.report(), sep="\n")
-        n_rows = batch_size if loss == "kto" else 2 * batch_size  # of a micro-step
-        plan_settings = config | {"max_steps": max_steps, "batch_size": n_rows}
-        n_tokens = 2 * pairs_per_step * max_steps * block_size
+        rows_per_pair = 1 if loss == "kto" else 2
+        plan_settings = config | {"max_steps": max_steps, "batch_size": rows_per_pair * batch_size}
+        n_tokens = rows_per_pair * pairs_per_step * max_steps * block_size
+        if loss == "kto":  # estimate_kl's forward pass is a third of the work of a step
+            n_tokens += n_tokens // 3
         text = plan.describe(
             model, plan_settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
         )
@@ -413,7 +415,7 @@ if __name__ == "__main__":
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             batch = batches.next()
             with autocast(torch_device, torch_dtype):
-                logps, n_tokens = pair_logps(model, batch)  # (2, B), (2, B)
+                logps, n_tokens = pair_logps(model, batch)  # (2, B) each; (1, B) for kto
             ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)  # (2, B)
             # for kto, margin holds the labels; the other losses ignore it
             losses, metrics = losses_and_metrics(

@@ -84,10 +84,11 @@ def sync(path: Path) -> None:
 
 
 def free_name(path: Path, ending: str) -> Path:
-    """Return a hidden name beside `path` that is free: .NAME.tmp, or .NAME.tmp1 and so on."""
+    """Free a hidden name beside `path` and return it: .NAME.tmp, or .NAME.tmp1 and so on.
+
+    What a killed process left under it is removed; the next number is for what cannot be."""
     for number in count():
         hidden = path.with_name(f".{path.name}.{ending}{number or ''}")
-        # What a killed process left, if it can be removed.
         with suppress(OSError):
             hidden.unlink()
         shutil.rmtree(hidden, ignore_errors=True)

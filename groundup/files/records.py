@@ -133,7 +133,7 @@ def read_records(
     columns: list[str] | None = None, names: Sequence[str] = (), encoding: str = "",
     report: Report | None = None,
 ) -> Iterator[Record]:  # fmt: skip
-    """Yield all records of a part of a file (see `work_units`), in order, with problems.
+    """Yield all records of a part of a file (see readers.work_units), in order, with problems.
 
     columns: to read, of parquet. names: of the columns of a CSV file whose first row is not their
     names. encoding: of lines that are not UTF-8, where the user gave it. report: gets the

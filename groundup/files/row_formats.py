@@ -213,8 +213,9 @@ def with_format(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
 def format_of(row: dict, kind: str) -> RowFormat | None:
     """Return the first format whose keys are all there and neither null nor empty.
 
-    (Joined tables have columns of others, without content.) If there is none, return the first
-    whose keys are there, so that what is missing is reported as such."""
+    (A table joined from several sets has the columns of all, empty where a row's own set has none.)
+    If there is none, return the first whose keys are there, so that what is missing is reported.
+    A pair is no chat to learn, but for hh-rlhf's: its better side is a whole dialogue."""
     two_sides = "rejected" in row and ("chosen" in row or "messages" in row)
     if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None

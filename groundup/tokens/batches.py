@@ -476,11 +476,11 @@ def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int)
     """Return the batch of the windows that start at starts[i] of data[i]."""
     places = list(zip(data, starts, strict=True))
     length = block_size + 1
-    rows = np.stack([split.window(int(start), length) for split, start in places])
+    rows = np.stack([tokens.window(int(start), length) for tokens, start in places])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each; y is x one token later
     # What fills a packed row behind its last document is not learned. The n_text tokens before it
     # have n_text - 1 targets.
-    one_by_one = [split.text_lengths(np.array([start]), length) for split, start in places]
+    one_by_one = [tokens.text_lengths(np.array([start]), length) for tokens, start in places]
     n_text = np.concatenate(one_by_one)
     y[np.arange(block_size) >= n_text[:, None] - 1] = IGNORE
     return Windows(torch.from_numpy(x), torch.from_numpy(y))

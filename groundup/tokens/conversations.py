@@ -402,20 +402,21 @@ class ChatCorpus(RowCorpus):
     def prompts(self, n: int) -> list[tuple[list[int], str]]:
         """Return (ids up to the last answer, that answer) of n validation conversations.
 
-        They come from all sources in turn; only from conversations that fit into a row and have a
-        turn before the answer."""
+        They come from all sources in turn; only from conversations that fit into a row and have
+        ids before a learned answer."""
         of_each = [itertools.islice(self.prompts_of(rows), n) for rows in self.val.values()]
-        turns = itertools.zip_longest(*of_each)
-        return [prompt for turn in turns for prompt in turn if prompt][:n]
+        rounds = itertools.zip_longest(*of_each)
+        return [prompt for prompts in rounds for prompt in prompts if prompt][:n]
 
     def prompts_of(self, rows: ChatRows) -> Iterator[tuple[list[int], str]]:
         """Yield (ids up to the last answer, that answer) of one source."""
         for i in range(len(rows.conversations)):
             ids, mask = rows.conversations.ids(i)
-            if len(ids) > self.block_size:
+            if len(ids) > self.block_size or not mask.any():
                 continue
             # the last run of ones in the mask; its last id ends the turn and is no text
             end = int(np.flatnonzero(mask)[-1])
-            begin = int(np.flatnonzero(mask[:end] == 0)[-1]) + 1
-            if begin > 0:
+            unlearned = np.flatnonzero(mask[:end] == 0)
+            if len(unlearned):
+                begin = int(unlearned[-1]) + 1
                 yield ids[:begin].tolist(), self.tokenizer.decode(ids[begin:end].tolist())

@@ -89,8 +89,9 @@ def usable_pair(row: object) -> turns.Pair:
     try:
         pair = row_formats.read_pair(row)
     except BadRow as problem:
-        # read_pair gives a detail beside a reason that rows are counted under, such as "equal
-        # answers". Any other reason is a sentence about this row alone.
+        # With a detail the reason is a short one, such as "equal answers", and rows are counted
+        # under it; the detail only says it of this row. Without one it is a sentence about this
+        # row, and the row is counted as STRANGE.
         if problem.detail:
             raise BadRow(problem.reason) from None
         raise BadRow(STRANGE, problem.reason) from None

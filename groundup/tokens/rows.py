@@ -52,7 +52,9 @@ class RowReader:
     item) of a row, or raises BadRow."""
 
     kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
-    kinds: tuple[str, ...] = ()  # all kinds that it reads, the first that fits a row; () = kind
+    kinds: tuple[
+        str, ...
+    ] = ()  # all kinds that it reads, the first that fits a row; () = only `kind`
     unread_are = "not read"
     split_by_prompt = False  # rows with the same prompt belong to the same split
 

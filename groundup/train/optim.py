@@ -388,8 +388,8 @@ def learning_rate_at(
     """Return the learning rate of update number `step` (1, 2, ...).
 
     It rises linearly to `peak` in the warm-up (see warmup_length; the first update is never a
-    no-op) and falls to `min_lr` at max_steps (to the rate of half a step before the end where
-    that is 0, or the last update would be a no-op):
+    no-op) and falls to `min_lr` at max_steps. With min_lr = 0 the last update would be a no-op: it
+    has the rate of half a step before the end.
       constant  it does not fall
       cosine    by half a cosine (arXiv:1608.03983)
       linear    by a straight line

@@ -358,6 +358,13 @@ def test_val_data_and_prompts(tok, two_files):
     expected = [(tok.render(talk[:-1], add_generation_prompt=True)[0], talk[-1]["content"]) for talk in fitting]
     assert 5 < len(expected) < 30  # the others could not be asked
     assert corpus.prompts(5) == expected[:5] and corpus.prompts(100) == expected
+    # one whose answer is not learned, and one with nothing before it, are not asked
+    asked = corpus.val["b.jsonl"].conversations
+    fits = [i for i in range(30) if len(asked.ids(i)[0]) <= 512]
+    asked.mask = asked.mask.copy()
+    for i, learned in zip(fits[:2], (0, 1), strict=True):
+        asked.mask[asked.begins[i] : asked.ends[i]] = learned
+    assert corpus.prompts(100) == expected[2:]
 
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
