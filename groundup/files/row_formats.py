@@ -218,11 +218,11 @@ def format_of(row: dict, kind: str) -> RowFormat | None:
     two_sides = "rejected" in row and ("chosen" in row or "messages" in row)
     if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
-    known = [one for one in formats_with(tuple(row), kind) if one.fits is None or one.fits(row)]
+    known = formats_with(tuple(row), kind)
     for one in known:
-        if has_all(row, one):
+        if has_all(row, one) and (one.fits is None or one.fits(row)):
             return one
-    return known[0] if known else None
+    return next((one for one in known if one.fits is None or one.fits(row)), None)
 
 
 @lru_cache(maxsize=64)  # the rows of a file have the same keys
@@ -320,7 +320,7 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
-    labels = [key for key in KTO_LABELS if has_content(row.get(key))]
+    labels = [key for key in KTO_LABELS if key in row and has_content(row[key])]
     return left + [key for key in labels if math.isnan(as_number(row[key]))]
 
 
@@ -574,6 +574,11 @@ def waits_for_answer(row: dict) -> bool:
     """Return whether the turns of a row end with a question, so that another key has the answer."""
     found = listed(row["messages"])
     return found is not None and turns.ROLES.get(str(turns.name_of(found[-1]))) == "user"
+
+
+def has_turns_of_context(row: dict) -> bool:
+    """Return whether the context of two answers is the turns before them, not a passage."""
+    return is_turns(row["context"])
 
 
 def first_answer(row: dict) -> list[dict]:
@@ -882,7 +887,7 @@ PAIRS = (
     answering("inputs", "input"),
     answering("turns (UltraInteract)", "trajectory"),
     answering("messages", "messages"),
-    answering("contexts (ColossalAI)", "context"),
+    answering("contexts (ColossalAI)", "context")._replace(fits=has_turns_of_context),
     conversing("threads (ms-swift)", "messages,rejected_messages"),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
     conversing("dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected"),
