@@ -219,11 +219,11 @@ def format_of(row: dict, kind: str) -> RowFormat | None:
     two_sides = "rejected" in row and ("chosen" in row or "messages" in row)
     if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
-    known = [one for one in formats_with(tuple(row), kind) if one.fits is None or one.fits(row)]
+    known = formats_with(tuple(row), kind)
     for one in known:
-        if has_all(row, one):
+        if has_all(row, one) and (one.fits is None or one.fits(row)):
             return one
-    return known[0] if known else None
+    return next((one for one in known if one.fits is None or one.fits(row)), None)
 
 
 @lru_cache(maxsize=64)  # the rows of a file have the same keys
@@ -321,7 +321,7 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
-    labels = [key for key in KTO_LABELS if has_content(row.get(key))]
+    labels = [key for key in KTO_LABELS if key in row and has_content(row[key])]
     return left + [key for key in labels if math.isnan(as_number(row[key]))]
 
 
@@ -577,6 +577,11 @@ def waits_for_answer(row: dict) -> bool:
     return found is not None and turns.ROLES.get(str(turns.name_of(found[-1]))) == "user"
 
 
+def has_turns_of_context(row: dict) -> bool:
+    """Return whether the context of two answers is the turns before them, not a passage."""
+    return is_turns(row["context"])
+
+
 def first_answer(row: dict) -> list[dict]:
     """Return a question about a passage, and the first of the answers that are right (SQuAD)."""
     answers = listed(row["answers"])
@@ -802,8 +807,8 @@ CHATS = (
     asking("instructions (Alpaca)", "instruction,input?", "output"),
     RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task, "input,output"),
     asking("instructions (Dolly, Zhihu-KOL)", "instruction,input?", "response"),
-    asking("tasks (Firefly, BBH)", "input", "target"),
     asking("inputs and outputs", "input", "output"),
+    asking("tasks (Firefly, BBH)", "input", "target"),
     asking("thoughts and contents", "input", "content", "input,reasoning_content,content"),
     asking("prompts and responses", "prompt", "response"),
     asking("prompts and answers", "prompt", "answer"),
@@ -883,7 +888,7 @@ PAIRS = (
     answering("inputs", "input"),
     answering("turns (UltraInteract)", "trajectory"),
     answering("messages", "messages"),
-    answering("contexts (ColossalAI)", "context"),
+    answering("contexts (ColossalAI)", "context")._replace(fits=has_turns_of_context),
     conversing("threads (ms-swift)", "messages,rejected_messages"),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
     conversing("dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected"),

@@ -113,6 +113,7 @@ TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools"}
 # Keys of a question and its answer in one turn: Firefly's; Capybara's and xtuner's; COIG's
 EXCHANGES = (("human", "assistant"), ("input", "output"), ("question", "answer"))
 EXCHANGES += (("user", "assistant"), ("prompt", "response"), ("query", "response"))
+QUESTIONS = {question for question, _ in EXCHANGES}
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
 SYSTEM_KEYS += ("systemInstruction", "system_instruction")  # Gemini
@@ -219,7 +220,7 @@ def texts_by_turns(value: object) -> list[dict]:
 
 def exchange_keys(turns: list[dict]) -> tuple[str, str] | None:
     """Return the keys of question and answer if turns are both in one; None if they have roles."""
-    if name_of(turns[0]) is not None:
+    if QUESTIONS.isdisjoint(turns[0]) or name_of(turns[0]) is not None:
         return None
     return next((keys for keys in EXCHANGES if keys[0] in turns[0]), None)
 

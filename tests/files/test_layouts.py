@@ -1148,10 +1148,10 @@ PAIRS = {
         Pair([u("Hi")], "good", "bad"),
         [],
     ),
-    "a context that is the prompt": (
-        {"context": "Hi", "chosen": "good", "rejected": "bad"},
+    "a passage beside two conversations": (
+        {"context": "Tea.", "chosen": [u("Hi"), GOOD], "rejected": [u("Hi"), BAD]},
         Pair([u("Hi")], "good", "bad"),
-        [],
+        ["context"],
     ),
     "StackExchange, scored": (
         {
