@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -359,11 +360,12 @@ def test_val_data_and_prompts(tok, two_files):
     assert 5 < len(expected) < 30  # the others could not be asked
     assert corpus.prompts(5) == expected[:5] and corpus.prompts(100) == expected
     # one whose answer is not learned, and one with nothing before it, are not asked
-    asked = corpus.val["b.jsonl"].conversations
+    rows = corpus.val["b.jsonl"]
+    asked = replace(rows.conversations, mask=rows.conversations.mask.copy())
     fits = [i for i in range(30) if len(asked.ids(i)[0]) <= 512]
-    asked.mask = asked.mask.copy()
     for i, learned in zip(fits[:2], (0, 1), strict=True):
         asked.mask[asked.begins[i] : asked.ends[i]] = learned
+    rows.conversations = asked
     assert corpus.prompts(100) == expected[2:]
 
 
