@@ -78,7 +78,7 @@ batch_size = 16  # sequences per rank and micro-step (at least 1)
 total_batch_tokens = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
 max_steps = 2000  # at least 1
 # optimizer
-optimizer = "muon"  # adamw | muon (for the blocks' matrices) | quick_muon (see optim.py)
+optimizer = "muon"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
 learning_rate = 1e-3  # peak (at least 0)
 min_lr = 1e-4  # learning rate at the end of the schedule (at least 0)
 schedule = "cosine"  # constant | cosine | linear | wsd (see groundup/train/optim.py)
@@ -317,7 +317,7 @@ if __name__ == "__main__":
         hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
         if reproducible:
             hook = InTree()
-        ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer != "adamw")
+        ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
             optimizer,

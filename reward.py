@@ -78,7 +78,7 @@ max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 batch_size = 8  # pairs per rank and micro-step: twice as many rows (at least 1)
 total_batch_pairs = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
 # optimizer
-optimizer = "adamw"  # adamw | muon (for the blocks' matrices) | quick_muon (see optim.py)
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
 learning_rate = 1e-5  # peak; LoRA needs about ten times as much: 1e-4 (at least 0)
 min_lr = 0.0  # learning rate at the end of the schedule (at least 0)
 schedule = "cosine"  # constant | cosine | linear | wsd (see groundup/train/optim.py)
@@ -282,7 +282,7 @@ if __name__ == "__main__":
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
     hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
-    ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer != "adamw")
+    ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
     opt = Optimizer(
         ddp.buckets,
         optimizer,

@@ -97,7 +97,7 @@ epochs = 1.0  # passes over the rows of all sources, if max_steps is 0 (from 0 t
 max_steps = 0  # 0 = as many as epochs takes (at least 0)
 batch_size = 8  # answers per rank and micro-step (at least 1)
 # optimizer
-optimizer = "adamw"  # adamw | muon (for the blocks' matrices) | quick_muon (see optim.py)
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
 learning_rate = 1e-6  # peak; LoRA needs about ten times as much: 1e-5 (at least 0)
 schedule = "cosine"  # constant | cosine | linear | wsd (see groundup/train/optim.py)
 warmup_steps = 0.1  # steps of rising learning rate; below 1: a share of max_steps (at least 0)
@@ -370,11 +370,11 @@ if __name__ == "__main__":
     fp16 = torch_dtype == torch.float16
     muon_dtype = torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32
     scaler = torch.amp.GradScaler(torch_device.type, enabled=fp16)
-    ddp = DDP(model, zero1=zero1, whole_matrices=optimizer != "adamw")
+    ddp = DDP(model, zero1=zero1, whole_matrices=optimizer == "muon")
     opt = Optimizer(ddp.buckets, optimizer, weight_decay=0.0, muon_dtype=muon_dtype)
     if is_ppo:
         critic_scaler = torch.amp.GradScaler(torch_device.type, enabled=fp16)
-        critic_ddp = DDP(critic, zero1=zero1, whole_matrices=optimizer != "adamw")
+        critic_ddp = DDP(critic, zero1=zero1, whole_matrices=optimizer == "muon")
         critic_opt = Optimizer(
             critic_ddp.buckets, optimizer, weight_decay=0.0, muon_dtype=muon_dtype
         )

@@ -81,7 +81,7 @@ distill_temperature = 1.0  # divides the logits of both (from 0.01 to 100)
 batch_size = 8  # rows per rank and micro-step (at least 1)
 total_batch_tokens = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
 # optimizer
-optimizer = "adamw"  # adamw | muon (for the blocks' matrices) | quick_muon (see optim.py)
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
 learning_rate = 2e-5  # peak; LoRA needs about ten times as much: 2e-4 (at least 0)
 min_lr = 0.0  # learning rate at the end of the schedule (at least 0)
 schedule = "cosine"  # constant | cosine | linear | wsd (see groundup/train/optim.py)
@@ -347,7 +347,7 @@ if __name__ == "__main__":
     else:
         check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
         hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
-        ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer != "adamw")
+        ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
             optimizer,

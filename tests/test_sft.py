@@ -528,7 +528,7 @@ def test_a_rank_without_labels_neither_waits_nor_spoils_the_others(two_ranks):
         (["--epochs=-1"], "epochs must be from 0 to 1000, got -1.0"),
         (["--epochs=1e999"], "epochs must be from 0 to 1000, got inf"),
         (["--eval_new_tokens=0"], "eval_new_tokens must be at least 1, got 0"),
-        (["--optimizer=sgd"], "optimizer must be one of adamw, muon, quick_muon, got 'sgd'"),
+        (["--optimizer=sgd"], "optimizer must be one of adamw, muon, got 'sgd'"),
         (["--val_fraction=1.5"], "val_fraction must be from 0 to 1"),
         (["--trainable=lora,nonsense"], "nonsense"),
         (["--block_size=4"], "block_size"),

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 EPS = 1e-8  # AdamW's, as in torch
 # Newton-Schulz of degree 5: steep at zero, close to 1 up to 1 (Keller Jordan, Muon)
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Rounds of it. Two leave small singular values small, and are for short runs of small models, where
-# the products of five take a quarter of a step (docs/optimizer.md, "Two rounds").
-NS_STEPS = {"muon": 5, "quick_muon": 2}
+NS_STEPS = 5
 ROW_DECAY = 0.95  # NorMuon: of the running mean square of a row
 STEP_SIZE = 0.2  # Muon: root mean square of an update before the learning rate, as AdamW's
 
@@ -103,13 +101,7 @@ class MuonStack:
     """
 
     def __init__(
-        self,
-        bucket: Bucket,
-        indices: list[int],
-        momentum: float,
-        decay: float,
-        dtype: torch.dtype,
-        rounds: int,
+        self, bucket: Bucket, indices: list[int], momentum: float, decay: float, dtype: torch.dtype
     ) -> None:
         self.indices = indices  # of the parameters in the bucket
         self.begin, end = own_span(bucket, indices)
@@ -130,8 +122,7 @@ class MuonStack:
             "mean_square": self.param.new_zeros(rows),
         }
         self.scalars: dict[str, Tensor] = {}  # none: Muon does not count steps
-        self.momentum, self.decay = momentum, decay
-        self.dtype, self.rounds = dtype, rounds  # of the products
+        self.momentum, self.decay, self.dtype = momentum, decay, dtype
         self.lr_scale = STEP_SIZE * math.sqrt(max(n, m))
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -143,16 +134,14 @@ class MuonStack:
         average.lerp_(grad, (1 - self.momentum) * apply)
         ahead = grad.lerp_(average, self.momentum)  # Nesterov's look-ahead
         # O = U V^T, and what gives its rows one size
-        direction = orthogonalize(ahead, self.dtype, self.rounds)
+        direction = orthogonalize(ahead, self.dtype)
         scales = row_scales(direction, self.state["mean_square"], apply)
         # Decay, then the step
         self.param.mul_(1 - lr * self.decay * apply)
         self.param.add_(direction * (scales * (-lr * self.lr_scale * apply)))
 
 
-def orthogonalize(
-    x: Tensor, dtype: torch.dtype = torch.bfloat16, rounds: int = NS_STEPS["muon"]
-) -> Tensor:
+def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return about U V^T of each x = U S V^T; x (K, n, m) -> (K, n, m) `dtype`.
 
     Newton-Schulz: an odd polynomial of x applies to its singular values alone,
@@ -164,7 +153,7 @@ def orthogonalize(
     y = (x.mT if tall else x).to(dtype)  # so that y y^T is the smaller product
     # Divided by the Frobenius norm no singular value is above 1
     y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp(min=1e-7)
-    for _ in range(rounds):
+    for _ in range(NS_STEPS):
         gram = y @ y.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G G
         y = torch.baddbmm(y, polynomial, y, beta=a)  # a y + polynomial y
@@ -198,7 +187,7 @@ Group = AdamWSegment | MuonStack
 class Optimizer:
     """The update rule of every bucket. Matrices decay, vectors do not.
 
-    kind: adamw; or muon or quick_muon for the matrices of the blocks and AdamW for the rest.
+    kind: adamw, or muon for the matrices of the blocks and AdamW for the rest.
     muon_dtype: of Muon's products. bfloat16 is enough for training; float32 for runs that must
         agree to rounding.
     one_by_one: update each parameter alone, so that its bits do not depend on its neighbours.
@@ -220,8 +209,7 @@ class Optimizer:
             groups = []
             for rule, indices in segments(bucket, kind, one_by_one):
                 if rule == "muon":
-                    settings = momentum, weight_decay, muon_dtype, NS_STEPS[kind]
-                    groups.append(MuonStack(bucket, indices, *settings))
+                    groups.append(MuonStack(bucket, indices, momentum, weight_decay, muon_dtype))
                 else:
                     decay = weight_decay if rule == "decay" else 0.0
                     groups.append(AdamWSegment(bucket, indices, betas, decay))
@@ -338,7 +326,7 @@ def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, lis
     # Muon's rule has the shape in it: matrices of another shape begin another stack.
     found: list[tuple[tuple, list[int]]] = []
     for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
-        if kind in NS_STEPS and p.ndim == 2 and muon_trains(name):
+        if kind == "muon" and p.ndim == 2 and muon_trains(name):
             rule = ("muon", p.shape)
         else:
             rule = ("decay" if p.ndim >= 2 else "no_decay",)

@@ -114,7 +114,7 @@ def model_state(
 
     # Gradients and optimizer state are float32. AdamW has two moments, Muon one.
     moments = 2 * trained["total"]
-    if config["optimizer"] != "adamw":
+    if config["optimizer"] == "muon":
         moments -= trained["attention"] + trained["mlp"]
     parts = {
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
