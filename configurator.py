@@ -46,7 +46,6 @@ OTHER_NAMES = {  # of settings in other programs
     "eval_interval": "eval_every",
     "eval_iters": "eval_steps",
     "log_interval": "log_every",
-    "gradient_accumulation_steps": "total_batch_tokens",
 }
 NUMBER = r"(-?\d[\d_]*(?:\.\d+)?(?:e-?\d+)?)"
 

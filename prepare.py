@@ -146,6 +146,8 @@ def build(
         # What is written first is encoded first, so both go on at a time.
         write = selection.write_splits if recipe.kind == "text" else selection.write_rows
         manifest = write(parts, chosen, recipe, tokenizer, info)
+        for _ in chosen.tokenized:  # all are: this ends the bar that shows them
+            pass
     if config["pack"]:
         pack_documents(out, config["pack"])
     return manifest
@@ -271,9 +273,8 @@ def make_out_dir(
         report.print_report(manifest, time.perf_counter() - start)
     state = "done" if why else "up to date"
     following = NEXT[recipe.kind].format(name=shlex.quote(out_dir.name))
-    print(
-        f"prepare: {out_dir} is {state}, with report.md; next: {following}{shlex.quote(str(out_dir))}"
-    )
+    following += shlex.quote(str(out_dir))
+    print(f"prepare: {out_dir} is {state}, with report.md; next: {following}")
     return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
 
 

@@ -159,14 +159,19 @@ def line_of(error: BaseException) -> str:
 
 
 def wide_marks(text: str) -> str:
-    """Return a remark on marks of the command line that a message quotes: Chinese typing and text
-    programs make them, and they look like those that are meant."""
+    """Return a question about marks that Chinese typing and text programs make, if a message quotes
+    some of the command line or says that files are missing: they look like those that are meant."""
+    # a word that names a file is right as it is
+    values = [word.partition("=")[2] or word for word in sys.argv]
+    written = "".join(value for value in values if not os.path.exists(value))
+    if text.startswith("data: no file matches"):
+        written += text
     found: dict[str, list[str]] = {}
     for wide, mark in WIDE_MARKS.items():
-        if wide in text and any(wide in word for word in sys.argv):
+        if wide in text and wide in written:
             found.setdefault(mark, []).append(wide)
-    remarks = [f"{' and '.join(wide)} where {mark} is meant" for mark, wide in found.items()]
-    return f" (it has {', '.join(remarks)})" if remarks else ""
+    questions = [f"{' and '.join(wide)} for {mark}" for mark, wide in found.items()]
+    return f" (is {', '.join(questions)} intended?)" if questions else ""
 
 
 def reason_of(error: BaseException) -> str:

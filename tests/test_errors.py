@@ -47,7 +47,7 @@ def test_what_the_user_or_the_machine_did_is_one_line(error, line, capsys):
     assert line in said and said.count("\n") == 1
 
 
-def test_a_mark_of_chinese_typing_is_named(monkeypatch):
+def test_a_mark_of_chinese_typing_is_named(monkeypatch, tmp_path):
     """Or a curly quote that a text program made: a path with it looks right."""
 
     def said(flag: str, text: str) -> str:
@@ -55,9 +55,13 @@ def test_a_mark_of_chinese_typing_is_named(monkeypatch):
         return errors.line_of(errors.UserError(text))
 
     said_of = said("--data_dir=\u201cdata/x\u201d", "data: no directory \u201cdata/x\u201d")
-    assert said_of == 'data: no directory “data/x” (it has “ and ” where " is meant)'
-    assert said("--a=x，y", "no file x，y").endswith("no file x，y (it has ， where , is meant)")
+    assert said_of == 'data: no directory “data/x” (is “ and ” for " intended?)'
+    assert said("--a=x，y", "no file x，y").endswith("no file x，y (is ， for , intended?)")
     assert said("--a=x", "no text x，y") == "no text x，y"  # which the command does not have
+    assert said("", "data: no file matches 'x，y'").endswith("(is ， for , intended?)")  # of a config
+    (tmp_path / "x，y").touch()
+    there = f"--input={tmp_path}/x，y"
+    assert said(there, f"{there}: line 3 is damaged") == f"{there}: line 3 is damaged"
 
 
 @pytest.mark.parametrize(

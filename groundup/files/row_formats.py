@@ -572,8 +572,10 @@ def seed_task(row: dict) -> list[dict]:
 
 
 def waits_for_answer(row: dict) -> bool:
-    """Return whether the turns of a row end with a question, so that another key has the answer."""
-    found = listed(row["messages"])
+    """Return whether the turns of a row end with a question, so that another key has the answer.
+
+    An answer that is no text, as a number to check, is for a reward and not learned."""
+    found = listed(row["messages"]) if isinstance(row["answer"], str) else None
     return found is not None and turns.ROLES.get(str(turns.name_of(found[-1]))) == "user"
 
 
@@ -584,10 +586,15 @@ def has_turns_of_context(row: dict) -> bool:
 
 def first_answer(row: dict) -> list[dict]:
     """Return a question about a passage, and the first of the answers that are right (SQuAD)."""
-    answers = listed(row["answers"])
-    if not answers:
+    found = row["answers"]
+    answers = [one.get("text") for one in listed(found) or []]
+    if not answers and isinstance(found, list):  # of texts
+        answers = found
+    if not answers and not has_content(found):
         raise BadRow("answers is empty")
-    return one_turn("question", "answer", row | {"answer": answers[0].get("text")})
+    if not answers or not isinstance(answers[0], str):
+        raise BadRow("answers holds no text")
+    return one_turn("question", "answer", row | {"answer": answers[0]})
 
 
 def open_question(question: str, row: dict) -> list[dict]:
@@ -808,6 +815,8 @@ CHATS = (
     RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task, "input,output"),
     asking("instructions (Dolly, Zhihu-KOL)", "instruction,input?", "response"),
     asking("inputs and outputs", "input", "output"),
+    asking("instructions and targets", "instruction,input?", "target"),
+    asking("tasks (Natural Instructions)", "definition,input?", "target"),
     asking("tasks (Firefly, BBH)", "input", "target"),
     asking("thoughts and contents", "input", "content", "input,reasoning_content,content"),
     asking("prompts and responses", "prompt", "response"),

@@ -4,7 +4,7 @@ torch's fused kernel multiplies at a third of this rate, and computes most of wh
 (arXiv:2307.08691) no weights are kept: the backward computes them again from the logarithm of each query's sum. One
 thread computes a key head with all its query heads, so no bit depends on the number of threads.
 
-Called and compiled by cpu_attention.py. The instruction vdpbf16ps adds the products of two neighbouring numbers, so both sides of
+Called and compiled by attention.py. The instruction vdpbf16ps adds the products of two neighbouring numbers, so both sides of
 a product lie in pairs, a pair in a uint32. Shapes as in model.py; `wide` is D and Tp is T, padded with zeros. */
 
 #include <immintrin.h>

@@ -10,6 +10,7 @@ text_tokenizer.py opens a tokenizer's directory and chooses the engine.
 """
 
 import hashlib
+import heapq
 import itertools
 import json
 import re
@@ -90,7 +91,7 @@ def border_of_chunks(text: str, start: int, pattern: str) -> int:
         if chunk.end() > last - 2:
             break
         # At the end of a text several chunks of white space can become one.
-        if end == start or not chunk[0][-1].isspace():
+        if end == start or not chunk[0].isspace():
             end = chunk.end()
     return end if end > start else last
 
@@ -439,16 +440,32 @@ def check_merges(
 
 
 def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return the parts of `token` after all merges that make a token with an id below `limit`."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        made = [ranks.get(a + b, limit) for a, b in itertools.pairwise(parts)]
-        least = min(made)
-        if least >= limit:
-            break
-        at = made.index(least)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
+    """Return the parts of `token`, two or more, after all merges that make a token with an id below
+    `limit`."""
+    n = n_parts = len(token)
+    ends = list(range(1, n + 1))  # of the part that begins at each byte; 0: none begins there
+    before = list(range(-1, n - 1))  # where the part in front of it begins
+
+    def rank_of(i: int) -> int:
+        """Return the id of the token that the part at i makes with the one behind it."""
+        return ranks.get(token[i : ends[ends[i]]], limit) if ends[i] < n else limit
+
+    # A heap, since a run of equal characters may be a token of thousands of bytes.
+    pairs = [(rank_of(i), i) for i in range(n - 1)]
+    heapq.heapify(pairs)
+    while n_parts > 2 and pairs and pairs[0][0] < limit:
+        rank, i = heapq.heappop(pairs)
+        if not ends[i] or rank_of(i) != rank:  # one of the two parts is gone or has grown
+            continue
+        j = ends[i]
+        ends[i], ends[j] = ends[j], 0
+        n_parts -= 1
+        if ends[i] < n:
+            before[ends[i]] = i
+        for changed in (i, before[i]):
+            if changed >= 0:
+                heapq.heappush(pairs, (rank_of(changed), changed))
+    return [token[i : ends[i]] for i in range(n) if ends[i]]
 
 
 # ---- any other tokenizer.json: the library tokenizers ----------------------------------------

@@ -52,9 +52,8 @@ class RowReader:
     item) of a row, or raises BadRow."""
 
     kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
-    kinds: tuple[
-        str, ...
-    ] = ()  # all kinds that it reads, the first that fits a row; () = only `kind`
+    # all kinds that it reads, the first that fits a row; () = only `kind`
+    kinds: tuple[str, ...] = ()
     unread_are = "not read"
     split_by_prompt = False  # rows with the same prompt belong to the same split
 
@@ -356,7 +355,8 @@ def steps_of(
     few = f"{n_rows:,} {noun} make {steps} step{'s' * (steps > 1)} of {key}={config[key]}"
     how = f"smaller steps and more epochs: {more}"
     if config.get("pack"):  # measured on a hundred conversations: smaller steps alone did not do
-        how = f"one conversation per row and more epochs: --pack=False --epochs={max(config['epochs'], 20):g}"
+        epochs = max(20, 2 * config["epochs"])
+        how = f"one conversation per row and more epochs: --pack=False --epochs={epochs:g}"
         how += "; a model of a few million parameters also wants --learning_rate=1e-3"
     if "block_size" in lost:
         how = f"raise block_size, or {how}"

@@ -1,4 +1,4 @@
-"""saver.py in runs of pretrain.py: training goes on while a checkpoint is written, and whatever ends the run meanwhile,
+"""Saver in runs of pretrain.py: training goes on while a checkpoint is written, and whatever ends the run meanwhile,
 it resumes to the bit."""
 
 import os
