@@ -656,7 +656,7 @@ def test_every_input_is_opened_twice(tmp_path, tok, monkeypatch):
 def test_too_many_documents_are_refused_while_they_are_read(tmp_path, tok, monkeypatch):
     make_small_units(monkeypatch)
     monkeypatch.setattr("groundup.text.dedup.MOST_DOCUMENTS", 20)
-    monkeypatch.setattr(prepare, "select", None)
+    monkeypatch.setattr(prepare, "selection", None)
     path = write_jsonl(tmp_path / "x.jsonl", texts(600))
     with pytest.raises(UserError, match="documents are more than 20; prepare them in parts, or with near=0"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.8)

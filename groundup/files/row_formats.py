@@ -590,8 +590,6 @@ def first_answer(row: dict) -> list[dict]:
     answers = [one.get("text") for one in listed(found) or []]
     if not answers and isinstance(found, list):  # of texts
         answers = found
-    if not answers and not has_content(found):
-        raise BadRow("answers is empty")
     if not answers or not isinstance(answers[0], str):
         raise BadRow("answers holds no text")
     return one_turn("question", "answer", row | {"answer": answers[0]})

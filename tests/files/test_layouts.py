@@ -754,10 +754,16 @@ CHATS = {
     ),
     "SQuAD 2, no answer": (
         {"context": "Tea.", "question": "2 + 2?", "answers": {"text": [], "answer_start": []}},
-        "answers is empty",
+        "answers holds no text",
         [],
     ),
     "BBH": ({"input": "2 + 2?", "target": "4"}, ASKED, []),
+    "an instruction and its target": (
+        {"instruction": "2 + 2?", "input": "", "target": "4"},
+        ASKED,
+        [],
+    ),
+    "Natural Instructions": ({"definition": "2 +", "input": "2?", "target": "4"}, [u("2 +\n2?"), a("4")], []),
     "counselling conversations": ({"Context": "2 + 2?", "Response": "4"}, ASKED, []),
     "LCCC: a list of texts": (["2 + 2?", "4"], ASKED, []),
     "Infinity-Instruct: labels that mark nothing": (
