@@ -41,6 +41,7 @@ OTHER_NAMES = {  # of settings in other programs
     "lr": "learning_rate",
     "max_iters": "max_steps",
     "steps": "max_steps",
+    "out_dir": "init_from",  # of sample.py
     "dataset": "data_dir",
     "model": "init_from",
     "eval_interval": "eval_every",

@@ -24,5 +24,6 @@ warmup_steps = 10
 eval_steps = 0
 eval_new_tokens = 64
 log_every = 20
+save_every = 100  # with each evaluation, so that the best one is kept
 # what is len for?
 sample_prompts = "What does the method list.append do?|len \u6709\u4ec0\u4e48\u7528\uff1f"

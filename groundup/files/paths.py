@@ -105,6 +105,10 @@ def list_directory(top: str) -> list[str]:
                 raise UserError(f"data: {what}; {hint}")
             print(f"data: {where} is left out: prepare.py made it")
             continue
+        if {"state.json", "dataset_info.json"}.issubset(names):  # of save_to_disk
+            call = f"load_from_disk({folder!r}).to_json('rows.jsonl')"
+            how = f'python -c "import datasets; datasets.{call}"'
+            raise UserError(f"data: {shown_name(folder)} is of the library datasets; first: {how}")
         entered = {}  # of two links to a folder, one
         for name in folders:
             real = os.path.realpath(os.path.join(folder, name))

@@ -360,7 +360,8 @@ def steps_of(
         how += "; a model of a few million parameters also wants --learning_rate=1e-3"
     if "block_size" in lost:
         how = f"raise block_size, or {how}"
-    if steps < FEW_STEPS:
-        raise UserError(f"data: {few}, too few to learn from{lost}; {how}")
+    if steps < FEW_STEPS and not config["plan_only"]:
+        also = lost.replace(": ", "; ", 1)
+        raise UserError(f"data: {few}, too few to learn from; {how}{also}")
     say(f"warning     {few}, few to learn from; {how}")
     return steps

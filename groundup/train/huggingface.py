@@ -571,9 +571,11 @@ def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
     refuse(init_dir is None, f"{trainable=} leaves the rest as it was: give init_from")
     if "lora" not in parts:
         return
-    # Files hold the adapters of one training only.
     fix = f"python tools/merge.py --init_from={init_dir} --out_dir=DIR"
-    refuse(is_adapter(init_dir), f"{init_dir} is an adapter; first: {fix}")
+    text = (
+        f"{init_dir} has adapters, and a checkpoint holds those of one training; to train new ones"
+    )
+    refuse(is_adapter(init_dir), f"{text}, first: {fix}")
     # A frozen embedding and head would leave a new token without a meaning.
     frozen = {"embed", "lm_head"} - set(parts)
     fix = "use trainable='embed,lm_head,lora'"

@@ -171,6 +171,7 @@ class RunLog:
         """Append {"event", "step", **values} to log.jsonl. Any thread may call it."""
         if not self.enabled:
             return
+        values = {key: v.item() if isinstance(v, Tensor) else v for key, v in values.items()}
 
         # JSON has no NaN and no infinity: they become null.
         whole: dict[str, object] = {"event": event, "step": step}

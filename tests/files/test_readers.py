@@ -440,6 +440,11 @@ def test_find_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         find_files("e.txt,f/*.txt")
     with pytest.raises(UserError, match="separated by commas"):
         find_files("e.txt，d")
+    for name in ("s/state.json", "s/dataset_info.json", "s/data-00000-of-00001.arrow"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+    with pytest.raises(UserError, match=r"datasets; first: .*load_from_disk\('s'\).to_json"):
+        find_files("s")
     with pytest.raises(UserError, match=r"cannot read nothing.txt: No such file or directory"):
         read("nothing.txt")
 

@@ -677,17 +677,20 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
 
 def test_epochs_that_make_no_steps_are_refused_with_flags_that_do(capsys) -> None:
     config = {"max_steps": 0, "epochs": 1.0, "batch_size": 4, "total_batch_pairs": 64, "world_size": 1}
+    config["plan_only"] = False
     assert steps_of(config, 20 * 64, 64, "total_batch_pairs") == 20 and not capsys.readouterr().err
     assert steps_of(config, 320, 64, "total_batch_pairs") == 5
     assert re.search(r"320 rows make 5 steps .* few to learn from; .* --epochs=1$", capsys.readouterr().err.strip())
     with pytest.raises(UserError, match=r"11 pairs make 1 step of total_batch_pairs=64, too few .* --epochs=2$"):
         steps_of(config, 11, 64, "total_batch_pairs", "pairs")
     packed = {"pack": True, "epochs": 3.0, "batch_size": 8, "total_batch_tokens": 8192, "max_steps": 0, "world_size": 1}
+    packed["plan_only"] = False
     proposal = "one conversation per row and more epochs: --pack=False --epochs=20; .* --learning_rate=1e-3"
     with pytest.raises(UserError, match=f"4 rows make 2 steps .*; {proposal}"):  # a hundred conversations
         steps_of(packed, 4, 8, "total_batch_tokens")
-    with pytest.raises(UserError, match=r"too few to learn from: left out 1 \(bad_json\); first: f:5; smaller"):
+    with pytest.raises(UserError, match=r"too few to learn from; smaller .*; left out 1 \(bad_json\); first: f:5$"):
         steps_of(config, 11, 64, "total_batch_pairs", "pairs", ": left out 1 (bad_json); first: f:5")
+    assert steps_of(config | {"plan_only": True}, 11, 64, "total_batch_pairs", "pairs") == 1  # a plan is printed
     config |= {"total_batch_tokens": 128 * 1024}
     with pytest.raises(UserError, match=r"1 rows .* --batch_size=1 --total_batch_tokens=1024 --epochs=20$"):
         steps_of(config, 1, 128, "total_batch_tokens")

@@ -78,6 +78,13 @@ def test_line_and_event_of_training(tmp_path, capsys, now):
     assert (event["tokens_per_s"], event["mfu"], event["step_ms"]) == (2.0, 0.2, 400.0)
 
 
+def test_a_tensor_of_one_number_is_logged(tmp_path):
+    log = RunLog(str(tmp_path), 9, 0)
+    log.write("train", 1, {"loss": 1.5, "weight_norm": torch.tensor(2.5), "lost": torch.tensor(float("nan"))})
+    line = json.loads((tmp_path / "log.jsonl").read_text("utf-8").splitlines()[-1])
+    assert line == {"event": "train", "step": 1, "loss": 1.5, "weight_norm": 2.5, "lost": None}
+
+
 def test_each_line_has_its_own_time(tmp_path, now):
     log = RunLog(str(tmp_path), 9, 0)
     log.begin()
