@@ -33,6 +33,8 @@ WIDE_MARKS = {  # of Chinese typing, and curly quotes: what was meant
     "\uff1b": ";",
     "\uff1d": "=",
 }
+WIDE_DIGITS = {0xFF10 + digit: str(digit) for digit in range(10)} | {0xFF0E: ".", 0xFF0D: "-"}
+WIDE_NUMBER = re.compile("[\uff0d\uff0e.0-9]*[\uff10-\uff19][\uff0d\uff0e.0-9\uff10-\uff19]*")
 OLDEST_PYTHON = (3, 11)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
@@ -159,7 +161,7 @@ def line_of(error: BaseException) -> str:
 
 
 def wide_marks(text: str) -> str:
-    """Return a question about marks that Chinese typing and text programs make, if a message quotes
+    """Return a question about marks and digits that Chinese typing and text programs make, if a message quotes
     some of the command line or says that files are missing: they look like those that are meant."""
     # a word that names a file is right as it is
     values = [word.partition("=")[2] or word for word in sys.argv]
@@ -170,6 +172,9 @@ def wide_marks(text: str) -> str:
     for wide, mark in WIDE_MARKS.items():
         if wide in text and wide in written:
             found.setdefault(mark, []).append(wide)
+    for number in WIDE_NUMBER.findall(text):
+        if number in written:
+            found[number.translate(WIDE_DIGITS)] = [number]
     questions = [f"{' and '.join(wide)} for {mark}" for mark, wide in found.items()]
     return f" (is {', '.join(questions)} intended?)" if questions else ""
 

@@ -656,7 +656,7 @@ def test_every_input_is_opened_twice(tmp_path, tok, monkeypatch):
 def test_too_many_documents_are_refused_while_they_are_read(tmp_path, tok, monkeypatch):
     make_small_units(monkeypatch)
     monkeypatch.setattr("groundup.text.dedup.MOST_DOCUMENTS", 20)
-    monkeypatch.setattr(prepare, "selection", None)
+    monkeypatch.setattr(prepare.selection, "select", None)
     path = write_jsonl(tmp_path / "x.jsonl", texts(600))
     with pytest.raises(UserError, match="documents are more than 20; prepare them in parts, or with near=0"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.8)
@@ -870,6 +870,24 @@ def test_nothing_to_prepare_is_one_clear_line(tmp_path, tok, trained):
         assert str(caught.value).startswith(said.replace("PATH", str(path)))
         assert "\n" not in str(caught.value) and isinstance(caught.value, UserError)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind, keys", [("chat", "question=问,answer=回答"), ("preference", "question=问题,chosen=好")])
+def test_a_key_that_no_row_has_is_named(tmp_path, kind, keys):
+    rows = [{"问题": f"几点{n}？", "回答": f"{n}点。"} for n in range(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows), "utf-8")
+    missing = "问" if kind == "chat" else "好"
+    with pytest.raises(UserError) as caught:
+        run(tmp_path / "out", input=tmp_path / "a.jsonl", kind=kind, text_key=keys)
+    assert str(caught.value).endswith(f":1: bad_field: no {missing!r} (keys 问题, 回答); see text_key")
+
+
+def test_a_file_in_gbk_is_read_not_mended(tmp_path, capsys):
+    text = "\n".join(json.dumps({"text": f"今天天气很好，我们去公园里走了{n}步。"}, ensure_ascii=False) for n in range(30))
+    (tmp_path / "a.jsonl").write_bytes(text.encode("gbk"))
+    run(tmp_path / "out", input=tmp_path / "a.jsonl")
+    said = capsys.readouterr().out
+    assert "read as gb18030: 30\n" in said and "mended" not in said
 
 
 @pytest.mark.parametrize(

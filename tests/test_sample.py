@@ -631,7 +631,8 @@ def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
         (json.dumps({"text": "猫 " * 100}).encode(), "the context 64"),
         (b"[" * 100_000, "nests too deep"),
     ]
-    lines = [line for pair in bad for line in (pair[0], b'{"prompt": "The"}')]
+    # Good ones in UTF-8: beside ASCII alone a byte that is not would put the encoding in doubt.
+    lines = [line for pair in bad for line in (pair[0], '{"prompt": "猫"}'.encode())]
     (tmp_path / "q.jsonl").write_bytes(b"\n".join(lines))
     files = ["--prompts=q.jsonl", "--out=a.jsonl"]
     ended = run(tmp_path, f"--init_from={runs / 'out/newer'}", *files, "--max_new_tokens=3")
@@ -646,6 +647,25 @@ def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
     assert len({answer["completions"][0]["text"] for answer in answers}) == 1
     (tmp_path / "q.jsonl").write_bytes(b"\n".join(line for line, _ in bad))
     assert run(tmp_path, f"--init_from={runs / 'out/newer'}", "--prompts=q.jsonl").code == 1  # none is answered
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "utf-16", "utf-8-sig"])
+def test_prompts_are_read_in_the_encoding_of_their_file(runs, tmp_path, encoding):
+    """As prepare.py and evaluate.py read it."""
+    rows = [{"question": f"请问第{n}题的答案是什么？", "answer": f"答案是{n}。"} for n in range(40)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "q.jsonl").write_bytes(text.encode(encoding))
+    ended = run(tmp_path, f"--init_from={runs / 'tuned/chat'}", "--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=3")
+    assert ended.code == 0 and "not answered" not in ended.err, ended.err
+    answers = sorted(read_answers(tmp_path / "a.jsonl"), key=lambda answer: answer["index"])
+    assert [{key: answer[key] for key in rows[0]} for answer in answers] == rows
+
+
+def test_prompts_in_an_unknown_encoding_are_one_line_with_advice(runs, tmp_path):
+    lines = [json.dumps({"prompt": f"d\u00e9j\u00e0 vu {n}"}, ensure_ascii=False) for n in range(9)]
+    (tmp_path / "q.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    ended = run(tmp_path, f"--init_from={runs / 'tuned/chat'}", "--prompts=q.jsonl")
+    assert ended.code == 1 and "iconv" in ended.err and ended.err.count("\n") == 1, ended.err
 
 
 def test_half_a_surrogate_pair_survives(runs, tmp_path):

@@ -139,6 +139,8 @@ def judge(sample: bytes, given: str = "") -> Verdict:
             f"iconv -f {seven_bit} -t UTF-8"
         )
     if given:
+        if wrong := not_as_given(sample.split(b"\n"), given):
+            return Verdict(refused=wrong)
         own = standing_alone(sample.split(b"\n"), given)
         return Verdict(given, False, True, own, hint=f" (encoding={given} was given)")
     with contextlib.suppress(UnicodeDecodeError):
@@ -169,7 +171,8 @@ def judge(sample: bytes, given: str = "") -> Verdict:
     # A few lines in a file of UTF-8 or ASCII are damage. More of them are another encoding.
     if foreign <= max(n_utf8 / 4, len(lines) / 100):
         return Verdict(hint=hint)
-    what = f"{foreign:,} of {len(lines):,} lines looked at are not UTF-8"
+    n_lines = len(lines) - (lines[-1] == b"")  # nothing stands behind the last line end
+    what = f"{foreign:,} of {n_lines:,} lines looked at are not UTF-8"
     return Verdict(refused=f"{what}{hint}", hint=hint)
 
 
@@ -183,6 +186,18 @@ def convert(likely: str) -> str:
     return f"perhaps {likely}; give encoding={likely}, or convert it: {ICONV}"
 
 
+def not_as_given(lines: list[bytes], given: str) -> str:
+    """Return what is wrong if most lines beyond ASCII are neither in the encoding that the user
+    gave nor in UTF-8; "" if nothing is. A line with some damage counts as read."""
+    wide = [line for line in lines if not line.isascii()]
+    names = "utf-8" if given == "utf-8" else f"{given} or utf-8"
+    n_bad = sum(not any(reads_as(line, codec) for codec in ("utf-8", given)) for line in wide)
+    if n_bad <= len(wide) / 2:
+        return ""
+    hint = "leave encoding out, and it is recognised if possible"
+    return f"{n_bad:,} of {len(wide):,} lines beyond ASCII cannot be read as {names}; {hint}"
+
+
 def standing_alone(lines: list[bytes], codec: str) -> frozenset[str]:
     """Return the ASCII characters that stand alone beside wide ones at least twice: a text has its
     vitamin C more than once, a lost byte makes each only by chance."""
@@ -193,9 +208,13 @@ def standing_alone(lines: list[bytes], codec: str) -> frozenset[str]:
 
 
 def is_utf8(line: bytes) -> bool:
-    """Return whether a line is UTF-8, or UTF-8 with some damage: a fifth of the bytes of GB18030
-    are valid UTF-8 by accident, so half as many errors as characters are too many."""
-    text = line.decode("utf-8", "replace")
+    return reads_as(line, "utf-8")
+
+
+def reads_as(line: bytes, codec: str) -> bool:
+    """Return whether a line is in an encoding, or in it with some damage: a fifth of the bytes of
+    GB18030 are valid UTF-8 by accident, so half as many errors as characters are too many."""
+    text = line.decode(codec, "replace")
     n_bad = text.count("\ufffd")
     return n_bad <= (len(NOT_ASCII.findall(text)) - n_bad) / 2
 

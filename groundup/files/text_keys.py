@@ -83,6 +83,18 @@ def renamed(row: object, text_key: str) -> object:
     return row
 
 
+def missing_keys(row: object, text_key: str) -> str:
+    """Return a sentence about the keys of rows that text_key names and a row lacks, "" if it has
+    all."""
+    if not text_key or not isinstance(row, dict):
+        return ""
+    paths = [
+        path for name, path in parse_names(text_key).items() if name not in OF_TURNS + OF_ROLES
+    ]
+    missing = [repr(".".join(path)) for path in paths if value_at(row, path) is None]
+    return f"no {', no '.join(missing)} ({keys_of(row)}); see text_key" if missing else ""
+
+
 def renamed_turn(turn: dict, keys: dict[str, str], roles: dict[str, str]) -> dict:
     """Return a turn under other names of its keys, and with other names of roles."""
     others = {key: value for key, value in turn.items() if key not in keys}

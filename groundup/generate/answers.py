@@ -20,8 +20,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from groundup.errors import UserError, naming
+from groundup.files import records, streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
+from groundup.files.encodings import Decoder
+from groundup.files.streams import Record
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import check_replaceable, loads, mended
 from groundup.generate.engine import Engine, Result
@@ -50,12 +53,9 @@ class Answers:
 
     def __init__(self, prompts: str, prompt: str, out: str, settings: dict) -> None:
         self.name, self.out, self.settings = prompts or "prompt", out, settings
-        try:
-            raw = Path(prompts).read_bytes() if prompts else json_line({"prompt": prompt}).encode()
-        except OSError as error:
-            raise UserError(f"sample: cannot read {prompts!r}: {error.strerror}") from None
-        lines = enumerate(raw.split(b"\n"))
-        self.lines = {index: line for index, line in lines if line.strip()}
+        self.lines = {0: Record(json_line({"prompt": prompt}), 1, 0)}
+        if prompts:
+            self.lines = read_prompts(prompts)
         if not self.lines:
             raise UserError(f"sample: {self.name} has no prompts")
         self.problems = 0  # prompts that cannot be answered
@@ -158,8 +158,8 @@ class Answers:
             except (ValueError, TypeError, KeyError, AttributeError):
                 what = f"{self.out}:{number} is damaged; remove that line"
                 raise UserError(f"sample: {what}") from None
-            with contextlib.suppress(ValueError):
-                if json_line(asked) == json_line(parse(self.lines.get(index, b""))):
+            with contextlib.suppress(KeyError, ValueError):
+                if json_line(asked) == json_line(parse(self.lines[index])):
                     done.add(index)
                     continue
             what = f"answers a prompt that is not in line {index + 1} of {self.name}"
@@ -226,10 +226,25 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def parse(line: bytes) -> dict:
+def read_prompts(path: str) -> dict[int, Record]:
+    """Return {number from 0: decoded line} of the lines that are not blank.
+
+    The file is read as prepare.py reads its own: packed or not, in UTF-8, GBK or UTF-16. A line
+    that cannot be decoded is a problem. Raise UserError if the file cannot be read."""
+    with streams.open_stream(path) as stream:
+        lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
+        found = {line.line - 1: line for line in lines if line.problem or line.value.strip()}
+        if stream.raw.damage:
+            raise UserError(f"sample: cannot read {path}: {stream.raw.damage[1]}")
+    return found
+
+
+def parse(line: Record) -> dict:
     """Return the fields of a line of prompts. Raise ValueError, which says what is wrong with
     them."""
-    row = loads(line)
+    if line.problem:
+        raise ValueError(line.detail)
+    row = loads(line.value)
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a text or an object, got {row!r:.40}")

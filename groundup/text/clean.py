@@ -20,7 +20,14 @@ BLANKS = " \t\xa0\u3000"
 LONG_RUN = re.compile(r"(?<!\s)(\s{256})\s+")
 HAN_RANGES = ((0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x323B0))
 HAN = "".join(f"{chr(begin)}-{chr(end - 1)}" for begin, end in HAN_RANGES)
-HALF_WIDTH = re.compile(f"(?<=[{HAN}])[,.!?:;()](?=[{HAN}])")
+# A mark between Chinese characters, or between one and a quotation or title. Of repeated marks only
+# these: ... and :: mean something else.
+MARK = r"(?:,+|!+|\?+|[.:;])"
+OPENING, CLOSING = "\u201c\u2018\u300a\u300c\u300e", "\u201d\u2019\u300b\u300d\u300f"
+HALF_WIDTH = re.compile(
+    f"(?<=[{HAN}]){MARK}(?=[{HAN}{OPENING}])|(?<=[{CLOSING}]){MARK}(?=[{HAN}])"
+    f"|(?<=[{HAN}])[()](?=[{HAN}])"
+)
 FULL_WIDTH = dict(zip(",.!?:;()", "\uff0c\u3002\uff01\uff1f\uff1a\uff1b\uff08\uff09", strict=True))
 REPEATED_MARKS = re.compile("([\u3002\uff01\uff1f\uff0c\u3001])\\1+")
 # Classes of characters; ACCENTED are Latin letters.
@@ -33,8 +40,8 @@ def clean(text: str, white_space: bool = True, punctuation: bool = False) -> str
     Cleaning it again changes nothing.
 
     white_space: also remove blanks at line ends, all but one blank line, and all but 256 white
-    space characters in a row. punctuation: also write Chinese marks between Chinese characters in
-    full width, and none twice."""
+    space characters in a row. punctuation: also write Chinese marks between Chinese characters,
+    quotations and titles in full width, and none twice."""
     # The quick checks before the steps are faster than the steps.
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -58,7 +65,7 @@ def clean(text: str, white_space: bool = True, punctuation: bool = False) -> str
             text = LONG_RUN.sub(r"\1", text)  # tiktoken fails at about a million
         text = text.strip()
     if punctuation and language(text) == "zh":
-        text = HALF_WIDTH.sub(lambda mark: FULL_WIDTH[mark[0]], text)
+        text = HALF_WIDTH.sub(lambda mark: FULL_WIDTH[mark[0][0]], text)
         text = REPEATED_MARKS.sub(r"\1", text)
     return text
 

@@ -4,6 +4,7 @@ output.
 `what_became` checks that documents and bytes add up: read = kept + dropped + lost.
 """
 
+import codecs
 import re
 import shutil
 from collections import Counter
@@ -230,6 +231,9 @@ def summary(info: dict) -> list[str]:
     ]
     for what in ("dropped", "lost", "mended"):
         for reason, n in documents[what].items():
+            if what == "mended" and is_encoding(reason):
+                lines.append(f"read as {reason}: {n:,}")
+                continue
             size = n_bytes["dropped"].get(reason, 0) if what == "dropped" else 0
             lines.append(f"{what}: {n:,} {reason}" + (f" ({size:,} bytes)" if size else ""))
     for reason, n in documents["lost_lines"].items():
@@ -244,6 +248,13 @@ def summary(info: dict) -> list[str]:
         few = f"{evals['unprotected']:,} of {evals['items']:,} evaluation items"
         lines.append(f"{few} are too short to be looked for")
     return lines + answer_pairs.describe(info.get("answers", []))
+
+
+def is_encoding(name: str) -> bool:
+    try:
+        return bool(codecs.lookup(name))
+    except LookupError:
+        return False
 
 
 def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:

@@ -292,8 +292,11 @@ class Judge:
             text, problem = row_formats.document_of(row, text_key)
             item = None if problem else Item(self.clean(text), len(text.encode()))
         else:
+            missing = text_keys.missing_keys(row, text_key)
             row = text_keys.renamed(row, text_key)
             item, problem = self.chat_item(row) if kind == "chat" else self.pair_item(row)
+            if missing and problem.startswith("unknown format"):
+                problem = missing
         if problem:
             return None, problem
         if kind != "text" or not text_key:

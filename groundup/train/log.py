@@ -28,7 +28,7 @@ from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches, Corpus
 from groundup.train import ranks
-from groundup.train.checkpoint import made_by_a_run, step_path
+from groundup.train.checkpoint import BEST, made_by_a_run, step_of, step_path
 from groundup.train.device import hardware, peak_memory_gib, versions
 
 # ---- the log -------------------------------------------------------------------------------------
@@ -245,6 +245,12 @@ class RunLog:
         if self.n_skipped:
             text = f"{self.n_skipped} of {self.step} updates were skipped: their gradients were not"
             self.print(f"{text} finite. A few are usual in float16; of more, lower learning_rate")
+        losses = self.val_losses()
+        later = [loss for step, loss in losses.items() if step > 0]
+        if later and min(later) > losses.get(0, math.inf):
+            text = f"validation loss is above that before the first step: {min(later):.4g}, not"
+            hint = "training made the model worse; lower learning_rate, or look at the data"
+            self.print(f"warning: {text} {losses[0]:.4g}; {hint}")
         # 2. How to go on. The flags that delete must not be given again.
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
@@ -266,6 +272,8 @@ class RunLog:
         """Write README.md: how well, on what data, where, and how to repeat it."""
         out, name, n = self.path.parent, Path(script).name, self.world_size
         events = read_events(self.path)
+        best = out / BEST[0]
+        saved = step_of(best.resolve()) if best.exists() else -1
         # The defaults are read from the script: a reader wants to know what differs.
         usual = defaults_of(script)
         changed = [key for key in config if key in usual and config[key] != usual[key]]
@@ -274,7 +282,7 @@ class RunLog:
             run=out.name,
             script=name,
             summary=summary(events, self.max_steps),
-            result=result_table(events),
+            result=result_table(events, saved),
             # In another out_dir, because in its own a run that is complete does nothing.
             command=f"{launcher} {name} {out}/config.py --out_dir={out}_again",
             machine=(f"{n} x " if n > 1 else "") + hardware(self.device),
@@ -505,13 +513,16 @@ def summary(events: list[dict], max_steps: int) -> str:
     return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {written}."
 
 
-def result_table(events: list[dict]) -> str:
-    """Return the first, the best and the last evaluation as a Markdown table."""
+def result_table(events: list[dict], saved: int = -1) -> str:
+    """Return the first, the best and the last evaluation as a Markdown table.
+
+    saved: the step that the link `best` points to, -1 = no checkpoint was evaluated."""
     evaluations = [e for e in events if e["event"] == "eval" and e.get("val_loss") is not None]
     if not evaluations:
         return "No evaluation was logged."
-    # Of equal losses the first is the best, as for the link `best`.
-    best = min(evaluations, key=lambda event: event["val_loss"])
+    # The best is the one to use, so it has a checkpoint; of equal losses the first, as for `best`.
+    lowest = min(evaluations, key=lambda event: event["val_loss"])
+    best = next((event for event in evaluations if event["step"] == saved), lowest)
     shown = (evaluations[0], best, evaluations[-1])
     # A row per number: counts with commas, four digits of others. Texts stay in log.jsonl.
     rows = ["| | first | best | last |", "|---|---|---|---|"]
@@ -520,4 +531,7 @@ def result_table(events: list[dict]) -> str:
         if all(isinstance(value, int | float) for value in values):
             figures = [f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in values]
             rows.append(f"| {key} | {' | '.join(figures)} |")
+    if lowest["val_loss"] < best["val_loss"]:
+        lower = f"val_loss {lowest['val_loss']:.4g} at step {lowest['step']:,}"
+        rows += ["", f"best is the link `best`; {lower} was lower, but has no checkpoint."]
     return "\n".join(rows)

@@ -207,6 +207,21 @@ def test_a_file_in_another_encoding_is_read_or_refused_whole(tmp_path: Path, enc
         assert seven_bit.get(encoding, "; give encoding=") in report.places[0][3]
 
 
+@pytest.mark.parametrize("given", ["utf-8", "UTF8", "ascii"])
+def test_an_encoding_that_is_not_the_files_is_one_problem_with_advice(tmp_path: Path, given: str) -> None:
+    path, lines = tmp_path / "a.txt", PAGES["gb18030"] * 4
+    path.write_bytes("\n".join(lines).encode("gb18030"))
+    report = readers.Report()
+    codec = encodings.check_codec(given)
+    assert not list(readers.read_documents(str(path), txt_split="line", encoding=codec, report=report))
+    [(_, _, _, problem)] = report.places
+    assert "leave encoding out" in problem and codec in problem
+    path.write_bytes(b"\n".join([*(line.encode() for line in lines), b"\xff", b"\xff"]))
+    report = readers.Report()
+    read = readers.read_documents(str(path), txt_split="line", encoding="utf-8", report=report)
+    assert [row.value for row in read] == lines and report.problems == {"bad_encoding": 2}
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("encoding", ["gb18030", "big5", "shift_jis", "euc_jp", "euc_kr"])
 def test_files_in_two_encodings_that_were_put_together(tmp_path: Path, encoding: str, first: bool) -> None:

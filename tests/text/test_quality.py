@@ -74,6 +74,10 @@ def test_chinese_punctuation() -> None:
     text = "他说:好,真好!真的?(是的);在3.14页.见a,b(图)里(外)中。。。完！！！……没有——了，，a,,b"
     full = "他说：好，真好！真的?(是的);在3.14页。见a,b(图）里（外）中。完！……没有——了，a,,b"
     assert clean(text, **PUNCTUATION) == full
+    repeated = "好的!!真的??是,,的。他说:“好”,走了;看《书》,学“字”."
+    assert clean(repeated, **PUNCTUATION) == "好的！真的？是，的。他说：“好”，走了；看《书》，学“字”."
+    for other in ("等等...好", "类::方法", "若甲!=乙则", "共1,000元", "用print(“a”,“b”)打印", "好!! ok!! yes"):
+        assert clean("中文字" * 9 + other, **PUNCTUATION) == "中文字" * 9 + other
     english = "He said: a,b! 好,好 " + "word " * 20
     assert clean(english, **PUNCTUATION) == english.strip()  # less than 0.3 Chinese
     assert clean("好,好 abcdefgh", **PUNCTUATION) == "好,好 abcdefgh"  # 2 of 10 letters
@@ -82,7 +86,7 @@ def test_chinese_punctuation() -> None:
 
 
 PIECES = st.sampled_from(
-    list(" \t\n\r\x00\x0b\x1f\u200b\u200c\u200d\ufeff\u2060\u3000\xa0ae\u0301,.!。，(好文\u2028\ufe0f\U0001f469")
+    list(" \t\n\r\x00\x0b\x1f\u200b\u200c\u200d\ufeff\u2060\u3000\xa0ae\u0301,.!。，(“”好文\u2028\ufe0f\U0001f469")
 )
 
 

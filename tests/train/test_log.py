@@ -325,6 +325,25 @@ def test_best_is_the_lowest_loss():
     assert (header, steps) == ("| | first | best | last |", "| step | 0 | 2 | 4 |")
 
 
+def test_best_has_a_checkpoint_and_a_lower_loss_without_one_is_named():
+    """So the card names the step of the link `best`."""
+    events = [event("eval", step, val_loss=loss) for step, loss in ((0, 8.241), (60, 8.313), (80, 8.5))]
+    table = logs.result_table(events, 60)
+    assert "| step | 0 | 60 | 80 |\n| val_loss | 8.241 | 8.313 | 8.5 |" in table
+    assert table.endswith("\n\nbest is the link `best`; val_loss 8.241 at step 0 was lower, but has no checkpoint.")
+    assert "no checkpoint" not in logs.result_table(events, 0)
+
+
+@pytest.mark.parametrize("losses, warned", [((2.0, 2.5, 2.25), True), ((2.0, 1.5, 2.25), False), ((2.0,), False)])
+def test_a_run_that_made_the_model_worse_says_so(tmp_path, capsys, losses, warned):
+    log = RunLog(str(tmp_path), len(losses), 0)
+    for step, loss in enumerate(losses):
+        log.write("eval", step, {"val_loss": loss})
+    log.finish("pretrain.py", {"resume": "auto", "resume_from": 0}, [], "", stopped=True, saved=False)
+    said = "warning: validation loss is above that before the first step: 2.25, not 2;" in capsys.readouterr().out
+    assert said == warned
+
+
 def test_summary_says_how_far_a_run_came():
     events = [event("train", 5, loss=1.0, tokens=5000)]
     assert logs.summary(events, 9).startswith(
