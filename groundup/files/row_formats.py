@@ -586,11 +586,12 @@ def has_turns_of_context(row: dict) -> bool:
 
 def first_answer(row: dict) -> list[dict]:
     """Return a question about a passage, and the first of the answers that are right (SQuAD)."""
-    found = row["answers"]
+    found = unpacked(row["answers"])  # CSV has lists as JSON
     answers = [one.get("text") for one in listed(found) or []]
     if not answers and isinstance(found, list):  # of texts
         answers = found
-    if not answers and not has_content(found):
+    columns = found.values() if isinstance(found, dict) else [found]  # of texts and their places
+    if not answers and not any(map(has_content, columns)):
         raise BadRow("answers is empty")
     if not answers or not isinstance(answers[0], str):
         raise BadRow("answers holds no text")
