@@ -883,7 +883,8 @@ def test_a_key_that_no_row_has_is_named(tmp_path, kind, keys):
 
 
 def test_a_file_in_gbk_is_read_not_mended(tmp_path, capsys):
-    text = "\n".join(json.dumps({"text": f"今天天气很好，我们去公园里走了{n}步。"}, ensure_ascii=False) for n in range(30))
+    rows = [{"text": f"今天天气很好，我们去公园里走了{n}步。"} for n in range(30)]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "a.jsonl").write_bytes(text.encode("gbk"))
     run(tmp_path / "out", input=tmp_path / "a.jsonl")
     said = capsys.readouterr().out

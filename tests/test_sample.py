@@ -655,7 +655,8 @@ def test_prompts_are_read_in_the_encoding_of_their_file(runs, tmp_path, encoding
     rows = [{"question": f"请问第{n}题的答案是什么？", "answer": f"答案是{n}。"} for n in range(40)]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (tmp_path / "q.jsonl").write_bytes(text.encode(encoding))
-    ended = run(tmp_path, f"--init_from={runs / 'tuned/chat'}", "--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=3")
+    flags = ["--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=3"]
+    ended = run(tmp_path, f"--init_from={runs / 'tuned/chat'}", *flags)
     assert ended.code == 0 and "not answered" not in ended.err, ended.err
     answers = sorted(read_answers(tmp_path / "a.jsonl"), key=lambda answer: answer["index"])
     assert [{key: answer[key] for key in rows[0]} for answer in answers] == rows

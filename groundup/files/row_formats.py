@@ -586,7 +586,7 @@ def has_turns_of_context(row: dict) -> bool:
 
 def first_answer(row: dict) -> list[dict]:
     """Return a question about a passage, and the first of the answers that are right (SQuAD)."""
-    found = row["answers"]
+    found = unpacked(row["answers"])  # CSV has lists as JSON
     answers = [one.get("text") for one in listed(found) or []]
     if not answers and isinstance(found, list):  # of texts
         answers = found

@@ -757,13 +757,37 @@ CHATS = {
         "answers holds no text",
         [],
     ),
+    "SQuAD: answers as a list of texts": (
+        {"question": "2 + 2?", "context": "2 + 2 is 4.", "answers": ["4"]},
+        [u("2 + 2 is 4.\n2 + 2?"), a("4")],
+        [],
+    ),
+    "SQuAD: answers as a text": (
+        {"question": "2 + 2?", "context": "Tea.", "answers": "x"},
+        "answers holds no text",
+        [],
+    ),
+    "SQuAD: answers as numbers": (
+        {"question": "2 + 2?", "context": "Tea.", "answers": [4, 5]},
+        "answers holds no text",
+        [],
+    ),
+    "instructions and targets": (
+        {"instruction": "Add.", "input": "2 + 2?", "target": "4"},
+        [u("Add.\n2 + 2?"), a("4")],
+        [],
+    ),
+    "Natural Instructions": (
+        {"definition": "Add.", "input": "2 + 2?", "target": "4"},
+        [u("Add.\n2 + 2?"), a("4")],
+        [],
+    ),
     "BBH": ({"input": "2 + 2?", "target": "4"}, ASKED, []),
     "an instruction and its target": (
         {"instruction": "2 + 2?", "input": "", "target": "4"},
         ASKED,
         [],
     ),
-    "Natural Instructions": ({"definition": "2 +", "input": "2?", "target": "4"}, [u("2 +\n2?"), a("4")], []),
     "counselling conversations": ({"Context": "2 + 2?", "Response": "4"}, ASKED, []),
     "LCCC: a list of texts": (["2 + 2?", "4"], ASKED, []),
     "Infinity-Instruct: labels that mark nothing": (

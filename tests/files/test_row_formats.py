@@ -16,6 +16,7 @@ from groundup.files.text_keys import columns_of, renamed
 from groundup.generate.answers import asked_of
 from groundup.generate.completion import prompt_ids
 from groundup.tokens.conversations import ChatReader
+from groundup.tokens.prompts import prompt_of
 from tokenizer import Tokenizer, chat_ready
 
 
@@ -627,6 +628,12 @@ def test_conversations_that_cannot_be_trained_on(messages: list[dict], problem: 
         trimmed = turns.trim_chat(messages)
         assert trimmed[-1]["role"] == "assistant" and messages[: len(trimmed)] == trimmed
         assert all(message["role"] != "assistant" for message in messages[len(trimmed) :])
+
+
+def test_a_question_beside_an_answer_that_is_a_number_is_a_prompt() -> None:
+    """A reward function compares with the number."""
+    row = {"messages": [user("2 + 2?")], "answer": 4}
+    assert prompt_of(row) == row["messages"]
 
 
 def test_every_format_has_a_golden_row() -> None:

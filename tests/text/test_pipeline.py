@@ -803,13 +803,13 @@ def test_what_another_run_rewrote_is_not_taken_for_done(tmp_path, tok, monkeypat
     path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(60)])
     first = {"input": path, "tokenizer_dir": tok, "near": 0.0}
     run(tmp_path / "straight", **first)
-    killed_in(monkeypatch, prepare, "select", tmp_path / "out", **first)
+    killed_in(monkeypatch, prepare.selection, "select", tmp_path / "out", **first)
     killed_in(monkeypatch, unit.dedup, "exact_key", tmp_path / "out", at=9, **first | {"rules": "stop_words=on"})
     run(tmp_path / "out", **first)
     assert content(tmp_path / "out") == content(tmp_path / "straight")
     (tmp_path / "small").mkdir()
     train(pieces(60), 400).save(tmp_path / "small")
-    killed_in(monkeypatch, prepare, "write_splits", tmp_path / "again", **first)
+    killed_in(monkeypatch, prepare.selection, "write_splits", tmp_path / "again", **first)
     other = first | {"tokenizer_dir": tmp_path / "small"}
     killed_in(monkeypatch, unit.np, "array", tmp_path / "again", at=3, **other)
     run(tmp_path / "again", **first)
@@ -819,7 +819,7 @@ def test_what_another_run_rewrote_is_not_taken_for_done(tmp_path, tok, monkeypat
 def test_other_copies_and_held_out_questions_need_no_second_reading(tmp_path, monkeypatch):
     rows = [talk(f"Question {k}?", f"{t[:200]} {k}") for k, t in enumerate(pieces(30))]
     settings = {"input": write_rows(tmp_path / "x.jsonl", rows), "kind": "chat", "val_fraction": 0.1}
-    killed_in(monkeypatch, prepare, "select", tmp_path / "out", **settings)
+    killed_in(monkeypatch, prepare.selection, "select", tmp_path / "out", **settings)
     with monkeypatch.context() as patch:
         patch.setattr(unit, "Inspector", None)
         for k, other in enumerate(({"near": 0.95, "hold_out": 0.3}, {"near": 0.5}, {"near": 0})):
@@ -833,7 +833,7 @@ def test_other_copies_and_held_out_questions_need_no_second_reading(tmp_path, mo
 def test_a_tokenizer_is_not_kept_for_text_in_other_case(tmp_path, monkeypatch):
     path, settings = tmp_path / "x.jsonl", {"vocab_size": 512, "near": 0.0}
     write_rows(path, [{"text": t} for t in pieces(60)])
-    killed_in(monkeypatch, prepare, "write_splits", tmp_path / "out", input=path, **settings)
+    killed_in(monkeypatch, prepare.selection, "write_splits", tmp_path / "out", input=path, **settings)
     write_rows(path, [{"text": t.upper()} for t in pieces(60)])
     run(tmp_path / "out", input=path, **settings)
     run(tmp_path / "straight", input=path, **settings)

@@ -1,6 +1,8 @@
 """bpe.py against byte pair encoding by its definition, and its patterns against three libraries' engines."""
 
+import itertools
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -19,6 +21,8 @@ from groundup.tokens.bpe import (
     train_bpe,
 )
 from groundup.tokens.engines import PATTERNS, SAFE_CUT, blocks
+from groundup.tokens.training import train
+from tokenizer import Tokenizer
 
 ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be
 repeated. It's not for secrets: they're what the "secrets" module is for, and we'll say so again. I'd read it twice.
@@ -278,6 +282,48 @@ def test_two_engines_cut_every_character_alike(name: str):
 )
 def test_what_the_patterns_do(name: str, chunks: list[str]):
     assert regex.findall(PATTERNS[name], "".join(chunks)) == chunks
+
+
+def test_a_table_of_empty_cells_is_two_blocks():
+    """Each of its chunks ends with a line end, and none is safe to cut by SAFE_CUT."""
+    text = ",,,,\n" * 20_200
+    parts = list(blocks(text, bpe_module.PATTERN))
+    assert len(parts) == 2 and "".join(parts) == text
+
+
+def plainly_merged(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes]:
+    """The leftmost pair of the lowest id below the limit, again and again, until two parts are left."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        made = [ranks.get(left + right, limit) for left, right in itertools.pairwise(parts)]
+        rank = min(made)
+        if rank >= limit:
+            break
+        i = made.index(rank)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def test_merges_below_an_id_are_those_of_the_definition():
+    rng = random.Random(7)
+    for _ in range(400):
+        alphabet = rng.choice([b"a", b"ab", b"abcd"])
+        pieces = {bytes(rng.choices(alphabet, k=rng.randint(2, 6))) for _ in range(rng.randint(1, 30))}
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        ranks |= {piece: 256 + i for i, piece in enumerate(rng.sample(sorted(pieces), len(pieces)))}
+        token = bytes(rng.choices(alphabet, k=rng.randint(2, 40)))
+        limit = rng.randint(256, len(ranks) + 1)
+        assert engines.merge_below(token, limit, ranks) == plainly_merged(token, limit, ranks), (token, ranks)
+
+
+def test_a_run_of_one_character_is_trained_on_and_loaded_in_time(tmp_path):
+    start = time.perf_counter()
+    train(["=" * 99_000] * 2, 640).save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    seconds = time.perf_counter() - start
+    text = "=" * 99_000
+    assert loaded.decode(loaded.encode(text)) == text
+    assert seconds < 10
 
 
 def test_chinese_is_cut_in_fours():
