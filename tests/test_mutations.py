@@ -34,7 +34,7 @@ from tokenizer import Tokenizer
 
 TRIES = 64
 KEYS = {key: v for key, v in vars(prepare).items() if isinstance(v, bool | int | float | str) and key.islower()}
-SMALL = {"vocab_size": 384, "workers": 1, "near": 0.0, "rules": "length=1..", "val_fraction": 0.2, "pack": 0}
+SMALL = {"workers": 1, "near": 0.0, "rules": "length=1..", "val_fraction": 0.2, "pack": 0}
 MADE_OF = {"checkpoint": "a", "pairs": "b"}
 BLOCK = 16
 

@@ -432,7 +432,8 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
         saver.wait()
 
     def copy() -> None:
-        saver.memory.copy((huggingface.stored_weights(model), opt.state_dict()))
+        content = huggingface.stored_weights(model), opt.state_dict()
+        saver.memory.copy(content, torch.device("cpu"))
 
     def torch_save() -> None:
         with open(plain, "wb") as f:
