@@ -419,7 +419,12 @@ ODD_FILES = [
     ("quote.csv", b'a|text|c\n1|first|x\n2|"|y\n3|third|z\n', ["first", "third"], {"bad_csv": 1}),
     ("nul.csv", b"text,b\nfirst\0,1\nsecond,2\n", [], {"not_text": 1}),
     ("ragged.csv", b"text,b\nfirst,1,extra\nsecond\nthird,3\n", ["third"], {"bad_csv": 2}),
-    ("mysql.csv", b'text,b\n"he said \\"yes\\", and went",1\nsecond,2\n', ["second"], {"bad_csv": 1}),
+    (
+        "mysql.csv",
+        b'text,b\n"he said \\"yes\\", and went",1\nsecond,2\n',
+        ["second"],
+        {"bad_csv": 1},
+    ),
     ("open.csv", b'text,b\nfirst,1\n"never ends,2\n', ["first"], {"bad_csv": 1}),
     ("arrays.jsonl", f"[{ROW}]\n[{ROW}]\n".encode(), [LONG] * 2, {}),
     ("types.jsonl", b'{"text":"a","x":[0,"y"]}\n{"text":"b","x":{"z":1}}\n', ["a", "b"], {}),
@@ -428,7 +433,12 @@ ODD_FILES = [
     ("comma.jsonl", f'{{"text":"a",}}\n{ROW}\n'.encode(), [LONG], {"bad_json": 1}),
     ("comments.jsonl", f"// a\n{ROW}\n# b\n".encode(), [LONG], {"bad_json": 2}),
     ("open_string.jsonl", f'{{"text":"a\nb"}}\n{ROW}\n'.encode(), [LONG], {"bad_json": 2}),
-    ("conflict.jsonl", f"<<<<<<< HEAD\n{ROW}\n=======\n>>>>>>> x\n".encode(), [LONG], {"bad_json": 3}),
+    (
+        "conflict.jsonl",
+        f"<<<<<<< HEAD\n{ROW}\n=======\n>>>>>>> x\n".encode(),
+        [LONG],
+        {"bad_json": 3},
+    ),
     ("two_marks.jsonl", b"\xef\xbb\xbf\xef\xbb\xbf" + ROW.encode(), [LONG], {}),
     ("html.jsonl", b"<!DOCTYPE html><html>403 Forbidden</html>\n", [], {"bad_json": 1}),
     ("sequence.json", f"\x1e{ROW}\n\x1e{ROW}\n".encode(), [LONG] * 2, {}),
@@ -450,8 +460,12 @@ ODD_FILES = [
 ]
 
 
-@pytest.mark.parametrize("name, raw, expected, problems", ODD_FILES, ids=[one[0] for one in ODD_FILES])
-def test_odd_files_are_read_right_or_counted(tmp_path: Path, name: str, raw: bytes, expected, problems) -> None:
+@pytest.mark.parametrize(
+    "name, raw, expected, problems", ODD_FILES, ids=[one[0] for one in ODD_FILES]
+)
+def test_odd_files_are_read_right_or_counted(
+    tmp_path: Path, name: str, raw: bytes, expected, problems
+) -> None:
     (tmp_path / name).write_bytes(raw)
     report = Report()
     rows = [row.value for row in readers.read_documents(str(tmp_path / name), report=report)]
