@@ -296,6 +296,15 @@ def load_function(name: str, key: str) -> Callable:
     return getattr(module, function)
 
 
+def script_of(config_file: Path) -> str:
+    """Return the script that `write_config` names in a file, such as sft.py; "" if there is none."""
+    if not config_file.is_file():
+        return ""
+    with open(config_file, encoding="utf-8", errors="replace") as file:
+        found = re.search(r"re-run with: python \S*?(\w+\.py)", file.readline(10_000))
+    return found[1] if found else ""
+
+
 def write_config(config: Mapping, path: str, command: str = "") -> None:
     """Write the resolved settings as an override file, whole or not at all."""
     # A string, because a comment could not hold every command.

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import configure
+from configurator import configure, script_of
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker
 from groundup.errors import UserError
@@ -123,12 +123,8 @@ def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
     template, so its run's config.py tells, which names the script that wrote it; any other model
     is tuned if it has a template of its own."""
     own, config = directory / "config.py", directory.resolve().parent / "config.py"
-    config = own if own.exists() else config  # tools/merge.py takes it along
-    first_line = config.read_text(encoding="utf-8").partition("\n")[0] if config.exists() else ""
-    script = re.search(r"re-run with: python \S*?(\w+)\.py", first_line)
-    if script:
-        return script[1] != "pretrain"
-    return tokenizer.foreign_template
+    script = script_of(own if own.exists() else config)  # tools/merge.py takes it along
+    return script != "pretrain.py" if script else tokenizer.foreign_template
 
 
 def check_settings(config: dict, talk: bool, as_json: bool) -> None:

@@ -161,8 +161,8 @@ def line_of(error: BaseException) -> str:
 
 
 def wide_marks(text: str) -> str:
-    """Return a question about marks and digits that Chinese typing and text programs make, if a message quotes
-    some of the command line or says that files are missing: they look like those that are meant."""
+    """Return a question about the marks and digits of Chinese typing, which look like those that
+    are meant, if a message quotes some of the command line or says that files are missing."""
     # a word that names a file is right as it is
     values = [word.partition("=")[2] or word for word in sys.argv]
     written = "".join(value for value in values if not os.path.exists(value))

@@ -741,6 +741,8 @@ def test_text_with_html_tags_is_named(tmp_path, tok, capsys):
     pages = [f"<div><p>Page {i}: {text}</p></div>" for i, text in enumerate(texts(40))]
     run(tmp_path / "b", input=write_jsonl(tmp_path / "pages.jsonl", pages), tokenizer_dir=tok)
     assert "prepare: warning: 20 of 20 kept documents hold HTML tags" in capsys.readouterr().out
+    report.warn_of_html([])  # nothing was kept
+    assert not capsys.readouterr().out
 
 
 def test_files_of_others_are_never_removed(tmp_path, tok, capsys):

@@ -1,5 +1,5 @@
-"""OpenAI's API: the body of a request -> prompts and parameters, and tokens -> its answer, whole or as
-the pieces of a stream. No HTTP.
+"""OpenAI's API: the body of a request -> prompts and parameters, and tokens -> its answer, whole or
+as the pieces of a stream. No HTTP.
 
 A field that is known and would change the answer, but cannot be served, is refused. A field that is
 not known changes nothing: it is named once in the log.
@@ -367,7 +367,7 @@ def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
     return with_system(messages, {"system": "" if own else system, "tools": asked.tools})
 
 
-# ---- an answer -------------------------------------------------------------------------------------
+# ---- an answer -----------------------------------------------------------------------------------
 
 
 class ThoughtReader:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from configurator import script_of
 from groundup.errors import UserError, naming
 from groundup.files.disk import free_name, lock_directory
 from groundup.text import inputs
@@ -181,11 +182,9 @@ def check_replaceable(out_dir: Path, overwrite: bool, differs: str, work: Path) 
     paths = sorted(path.relative_to(out_dir) for path in files if not OF_A_DESKTOP.match(path.name))
     others = [path for path in paths if not OUR_FILES.fullmatch(path.name) or len(path.parts) > 2]
     others += [path for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
-    config = out_dir / "config.py"
-    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    run = re.match(r".*re-run with: python (\w+\.py) ", text)
-    if run and run[1] != "prepare.py":
-        raise UserError(f"prepare: {out_dir} is a run of {run[1]}; use another out_dir")
+    script = script_of(out_dir / "config.py")
+    if script not in ("", "prepare.py"):
+        raise UserError(f"prepare: {out_dir} is a run of {script}; use another out_dir")
     if others:
         what = f"{out_dir} holds {others[0]}, which is not ours"
         raise UserError(f"prepare: {what}; move it, or use another out_dir")

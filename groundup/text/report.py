@@ -187,7 +187,7 @@ def write_report(info: dict, chosen: Selection) -> None:
 def warn_of_html(kept: list[str]) -> None:
     """Print a warning if at least half of a sample of kept texts hold tags of HTML."""
     n_html = sum(HTML_TAG.search(text) is not None for text in kept)
-    if 2 * n_html >= len(kept):
+    if n_html and 2 * n_html >= len(kept):
         hint = "a model learns to write them; extract the text first, for example with trafilatura"
         print(f"prepare: warning: {n_html} of {len(kept)} kept documents hold HTML tags: {hint}")
 
@@ -300,9 +300,8 @@ def print_report(manifest: dict, seconds: float) -> None:
         print(f"prepare: warning: val has {n_val} tokens; {hint}")
     n_rows = manifest["splits"].get("val", {}).get("rows", 0)
     if manifest["format"] == ROWS_FORMAT and 0 < n_rows < FEW_ROWS:
-        print(
-            f"prepare: warning: val has {n_rows} rows: too few to trust its loss; raise val_fraction"
-        )
+        few = f"val has {n_rows} rows: too few to trust its loss; raise val_fraction"
+        print(f"prepare: warning: {few}")
     megabytes = manifest["info"]["bytes"]["read"] / 1e6
     print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
 

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from configurator import write_config
+from configurator import script_of, write_config
 from groundup.errors import UserError, reason_of, refuse, say
 from groundup.files import disk
 from groundup.files.disk import free_name, housekeeping, sync
@@ -739,7 +739,9 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, value: Any, device: torch.device) -> Any:
-        """Return `value` with a copy of every tensor in its dicts and lists. device: the model's."""
+        """Return `value` with a copy of every tensor in its dicts and lists.
+
+        device: the model's."""
         last, self.buffers = iter(self.buffers), []
         return self._copy(value, last, device)
 
@@ -873,12 +875,9 @@ def made_by_a_run(path: Path) -> bool:
 
 def check_stage(out: Path, script: str) -> None:
     """Raise UserError if another script's run is in `out`."""
-    # Line 1 of its config.py says how to run it again.
-    path = out / "config.py"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    other = re.match(r".*re-run with: python (\w+\.py) ", text)
-    if other and other[1] != script:
-        raise UserError(f"config: {out} is a run of {other[1]}; use another out_dir for {script}")
+    other = script_of(out / "config.py")
+    if other and other != script:
+        raise UserError(f"config: {out} is a run of {other}; use another out_dir for {script}")
 
 
 def check_overwrite(config: dict, out: Path) -> None:

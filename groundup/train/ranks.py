@@ -356,8 +356,9 @@ def check_replicas(weights: list[Tensor]) -> None:
     """Raise UserError on all ranks if they no longer train the same weights: flat tensors."""
     if world_size() == 1:
         return
-    # 128 sums of each bucket are quick to send, and differ between ranks, relatively, as much as the
-    # weights do. Where processors differ, so does the rounding. Other code differs by far more than TOLERANCE.
+    # 128 sums of each bucket are quick to send, and differ between ranks, relatively, as much as
+    # the weights do. Where processors differ, so does the rounding. Other code differs by far more
+    # than TOLERANCE.
     sums = []
     for flat in weights:
         whole = flat.detach()[: flat.numel() // 128 * 128]

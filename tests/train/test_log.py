@@ -340,7 +340,7 @@ def test_a_run_that_made_the_model_worse_says_so(tmp_path, capsys, losses, warne
     for step, loss in enumerate(losses):
         log.write("eval", step, {"val_loss": loss})
     log.finish("pretrain.py", {"resume": "auto", "resume_from": 0}, [], "", stopped=True, saved=False)
-    said = "warning: validation loss is above that before the first step: 2.25, not 2;" in capsys.readouterr().out
+    said = "warning: val_loss was 2 before the first step and 2.25 at best after it;" in capsys.readouterr().out
     assert said == warned
 
 
