@@ -529,7 +529,7 @@ def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpu
     run(tmp_path / "whole", **settings)
     arguments = command(tmp_path / "out", workers=2, **settings)
     process = forks.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: list(tmp_path.glob(".out.work.tmp/units/000009.json")))
+    wait_for(lambda: list(tmp_path.glob(".out.work.tmp/units/000004.json")))
     os.kill(children(process.pid)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
