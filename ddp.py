@@ -85,7 +85,7 @@ class Bucket:
     Equal shapes are neighbours, so k matrices (n, m) are also one (k, n, m) view of `param`.
     """
 
-    index: int  # the order of sending: 0 holds the head, the last one the embedding
+    index: int  # the order of sending: 0 holds the last norm and an untied head
     blocks: list[str]  # names of its blocks, or BEFORE or AFTER
     names: list[str]
     params: list[nn.Parameter]
@@ -98,9 +98,9 @@ class Bucket:
     sharded: bool = False
     # What changes from step to step
     state: State = State.WAITING
-    n_updates: int = 0  # finished when its hook was started, see PowerSGD's start_step
+    n_updates: int = 0  # done before this step; PowerSGD compares it with its start_step
     missing: int = 0  # gradients that have not arrived in the synced backward
-    transfer: Generator | None = None  # the communication hook at work on this bucket
+    running_hook: Generator | None = None  # the communication hook at work on this bucket
     sends_more: bool = False  # in flight: the hook will launch another collective
     squared_norm: Tensor | None = None  # of the mean gradient in this rank's shard, see Reduced
     collective: Collective | None = None  # under way
@@ -212,8 +212,8 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 
 
 # ---- 2. the communication hook: how a bucket travels ---------------------------------------------
-# A hook gets a bucket whose `grad` holds this rank's gradient / world_size: the sum over ranks is
-# the mean. It is a generator, so that backward waits as little as possible:
+# A hook gets a bucket whose `grad` holds this rank's gradient / world_size (for InTree undivided):
+# the sum over ranks is the mean. It is a generator, so that backward waits as little as possible:
 #
 #     it launches a collective and yields Sent.MORE if a second one follows, else Sent.LAST
 #     DDP waits for the collective, then resumes the hook: after MORE once the next bucket has left,
@@ -350,7 +350,7 @@ class DDP:
             self._stream = torch.cuda.Stream()
         self._start_step()
         self._watch_backward()
-        self._watch_forward()  # for deferred updates and ZeRO-1; else its hooks find nothing to do
+        self._watch_forward()  # for deferred updates and ZeRO-1; else its forward hooks do nothing
 
     def _lay_out(self, bucket_mb: float, zero1: bool, whole_matrices: bool) -> None:
         """Make the flat buffers, and put the weights of rank 0 into them."""
@@ -459,7 +459,7 @@ class DDP:
         bucket = self.buckets[self._next]
         self._next += 1
         bucket.state, bucket.n_updates = State.IN_FLIGHT, self.n_updates
-        bucket.transfer = self.hook(bucket)
+        bucket.running_hook = self.hook(bucket)
         self._resume_hook(bucket)
         self._launch_further_collectives(before=bucket.index)
         if self._update_in_backward or bucket.sharded:
@@ -481,7 +481,7 @@ class DDP:
         """Run the hook up to its next collective, or after the last one up to the norm."""
         bucket.wait()
         with torch.autocast(self.device.type, enabled=False):
-            reached = next(bucket.transfer)
+            reached = next(bucket.running_hook)
         bucket.sends_more = reached is Sent.MORE
         if isinstance(reached, Reduced):
             bucket.state, bucket.squared_norm = State.REDUCED, reached.squared_norm
@@ -516,6 +516,7 @@ class DDP:
         `stopping` is then True on all ranks. Raise UserError on all if one lacks a gradient.
         """
         scaled = scaler is not None and scaler.is_enabled()  # float16
+        # `clip` and the scaler are known only here; the rest was checked at the start
         check_options("", self.overlap_step, False, clip, scaled)
         if self._update_in_backward not in (None, (optimizer, lr)):
             raise UserError("ddp: step() got another optimizer or lr than expect_step()")
@@ -620,7 +621,7 @@ class DDP:
     def _end_hook(self, bucket: Bucket, found_inf: Tensor) -> None:
         """Let the hook write the mean into bucket.grad and end."""
         try:
-            bucket.transfer.send(found_inf)
+            bucket.running_hook.send(found_inf)
         except StopIteration:
             return
         raise UserError("ddp: a communication hook must end after the norm")
@@ -685,10 +686,10 @@ class DDP:
             # Otherwise forward would use weights of which a part is updated
             text = "after backward call step() before a forward or flush()"
             raise UserError(f"ddp: overlap_step='backward': {text}")
-        # Forward goes from the last index down. From the last one, not from this bucket: what this
-        # rank's forward skipped is fetched as well, since all ranks fetch in one order. What is
-        # current already is left alone. Activation recomputation within backward skips buckets
-        # that are in flight.
+        # Forward needs buckets from the last index down. Go through all from the last one, not from
+        # this one: a rank's forward may skip a block, yet all ranks must fetch in one order. What
+        # is current already is left alone. _next is 0 here, except in backward, where activations
+        # may be computed again: then the buckets below it are in flight and left alone, too.
         first = max(self._next, bucket.index - ahead)
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)

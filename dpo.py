@@ -121,7 +121,7 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
+MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 
 
 def reference_of(
@@ -131,11 +131,11 @@ def reference_of(
     torch_device: torch.device,
     torch_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the reference's log-probabilities of the answers, (2, B) as `pair_logps` does.
+    """Return the reference's log-probabilities of the answers, (2, B).
 
     They are 0 for a loss without a reference. Else they are looked up in table (n_pairs, 2), which
     `compute_reference` made; with reference='adapter_off' there is none, and the model without its
-    adapters computes them.
+    adapters computes them, (1, B) for a batch of kto.
     """
     if loss in REFERENCE_FREE:
         return torch.zeros(2, len(batch.number), device=torch_device)
@@ -268,7 +268,9 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     init_dir = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir)
+    # A template may write the date: a run that continues keeps its own.
+    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
     n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
@@ -332,7 +334,8 @@ if __name__ == "__main__":
     table = None  # (n_pairs, 2) float32: the reference's log-probabilities of both answers
     if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
         table = read_reference(reference_path, made_of)
-    # The reference is of the start's weights, in a resumed run too: its own weights come after it.
+    # The reference is of the start's weights. A resumed run, too, loads these first, and its own
+    # below, once the reference is computed.
     must_compute = bool(made_of) and table is None
     # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
     if must_compute or not resume_dir:
@@ -397,7 +400,7 @@ if __name__ == "__main__":
         saver.tidy()
     stop_signal.begin()
     stopping = False
-    log.begin()
+    log.restart_clock()
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
     for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
@@ -414,7 +417,7 @@ if __name__ == "__main__":
             batch = batches.next()
             with autocast(torch_device, torch_dtype):
                 logps, n_tokens = pair_logps(model, batch)  # (2, B) each; (1, B) for kto
-            ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)  # (2, B)
+            ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
             # for kto, margin holds the labels; the other losses ignore it
             losses, metrics = losses_and_metrics(
                 logps, ref_logps, n_tokens, config, batch.margin, kl

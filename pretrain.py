@@ -109,7 +109,7 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
+MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 
 
 def choose_architecture(config: dict, init_dir: Path | None, n_ids: int) -> ModelConfig:
@@ -124,7 +124,8 @@ def choose_architecture(config: dict, init_dir: Path | None, n_ids: int) -> Mode
         return cfg
 
     cfg = huggingface.load_config(init_dir)
-    # These two may differ from the checkpoint's; of the others only defaults are overridden.
+    # These two may differ from the checkpoint's. Of the others one that has its default yields to
+    # the checkpoint, and any other value must be the checkpoint's.
     sizes = {key: settings.pop(key) for key in ("block_size", "dropout")}
     defaults = defaults_of(__file__)
     for key, value in settings.items():
@@ -250,7 +251,7 @@ if __name__ == "__main__":
         n_ids = tokenizer.vocab_size
         batch_line += f", {epochs}"
     model_config = choose_architecture(config, init_dir, n_ids)
-    n_known = n_ids  # token ids that the weights were trained with
+    n_known = n_ids  # ids below it are not new to the weights: all, unless init_from lacks some
     if init_dir and not plan_only:
         n_known = huggingface.count_known_ids(init_dir, tokenizer, data_dir)
     huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
@@ -349,7 +350,7 @@ if __name__ == "__main__":
         report(log, steps_done, scores, [sample(model, tokenizer, prompt) for prompt in prompts])
         saver.tidy()
     stop_signal.begin()
-    log.begin()
+    log.restart_clock()
     stopping = False
     for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(

@@ -105,7 +105,7 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
+MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 
 
 @torch.no_grad()
@@ -214,7 +214,9 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     init_dir = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir)
+    # A template may write the date: a run that continues keeps its own.
+    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
     tokenizer = reward_model.padded(tokenizer)  # transformers looks for the padding
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
@@ -308,7 +310,7 @@ if __name__ == "__main__":
         report(log, steps_done, evaluate(model, corpus, torch_device, torch_dtype))
         saver.tidy()
     stop_signal.begin()
-    log.begin()
+    log.restart_clock()
     stopping = False
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
     for step in range(steps_done + 1, max_steps + 1):

@@ -123,7 +123,7 @@ CLIP_HIGH = 0.2  # and above at 1 + CLIP_HIGH
 LAMBDA = 0.95  # ppo: of advantage estimation; 1 = whole returns, 0 = one token ahead
 GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end
 VALUE_CLIP = 0.2  # ppo: clip the change of a value within a step to this
-MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
+MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 N_SHOWN = 2  # answers that an evaluation shows
 
 
@@ -246,7 +246,9 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     init_dir = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir)
+    # A template may write the date: a run that continues keeps its own.
+    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
     n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
@@ -415,7 +417,7 @@ if __name__ == "__main__":
         saver.tidy()
     stop_signal.begin()
     stopping, saving = False, True  # saving: the last step has a checkpoint
-    log.begin()
+    log.restart_clock()
     since_log: list[dict[str, float]] = []  # figures of each step since the last log line
     for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, 0.0, warmup, max_steps)

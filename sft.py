@@ -112,7 +112,7 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
+MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 
 
 def hidden_at_labels(model: Transformer, batch: Batch) -> Tensor:
@@ -242,8 +242,10 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     init_dir = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # A template may write the date: a resumed run keeps its own, a new one takes its data's.
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir, *paths_of(data))
+    # A template may write the date: that of the run that continues, else of init_from, else of the
+    # data, else today.
+    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir, *paths_of(data))
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
     n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
@@ -375,7 +377,7 @@ if __name__ == "__main__":
         report(log, steps_done, scores, sample(model, tokenizer, prompts))
         saver.tidy()
     stop_signal.begin()
-    log.begin()
+    log.restart_clock()
     stopping = False
     counts = torch.zeros(2, dtype=torch.float64)  # this rank's tokens and labels since the last log
     for step in range(steps_done + 1, max_steps + 1):

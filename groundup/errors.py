@@ -15,8 +15,8 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -51,6 +51,11 @@ class LostRank(UserError):
 
 class Stopped(KeyboardInterrupt):
     """Raise Stopped(signal number) to end at once, without waiting for threads or ranks."""
+
+
+# Called when an error ends a process at once, which skips Python's own wait for threads: a save
+# that is being written is completed.
+before_exit: list[Callable[[], object]] = []
 
 
 def refuse(wrong: object, text: str) -> None:
@@ -111,6 +116,9 @@ def one_line_excepthook(kind: type, error: BaseException, tb: TracebackType | No
     status = report(error, sys.__stderr__ if at_once else sys.stderr)
     if at_once:
         flush_output()
+        with suppress(KeyboardInterrupt):  # one more Ctrl-C
+            for wait in before_exit:
+                wait()
         os._exit(status)
     raise SystemExit(status)
 

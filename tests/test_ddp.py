@@ -1028,7 +1028,7 @@ def cuda_rank(world: ranks.World, report: Callable[[str, str], None]) -> None:
     _, _, x, y = batch(world, 1)
     reference(x, y).backward()
     model(x.cuda(), y.cuda()).backward()
-    assert all(bucket.transfer is not None for bucket in parallel.buckets)
+    assert all(bucket.running_hook is not None for bucket in parallel.buckets)
     parallel.step(capture, 0.0)
     assert_close({name: g.cpu() for name, g in capture.grads.items()}, named_grads(reference), 1e-5)
     assert ranks.any_rank(True) and ranks.all_reduce_sum(torch.ones(2, device="cuda")).tolist() == [

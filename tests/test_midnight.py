@@ -46,7 +46,7 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-def run(script: str, day: str, out: Path, base: Path, killed_at: int = 0) -> None:
+def run(script: str, day: str, out: Path, base: Path, *more: str, killed_at: int = 0) -> None:
     """Run a trainer in a copy of this process, on that day. It ends without a word after a save at `killed_at`."""
     child = os.fork()
     if child:
@@ -65,7 +65,7 @@ def run(script: str, day: str, out: Path, base: Path, killed_at: int = 0) -> Non
         tokenizer_module.today = lambda: day
         data = base / ("chats.jsonl" if script == "sft.py" else "pairs.jsonl")
         sys.argv = [script, f"--init_from={base}", f"--data={data}", f"--out_dir={out}", *FLAGS.split()]
-        sys.argv += ["--eval_answers=0"] if script == "sft.py" else []
+        sys.argv += [*more, *(["--eval_answers=0"] if script == "sft.py" else [])]
         runpy.run_path(str(ROOT / script), run_name="__main__")
         os._exit(0)
     except SystemExit as end:
@@ -97,3 +97,6 @@ def test_a_run_over_midnight_is_as_if_undisturbed(script, base, tmp_path):
     assert losses(tmp_path / "later") != losses(tmp_path / "undisturbed")
     saved = Tokenizer.load(tmp_path / "killed")
     assert "01 Mar 2026" in saved.decode(saved.render([{"role": "user", "content": "a"}])[0])
+    # one that replaces it is a new run
+    run(script, "2026-03-02", tmp_path / "killed", base, "--resume=never", "--overwrite=True")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "later")

@@ -83,10 +83,10 @@ def sync(path: Path) -> None:
             os.close(directory)
 
 
-def free_name(path: Path, ending: str) -> Path:
-    """Free a hidden name beside `path` and return it: .NAME.tmp, or .NAME.tmp1 and so on.
+def clear_name(path: Path, ending: str) -> Path:
+    """Return a hidden name beside `path` that nothing has: .NAME.tmp, or .NAME.tmp1 and so on.
 
-    What a killed process left under it is removed; the next number is for what cannot be."""
+    What a killed process left there is removed; the next number is for what cannot be."""
     for number in count():
         hidden = path.with_name(f".{path.name}.{ending}{number or ''}")
         with suppress(OSError):
@@ -108,7 +108,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
     except OSError as error:
         text = f"out_dir={str(out)!r} is not empty or cannot be replaced ({error.strerror})"
         raise UserError(f"config: {text}; give another, or one inside it") from None
-    temp = free_name(out, "tmp")
+    temp = clear_name(out, "tmp")
     try:
         temp.mkdir(parents=True)
         yield temp

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configurator import script_of
 from groundup.errors import UserError, naming
-from groundup.files.disk import free_name, lock_directory
+from groundup.files.disk import clear_name, lock_directory
 from groundup.text import inputs
 from groundup.text.inputs import UNIT_BYTES
 from groundup.text.recipe import VERSION, Source
@@ -70,7 +70,7 @@ def work_path(out_dir: Path) -> Path:
 def remove(work: Path) -> None:
     """Remove `work`. First rename as a whole what a later run would reuse, so that a kill in the
     middle leaves nothing that looks complete and is not."""
-    aside = free_name(work / "removed", "tmp")
+    aside = clear_name(work / "removed", "tmp")
     aside.mkdir()
     for name in ("units", "old"):
         if (work / name).exists():

@@ -478,8 +478,8 @@ def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int)
     length = block_size + 1
     rows = np.stack([tokens.window(int(start), length) for tokens, start in places])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each; y is x one token later
-    # What fills a packed row behind its last document is not learned. The n_text tokens before it
-    # have n_text - 1 targets.
+    # A packed row is learned up to the first delimiter behind its last document; the rest of the
+    # filling is not. These n_text tokens have n_text - 1 targets.
     one_by_one = [tokens.text_lengths(np.array([start]), length) for tokens, start in places]
     n_text = np.concatenate(one_by_one)
     y[np.arange(block_size) >= n_text[:, None] - 1] = IGNORE
@@ -495,7 +495,7 @@ def val_batches(
     world_size: int = 1,
 ) -> Iterator[Windows]:
     """Yield this rank's part of eval_steps batches (0 = all), spread evenly, on the CPU."""
-    # Windows lie side by side, so every token but the first is a target once. None is shuffled.
+    # Windows lie side by side: no token is a target twice. What is behind the last one is left out.
     n_windows = count_val_windows(data, block_size)
     for windows in spread(n_windows, batch_size, eval_steps, rank, world_size):
         yield load_windows([data] * len(windows), windows * block_size, block_size)

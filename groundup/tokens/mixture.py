@@ -42,7 +42,7 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     def encrypt(x: np.ndarray) -> np.ndarray:
         left, right = x >> half, x & mask
         for key in keys:
-            # the finaliser of splitmix64, wrapping modulo 2**64
+            # mixing as at the end of splitmix64, modulo 2**64
             f = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
             f = (f ^ (f >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             f ^= f >> np.uint64(31)
@@ -138,7 +138,7 @@ class Segment(NamedTuple):
         in_rest = np.bincount(self.pattern[:rest], minlength=len(self.quotas))
         return cycles * self.quotas + in_rest
 
-    def reaches(self, source: int, n: int) -> int:
+    def index_of_nth(self, source: int, n: int) -> int:
         """Return which sample of this segment (from 0) is the source's n-th (from 0)."""
         cycles, rest = divmod(n, int(self.quotas[source]))
         return cycles * CYCLE + int(np.flatnonzero(self.pattern == source)[rest])
@@ -193,7 +193,7 @@ class Mixture:
             for source in np.flatnonzero(left):
                 room = self.limits[source] - before[source]
                 if room < math.inf:
-                    n = min(n, segment.reaches(source, int(room)))
+                    n = min(n, segment.index_of_nth(source, int(room)))
             if n == math.inf:  # the last stage, with a source that is never exhausted
                 return before
             first, before = first + n, before + segment.counts(n)

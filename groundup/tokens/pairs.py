@@ -89,9 +89,8 @@ def usable_pair(row: object) -> turns.Pair:
     try:
         pair = row_formats.read_pair(row)
     except BadRow as problem:
-        # With a detail the reason is a short one, such as "equal answers", and rows are counted
-        # under it; the detail only says it of this row. Without one it is a sentence about this
-        # row, and the row is counted as STRANGE.
+        # With a detail: keep the short reason, such as "equal answers", and drop the detail.
+        # Without one the reason is a sentence about this row: it is the detail of STRANGE.
         if problem.detail:
             raise BadRow(problem.reason) from None
         raise BadRow(STRANGE, problem.reason) from None
@@ -128,7 +127,7 @@ class PairReader(RowReader):
 class Pairs:
     """The pairs of one split of one source. A row is a pair, see `RowCorpus`.
 
-    lengths: (n, 2) int64, ids of the prompt with each answer. columns: (n,) int64, the T of a batch
+    lengths: (n, 2) int64, number of ids of the prompt with each answer. columns: (n,) int64, the T of a batch
     of this pair alone. margin: (n,) float32. first: the number of pair 0 in its corpus.
     """
 
@@ -285,8 +284,8 @@ class LengthSampler(Sampler):
         order = permute(np.arange(len(sizes)), len(sizes), keys)
         # The k-th shortest group becomes step order[k]. The first and last step may be smaller, so
         # a group is as large as its step.
-        steps = np.split(rows, np.cumsum(sizes[order])[:-1])
-        return np.concatenate([steps[k] for k in np.argsort(order)])
+        groups = np.split(rows, np.cumsum(sizes[order])[:-1])
+        return np.concatenate([groups[k] for k in np.argsort(order)])
 
 
 # ---- the sources of a run --------------------------------------------------------------------

@@ -168,7 +168,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
                 store.append(item)
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
-        # with the lowest hashes: other rows, added or removed, move few items from split to split
+        # held out are the lowest hashes: rows that are added or removed move few of the others
         split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
         held_out = split_of != 0
     reader.check(path, len(held_out))
@@ -186,8 +186,8 @@ class RowCorpus(Corpus):
 
     A subclass has `reader`, a new RowReader, and `lay_out(name, items)`, which returns data with
         name, n_rows, fingerprint
-        n_used      (n_rows,) ids of each row
-        n_labels    (n_rows,) ids that are learned
+        n_used      (n_rows,) number of ids of each row
+        n_labels    (n_rows,) number of those that are learned
         counts      {what happened to conversations: how many}
     """
 

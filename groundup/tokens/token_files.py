@@ -51,10 +51,10 @@ BLOCK_BYTES = 2**16
 
 # What manifest.json must hold, by the kind of the data; untrusted.misfit explains the notation. Its
 # checksum shows damage; this shows what somebody has changed by hand.
-SUMS = {"*": str}  # {file: sha256}
+SHA256S = {"*": str}  # {file: sha256}
 TOTAL = {"tokens": is_count, "documents": is_count, "bytes": is_count}
 SHARD = {"file": is_inside, "sums": is_inside, "tokens": is_count}
-TEXT_SHARD = SHARD | TOTAL | {"source": str, "offsets": is_inside, "sha256": SUMS}
+TEXT_SHARD = SHARD | TOTAL | {"source": str, "offsets": is_inside, "sha256": SHA256S}
 TEXT = {
     "vocab_size": is_count,
     "eot_id": is_count,
@@ -64,7 +64,7 @@ TEXT = {
     "info": dict,
 }
 CONVERSATION_FILES = ("file", "mask", "offsets")  # their keys in a manifest
-CHAT_TOKENS = {"ids": is_count, "conversations": is_count, "sha256": SUMS}
+CHAT_TOKENS = {"ids": is_count, "conversations": is_count, "sha256": SHA256S}
 CHAT_TOKENS |= dict.fromkeys(CONVERSATION_FILES, is_inside)
 ROW_SPLIT = {"file": is_inside, "rows": is_count, "bytes": is_count, "sha256": str}
 ROWS = {
@@ -76,7 +76,7 @@ ROWS = {
 SHAPES = {"text": TEXT, "chat": ROWS, "preference": ROWS}
 # What packing.py writes beside them
 PACKED = {"fingerprint": str, "rows": is_count, "most_documents": is_count, "lengths": is_inside}
-PACKING = {"sources": {"*": PACKED | {"shards": [SHARD], "sha256": SUMS}}}
+PACKING = {"sources": {"*": PACKED | {"shards": [SHARD], "sha256": SHA256S}}}
 
 
 class NoSplit(UserError):
@@ -413,5 +413,6 @@ class PackedData(TokenData):
         return self.entry["most_documents"]
 
     def text_lengths(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """Return (n,) int64: the number of tokens in each row before what fills it up."""
+        """Return (n,) int64: the tokens that are learned: of each row up to the
+        first delimiter behind its last document. The rest fills the row up."""
         return self.lengths[rows].astype(np.int64)

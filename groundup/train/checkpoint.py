@@ -5,7 +5,7 @@
       step_000200/                                  a checkpoint:
         config.json  model.safetensors  ...           what transformers reads, see huggingface.py
         train_state.pt                                step, optimizer, scaler, settings, data
-        rank_00000.pt  rank_00001.pt  ...             random generators of each rank
+        rank_00000.pt  rank_00001.pt  ...             each rank's random generators, PowerSGD's errors
         checksums.json                                CRC-32 of the other files, written last
       latest -> step_000200                         the newest checkpoint
       best -> step_000150  best2 -> step_000100     those with the lowest val_loss in log.jsonl
@@ -15,8 +15,8 @@ then renamed. A kill at any moment loses at most the save under way, because not
 before its successor is whole. Only the data decide whether a save succeeded. Links, locks and the
 removal of old steps are housekeeping: where the file system refuses them, a run warns and goes on.
 Rank 0 alone writes, so machines need not share a disk while a run trains; to resume, each needs a
-copy. At a start rank 0 reads, compares checksums and sends what it read; the others read small
-files alone, and with ZeRO-1 and FSDP their share.
+copy. At a start rank 0 reads, compares checksums and sends what it read; the others read only
+small files, and with ZeRO-1 and FSDP their share.
 
 Opening a checkpoint never runs code: weights are safetensors, state is plain data.
 """
@@ -42,9 +42,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from configurator import script_of, write_config
-from groundup.errors import UserError, reason_of, refuse, say
+from groundup.errors import UserError, before_exit, reason_of, refuse, say
 from groundup.files import disk
-from groundup.files.disk import free_name, housekeeping, sync
+from groundup.files.disk import clear_name, housekeeping, sync
 from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.batches import changed_entry
 from groundup.tokens.text_tokenizer import TextTokenizer
@@ -72,7 +72,7 @@ OWN_FILES = re.compile(
 )
 # Users have files of these names too. A run's own have this in their first line.
 FIRST_LINES = {"config.py": b"'Resolved configuration", "README.md": b": a run of "}
-HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see free_name
+HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see clear_name
 # init_from with one of these is a model directory itself, not a run.
 MODEL_FILES = ("adapter_config.json", "config.json", "checksums.json")
 # A directory with one of these is a model or prepared data: no run may begin in it.
@@ -219,7 +219,8 @@ def find(
 ) -> tuple[Path | None, dict]:
     """Return the checkpoint of out_dir to continue and its training state. All ranks call it.
 
-    data_record: all that decides which samples a step sees. A new run has None and {"step": 0}. The
+    data_record: what decides the samples of a step and what is learned of them; a run that
+    continues must have the same. A new run has None and {"step": 0}. The
     state's tensors are mapped from a file: drop them once they are loaded.
     """
     path = choose(config)
@@ -340,7 +341,7 @@ def check_continues(
 
 
 def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
-    """Raise UserError if the order of the samples has changed, so that there is no next sample."""
+    """Raise UserError if data_record has changed, so that there is no next sample."""
     # Stages of a mixture that start after `step` may change.
     # `data` and `stages` describe the mixture; the other keys are settings.
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
@@ -430,7 +431,7 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
     except OSError as error:
         raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
 
-    # A resumed run keeps its init_from, unless that was moved, perhaps to config["init_from"].
+    # A resumed run keeps its init_from, unless that is gone: then the one given now is recorded.
     recorded = dict(config)
     if state["step"]:
         init_from = state["config"]["init_from"]
@@ -560,9 +561,11 @@ class Saver:
         self.timeout_s = config["timeout_s"]
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
-        # Python waits for this thread before it exits, after an exception too.
+        # A process waits for this thread before it ends, after an error too: Python does, and where
+        # errors.py ends a process at once `wait_at_exit` does.
         self.pool = futures.ThreadPoolExecutor(1)
         self.pending: list[futures.Future] = []
+        before_exit.append(self.wait_at_exit)
         self.tidy()  # a kill may have come between a save and its links
 
     def save(
@@ -641,14 +644,19 @@ class Saver:
     def wait(self) -> None:
         """Wait for what the thread has to do."""
         # All ranks have the same work under way, in the same order.
-        pending, self.pending = self.pending, []
-        for future in pending:
-            ranks.wait_together(future, self.timeout_s)
-            future.result()  # raises LostRank, or a mistake in our code
+        while self.pending:
+            ranks.wait_together(self.pending[0], self.timeout_s)
+            # raises what `_write` raised: LostRank, or UserError if the first save failed
+            self.pending.pop(0).result()
+
+    def wait_at_exit(self) -> None:
+        """Wait for what the thread has to do, but not longer than timeout_s: a rank may be lost."""
+        futures.wait(self.pending, self.timeout_s)
 
     def close(self) -> None:
         """Wait for the last save and end the thread. Call before ranks.close()."""
         self.wait()
+        before_exit.remove(self.wait_at_exit)
         self.pool.shutdown()
         # A process group that still exists at exit may abort the process. After a failed save the
         # error and its stack frames keep it alive, in a reference cycle: hence the collection.
@@ -700,7 +708,7 @@ class Saver:
     ) -> None:
         """Write a checkpoint, on rank 0."""
         # Nothing has the final name before it is whole.
-        temp = free_name(final, "tmp")
+        temp = clear_name(final, "tmp")
         try:
             temp.mkdir()
             # What a resume needs, then what transformers reads.
@@ -791,7 +799,7 @@ def commit(temp: Path, final: Path) -> None:
     # If there is a step of this number it is damaged: the run was resumed from an earlier one
     # and has come to it again. After a kill between the two renames `repair` puts the
     # old one back.
-    old = final.rename(free_name(final, "old")) if final.exists() else None
+    old = final.rename(clear_name(final, "old")) if final.exists() else None
     temp.rename(final)
     sync(final.parent)
     if old:
@@ -835,7 +843,7 @@ def point(link: Path, target: Path | None) -> None:
     if target is None:
         link.unlink(missing_ok=True)
         return
-    temp = free_name(link, "tmp")
+    temp = clear_name(link, "tmp")
     # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
     try:
@@ -849,7 +857,7 @@ def discard(directory: Path) -> None:
     """Remove a directory of a run."""
     # Renamed first: a half removed step must not look finished.
     hidden = directory.name.startswith(".")
-    temp = directory if hidden else directory.rename(free_name(directory, "tmp"))
+    temp = directory if hidden else directory.rename(clear_name(directory, "tmp"))
     with housekeeping("remove old checkpoints"):
         shutil.rmtree(temp)
 

@@ -65,7 +65,7 @@ class RunLog:
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
-        self.begin()
+        self.restart_clock()
         check_installed(track)  # by all ranks, so that all of them end
         if self.enabled:
             self.to_tracker, self.close_tracker = open_tracker(track, out_dir, steps_done)
@@ -96,7 +96,7 @@ class RunLog:
 
     # ---- the clock: time since the last training line, without pauses
 
-    def begin(self) -> None:
+    def restart_clock(self) -> None:
         self.marked_step, self.marked_time = self.step, time.perf_counter()
 
     @contextmanager
@@ -156,7 +156,7 @@ class RunLog:
             if key not in ALREADY_SHOWN and "/" not in key and value:
                 line += f" | {key} {value:.4g}"
         self.print_line(step, [line])
-        self.begin()
+        self.restart_clock()
 
     def report(
         self, step: int, scores: Mapping, parts: Iterable[str], lines: Iterable[str] = ()
@@ -349,8 +349,8 @@ def sums_by_source(
     """Add sums up over the ranks. Return {"": average of the sources, "/wiki": of one, ...}.
 
     sums: {name: (sources,) float64} of the validation data. The average is weighted by the sources'
-    shares and divided by the sum called `per`. One source has no entry of its own. The keys are the
-    ends of metrics' names.
+    shares and divided by the sum called `per`; the sources' own entries are sums, so what counts is
+    a ratio of two of an entry. One source has no entry of its own. The keys are suffixes of names.
     """
     whole = ranks.all_reduce_sum(torch.stack(list(sums.values()), dim=1))  # (sources, names)
     n = whole[:, list(sums).index(per)]
@@ -358,7 +358,7 @@ def sums_by_source(
     rows = {"": (shares[:, None] * whole / n[:, None]).sum(0)}
     if len(corpus.val) > 1:
         rows |= {f"/{name}": row for name, row in zip(corpus.val, whole, strict=True)}
-    return {end: dict(zip(sums, row, strict=True)) for end, row in rows.items()}
+    return {suffix: dict(zip(sums, row, strict=True)) for suffix, row in rows.items()}
 
 
 # ---- trackers ------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def keep_events_until(path: Path, step: int) -> None:
     check_regular(path)
     kept, damaged, changed = [], [], []
     # CRC-32 of the lines so far: of those found in the file, and of those that stay. The event of a
-    # save holds that of the lines before it: if it differs now, they were edited.
+    # save holds that of the lines before it and of itself: if it differs now, they were edited.
     found_crc = kept_crc = 0
     content = path.read_bytes()
     lines = content.splitlines()

@@ -236,7 +236,7 @@ class Optimizer:
         State: exp_avg, exp_avg_sq and step; or momentum and mean_square, that of rows (n, 1) or
         columns (1, m). With ZeRO-1 all ranks pass `gather` (DDP.gather), which completes a flat
         tensor laid out as bucket.param. Then the result is a copy on the CPU, empty on ranks that
-        do not `keep` it.
+        do not `keep` it; only step is the live tensor.
         """
         whole = []  # by bucket: the state of all ranks
         if gather:  # all ranks take part, also those that keep nothing

@@ -405,7 +405,8 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
 def wait_together(future: futures.Future, timeout_s: float) -> None:
     """Wait for work in a thread, such as a save, that every rank waits for.
 
-    It may take any time. Raise LostRank if another rank was not seen waiting for `timeout_s`.
+    It may take any time. Raise LostRank if for `timeout_s` seconds another rank has given no sign
+    that it waits, too.
     """
     # Every rank posts its clock in the store. Clocks of machines differ, so what counts is how long
     # a rank's entry has not changed, by our clock.
@@ -451,7 +452,7 @@ def named_errors(operation: str, advice: str = "") -> Iterator[None]:
 
 
 class StopSignal:
-    """Turn a signal to stop into a flag. The loop reads it after each step, saves and ends."""
+    """Turn a signal to stop into a flag. The loop gives it to ddp.step(), saves and ends."""
 
     # Ctrl-C, a scheduler's SIGTERM, a closed terminal's SIGHUP, and Slurm's --signal=USR1. Windows
     # lacks the last two.

@@ -57,7 +57,7 @@ def steps(log: RunLog, n: int) -> None:
 
 def test_line_and_event_of_training(tmp_path, capsys, now):
     log = RunLog(str(tmp_path), 2000, 1195, World(0, 0, 2), flops_per_token=1e6, peak_flops=5e6)
-    log.begin()
+    log.restart_clock()
     steps(log, 5)
     now[0] += 2.0
     with log.paused():
@@ -87,7 +87,7 @@ def test_a_tensor_of_one_number_is_logged(tmp_path):
 
 def test_each_line_has_its_own_time(tmp_path, now):
     log = RunLog(str(tmp_path), 9, 0)
-    log.begin()
+    log.restart_clock()
     for seconds in (2.0, 3.0):
         steps(log, 1)
         now[0] += seconds

@@ -3,6 +3,7 @@ it resumes to the bit."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -142,6 +143,7 @@ def stop() -> None:
 
 BEGIN = """
 import os, runpy, signal, sys, time
+from groundup import errors
 from groundup.train import checkpoint
 from groundup.train.log import RunLog
 
@@ -170,11 +172,18 @@ runpy.run_path("pretrain.py", run_name="__main__")
 
 
 def begin(
-    out: Path, data_dir: Path, then: str = "", at_each_step: str = ""
+    out: Path, data_dir: Path, then: str = "", at_each_step: str = "", rank: bool = False
 ) -> subprocess.CompletedProcess:
-    """pretrain.py in a process of its own that does something special while step 4 is being written."""
+    """pretrain.py in a process of its own that does something special while step 4 is being written.
+
+    rank: as torchrun starts it."""
     flags = tp.command(f"--data_dir={data_dir}", f"--out_dir={out}", *RESUMED)[2:]
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(tp.ROOT)}
+    if rank:
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     code = BEGIN.format(then=then or "pass", at_each_step=at_each_step or "pass")
     return forks.run(
         [sys.executable, "-c", code, *flags],
@@ -209,12 +218,35 @@ def test_an_error_in_training_waits_for_the_write(
     run: Callable, tmp_path: Path, data_dir: Path
 ) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    failing = "if step == 6: time.sleep(0.2); raise RuntimeError('a mistake')"
-    done = begin(broken, data_dir, then="time.sleep(1)", at_each_step=failing)
-    assert done.returncode == 1 and "a mistake" in done.stderr, done.stderr
-    assert checkpoint.find_latest(broken, pytest.fail).name == "step_000004" and not list(
-        broken.glob(".step*")
-    )
+    fail_while_writing(broken, data_dir, "RuntimeError('a mistake')", "a mistake")
     for out in (broken, straight):
         assert run(*RESUMED, f"--out_dir={out}") == 0
     tp.assert_same_run(straight, broken)
+
+
+# These end without Python's own wait for threads: torchrun's rank, and who is told twice to stop.
+@pytest.mark.parametrize(
+    ("rank", "error", "line"),
+    [
+        (True, "MemoryError()", "out of memory"),
+        (True, "KeyboardInterrupt()", "interrupted"),
+        (False, "errors.Stopped(2)", "interrupted"),
+    ],
+)
+@pytest.mark.slow
+def test_an_end_at_once_waits_for_the_write(
+    tmp_path: Path, data_dir: Path, rank: bool, error: str, line: str
+) -> None:
+    fail_while_writing(tmp_path / "out", data_dir, error, line, rank)
+
+
+def fail_while_writing(
+    out: Path, data_dir: Path, error: str, line: str, rank: bool = False
+) -> None:
+    """Raise an error at step 6, while step 4 is being written, which must be done nevertheless."""
+    failing = f"if step == 6: time.sleep(0.2); raise {error}"
+    done = begin(out, data_dir, "time.sleep(1)", failing, rank)
+    assert done.returncode == (130 if line == "interrupted" else 1), done.stderr
+    assert line in done.stderr
+    assert checkpoint.find_latest(out, pytest.fail).name == "step_000004"
+    assert not list(out.glob(".step*"))
