@@ -161,8 +161,7 @@ class ChatReader(RowReader):
         self.trimmed += len(answered) < len(messages)
         if not self.tokenizer:
             return dialogue_text(answered), answered
-        if lost := self.tokenizer.left_out(answered):
-            self.left_out += lost
+        self.count_not_written(answered)
         return dialogue_text(answered), tokenize_chat(answered, self.tokenizer)
 
 

@@ -111,6 +111,8 @@ class PairReader(RowReader):
         self.check_length(len(ids.prompt) + max(len(ids.chosen), len(ids.rejected)))
         if np.array_equal(ids.chosen, ids.rejected):
             raise BadRow("equal answers", "as tokens")
+        self.count_not_written([*pair.prompt, {"role": "assistant", "content": pair.chosen}])
+        self.count_not_written([{"role": "assistant", "content": pair.rejected}])
         # most rows have no margin: 0 means unknown
         margin = text_keys.as_score(row, "margin")
         ids = ids._replace(margin=margin if math.isfinite(margin) else 0.0)
@@ -384,6 +386,7 @@ class LabelReader(PairReader):
         self.trimmed += len(messages) > len(prompt) + 1
         before, learned = tokenize_answer(prompt, answer["content"], self.tokenizer)
         self.check_length(len(before) + len(learned))
+        self.count_not_written([*prompt, answer])
         ids = PairIds(before, learned, learned[:0], 1.0 if label else -1.0)
         return dialogue_text(prompt), [ids]
 

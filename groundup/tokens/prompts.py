@@ -63,6 +63,7 @@ class PromptReader(RowReader):
         if len(ids) > self.longest:
             reason = f"longer than {self.longest} tokens: no room for an answer"
             raise BadRow(reason, f"{len(ids)} tokens")
+        self.count_not_written(messages)
         kept = row if isinstance(row, dict) else {"row": row}
         return dialogue_text(messages), Prompt(messages, ids, kept, place)
 

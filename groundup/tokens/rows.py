@@ -68,7 +68,7 @@ class RowReader:
         self.unread: Counter[str] = Counter()
         self.n_read = 0
         self.trimmed = 0  # conversations that lost turns after the assistant's last one
-        self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
+        self.not_written: Counter[str] = Counter()  # parts of rows, by the chat template
 
     def new_store(self) -> Any:
         """Return an empty collection for the items of a source: see ItemList."""
@@ -92,6 +92,11 @@ class RowReader:
                 yield found
             except BadRow as problem:
                 self._leave_out(problem, place)
+
+    def count_not_written(self, messages: Sequence[dict]) -> None:
+        """Count what the chat template does not write of a conversation."""
+        if lost := self.tokenizer.left_out(messages):
+            self.not_written += lost
 
     def _leave_out(self, problem: BadRow, place: str) -> None:
         """Count a row that cannot be used, and name the first ones."""
@@ -122,7 +127,7 @@ class RowReader:
         dropped = self.dropped.items()
         lines = [f"{name}: {n:,} left out: {with_remedy(reason)}" for reason, n in dropped]
         lines += self.places
-        for what, n in self.left_out.items():
+        for what, n in self.not_written.items():
             lines.append(f"{name}: {n:,} {what} are not written by the chat template")
         if self.trimmed:
             lines.append(f"{name}: {self.trimmed:,} lost turns after the last answer")

@@ -13,7 +13,10 @@ import prepare
 from configurator import is_key
 from groundup.errors import UserError
 from groundup.text.workers import WorkerLost
+from groundup.tokens.conversations import ChatReader
 from groundup.tokens.engines import added_token, to_json
+from groundup.tokens.pairs import LabelReader, PairReader
+from groundup.tokens.prompts import PromptReader
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, chat_ready
 
@@ -360,6 +363,27 @@ def test_what_a_template_leaves_out_is_counted():
     files["tokenizer_config.json"] = to_json(config | {"chat_template": without_tags(VICUNA)})
     assert not Tokenizer(files).left_out(talk)
     assert not train(TEXTS, 512).left_out(talk)
+
+
+def test_every_reader_says_what_the_template_leaves_out():
+    description = with_names(byte_level({}), ["<s>", "</s>"])
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": R1}
+    tokenizer = Tokenizer({"tokenizer.json": to_json(description), "tokenizer_config.json": to_json(config)})
+    ask = [{"role": "system", "content": "four"}, {"role": "user", "content": "2 + 2?"}]
+    answer, other = {"role": "assistant", "content": THOUGHT}, {"role": "assistant", "content": THOUGHT + "!"}
+    chat, pair = {"messages": [*ask, answer]}, {"prompt": ask, "chosen": [answer], "rejected": [other]}
+    for reader, row, n_thoughts in (
+        (ChatReader(tokenizer), chat, 1),
+        (PairReader(tokenizer, 500), pair, 2),
+        (LabelReader(tokenizer, 500), pair, 2),
+        (LabelReader(tokenizer, 500), chat | {"label": True}, 1),
+        (PromptReader(tokenizer, 500), chat, 0),
+    ):
+        reader.item(row, "rows.jsonl:1")
+        said = "\n".join(reader.report("rows.jsonl"))
+        assert "1 system messages are not written by the chat template" in said, said
+        assert n_thoughts == 0 or f"{n_thoughts} thoughts of answers are not written" in said, said
+
 
 
 def test_a_date_is_that_of_the_start(tmp_path, monkeypatch):
