@@ -46,7 +46,7 @@ class Toy:
 
     IDS = {"user": [10], "assistant": [14], "\n": [11], "H": [12], "i": [13], "你": [15], "好": [16], "b": [20]}
     im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, foreign_template = 1, 2, 2, 0, 64, False
-    render = Tokenizer.render
+    render, left_out = Tokenizer.render, Tokenizer.left_out
 
     def recent_ids(self, text: str) -> list[int]:
         return self.encode(text)
