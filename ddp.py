@@ -52,19 +52,8 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 NamedParams = list[tuple[str, nn.Parameter]]
 
 
-# When a bucket is sent and updated, by overlap_step:
-#              in backward               in step()                 before its next use, or flush()
-#   off        send                      receive, norm, update
-#   forward    send                      receive, norm             update
-#   backward   send, receive, update     those still on their way
-# "backward" needs expect_step(). With ZeRO-1 a rank receives its shard during backward if it has
-# arrived by then, and updates that shard alone; the other ranks' shards are fetched before the next
-# use. For the PREFETCH buckets that forward needs first, step() starts the work of the last column
-# before it returns. Before the next use forward also waits for an update on the side stream.
-
-
 class State(Enum):
-    """What a bucket waits for, in the order of a step."""
+    """What a bucket waits for, in the order of a step. READY and STALE: sections 5 and 6."""
 
     WAITING = "for its gradients; the weights are current"
     IN_FLIGHT = "for a collective of its hook"
@@ -642,6 +631,18 @@ class DDP:
     # No update can start before the last bucket has arrived, since clipping needs the norm of all
     # gradients. But forward needs new weights only when it reaches their block. So every block has
     # a hook that updates its bucket just before, and with ZeRO-1 fetches the other ranks' shards.
+    #
+    # When a bucket is sent and updated, by overlap_step:
+    #
+    #              in backward              in step()                before its next use, or flush()
+    #   off        send                     receive, norm, update
+    #   forward    send                     receive, norm            update
+    #   backward   send, receive, update    those still on their way
+    #
+    # "backward" needs expect_step(). With ZeRO-1 a rank receives its shard during backward if it
+    # has arrived by then, and updates that shard alone; the others' shards are fetched before the
+    # next use. For the PREFETCH buckets that forward needs first, step() starts the work of the
+    # last column before it returns. Forward also waits for an update on the side stream.
 
     def expect_step(self, optimizer: Optimizer, lr: float) -> None:
         """Announce the next step() before its synced backward.
