@@ -15,8 +15,7 @@ from groundup.files.answer_files import conversation_of
 from groundup.files.row_formats import pair_of
 from groundup.files.turns import BadRow, pair_problem
 from groundup.files.untrusted import loads
-from groundup.generate.http import Refused
-from groundup.generate.openai_api import conversation, read_object, take
+from groundup.generate.openai_api import Refused, conversation, read_object, take
 from groundup.generate.rendering import LineProcess
 
 PAGE = Path(__file__).with_name("page.html")
