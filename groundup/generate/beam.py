@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from groundup.generate.decode import CHUNK_TOKENS
-from groundup.generate.engine import Engine, Request, Result, Sample, check
+from groundup.generate.engine import Engine, Request, Result, Sample
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import RowParams, SamplingParams, Seen, check_logits, process
 
@@ -53,7 +53,7 @@ class BeamSearch(Engine):
         self, prompts: Iterable[list[int]], params: BeamParams
     ) -> Iterator[tuple[int, Result]]:
         for i, ids in enumerate(prompts):
-            yield i, self.search(check(i, ids, params, self.model.cfg, self.tokenizer))
+            yield i, self.search(self.request(i, ids, params))
 
     @torch.no_grad()
     def search(self, request: Request) -> Result:

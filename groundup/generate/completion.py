@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from groundup.errors import UserError
 from groundup.files.turns import call_text
 from groundup.generate.call_forms import CallReader
-from groundup.generate.engine import Engine, Result, check
+from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
@@ -36,14 +36,13 @@ def generate(
     if not prompts or len(each) != len(prompts) or batch_size < 0:
         what = f"{len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
         raise UserError(f"sample: cannot take {what}")
-    pairs = enumerate(zip(prompts, each, strict=True))
-    requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in pairs]
-    n_samples = sum(request.params.n_samples for request in requests)
-    rows = min(batch_size or n_samples, n_samples)
-    results = dict(Engine(model, tokenizer, rows, compile, copies).finish(requests, stop))
-    if stop and stop():
-        return []
-    return [results[i] for i in range(len(requests))]
+    n_samples = sum(one.n_samples for one in each)
+    engine = Engine(model, tokenizer, min(batch_size or n_samples, n_samples), compile, copies)
+    asked = enumerate(zip(prompts, each, strict=True))
+    requests = [engine.request(i, ids, one) for i, (ids, one) in asked]
+    for _ in engine.finish(requests, stop):
+        pass
+    return [] if stop and stop() else [request.result() for request in requests]
 
 
 def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -4,7 +4,6 @@ A token is tried byte by byte. It is drawn as usual, and drawn again among the o
 fit: that is a draw from the probabilities of those that fit.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -122,15 +121,10 @@ class JsonText:
         self.state = self.after(token)
         return self.state is None or self.state.mode == "done"
 
-    def choose(self, token: int, orders: Callable[[], list[Tensor]]) -> int:
-        """Return `token` if it fits, else the first that does in these orders of ids."""
-        if self.after(token):
-            return token
-        for order in orders():
-            for other in order.tolist():
-                if self.after(other):
-                    return other
-        return token  # a vocabulary without the characters of JSON
+    def first(self, orders: list[Tensor]) -> int | None:
+        """Return the first id that fits, None in a vocabulary without the characters of JSON."""
+        ids = (token for order in orders for token in order.tolist())
+        return next(filter(self.after, ids), None)
 
 
 def drawn_orders(

@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import re
-import signal
 import sys
 from typing import Any
 
@@ -143,15 +142,9 @@ def render_formula(_: Any, tokens: list, i: int, _options: Any, _env: Any) -> st
     return f"<p>{html}{number}</p>" if token.block else html
 
 
-def serve() -> None:
-    """Answer the lines of standard input, [text, whole], until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this ends
+if __name__ == "__main__":
     markdown_reader(), cleaner()  # what they import takes long on a busy machine
     with contextlib.suppress(AttributeError, OSError):
         os.nice(10)  # answers that are written go first
-    for line in sys.stdin:
+    for line in sys.stdin:  # [text, whole], after an empty one
         print(json.dumps(to_html(*json.loads(line)) if line.strip() else "ready"), flush=True)
-
-
-if __name__ == "__main__":
-    serve()

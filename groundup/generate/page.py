@@ -58,8 +58,7 @@ def render(raw: bytes) -> dict:
     long stays text."""
     body = read_object(raw)
     text, whole = take(body, "text", str, ""), take(body, "whole", bool, True)
-    answer = MARKDOWN.ask(json.dumps([text, whole]))
-    html, rest = json.loads(answer) if answer else ("", text)
+    html, rest = MARKDOWN.ask([text, whole]) or ("", text)
     return {"html": html, "rest": rest}
 
 

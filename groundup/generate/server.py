@@ -36,7 +36,7 @@ from groundup.errors import UserError
 from groundup.generate import page
 from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, Request, Sample, Token, check
+from groundup.generate.engine import Engine, Request, Sample, Token
 from groundup.generate.openai_api import (
     Choice,
     ParsedRequest,
@@ -251,8 +251,7 @@ class Model(threading.Thread):
                 where = "messages" if asked.chat else "prompt"
                 raise Refused(400, words, where, "context_length_exceeded")
         try:
-            found = enumerate(every)
-            return [check(i, ids, params, self.cfg, self.tokenizer) for i, ids in found]
+            return [self.engine.request(i, ids, params) for i, ids in enumerate(every)]
         except UserError as error:
             raise Refused(400, str(error).removeprefix("sample: ")) from None
 
@@ -261,25 +260,20 @@ class Model(threading.Thread):
     ) -> tuple[ToolTurn, Request] | None:
         """Run what a sample calls. Return the turn and the request of the next one; None if it
         calls nothing, or no further turn has room."""
-        request, ids = sample.request, sample.ids[:-1]
-        room = request.limit - len(sample.ids)
-        messages = shown_messages(asked, system)
+        messages, begun = [*shown_messages(asked, system)], []
         if asked.proceeds:  # the last message of the request is the beginning of the first turn
-            *messages, begun = messages
-            if not choice.turns:
-                ids = self.tokenizer.encode(begun["content"]) + ids
+            last = messages.pop()
+            begun = [] if choice.turns else self.tokenizer.encode(last["content"])
+        messages += choice.turns
         follow = None
         if self.renderer:
             settings = template_settings(self.tokenizer, asked.template_settings)
             follow = partial(self.renderer.render, settings=settings, follows=True)
-        turn = tools.answer(self.tokenizer, [*messages, *choice.turns], ids, room, follow)
-        if not turn or not turn.ids:
-            return None
-        seed = (request.params.seed + choice.index) % 2**63  # choices may have called the same
-        own = {"max_new_tokens": room - len(turn.ids), "min_new_tokens": 0, "n": 1, "seed": seed}
-        params = replace(request.params, **own)
-        ids = request.ids + sample.ids + turn.ids
-        return turn, check(0, ids, params, self.cfg, self.tokenizer)
+        # Another seed for each choice: they may have called the same.
+        request = sample.request
+        seed = (request.params.seed + choice.index) % 2**63
+        own = {"n": 1, "seed": seed}
+        return tools.go_on(self.engine, request, sample.ids, messages, begun, follow, **own)
 
 
 # ---- routes --------------------------------------------------------------------------------------
