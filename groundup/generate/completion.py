@@ -13,25 +13,22 @@ from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
 
-Params = SamplingParams | Sequence[SamplingParams]
-
 
 def generate(
     model: Transformer,
     tokenizer: Tokenizer | None,
     prompts: list[list[int]],
-    params: Params,
+    params: SamplingParams | Sequence[SamplingParams],
     batch_size: int = 0,
     compile: bool = False,
     copies: bool = True,
     stop: Callable[[], bool] | None = None,
 ) -> list[Result]:
-    """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a
-    time, 0 = all. copies=False: use the matrices as they are, without faster copies of them, in
-    half the memory. stop: asked before each token; if it is true, no result is returned.
+    """Return one Result per prompt.
 
-    tokenizer=None: ids only. compile=True: on a GPU, record the decoding step; this takes 20 s and
-    pays off from some thousand tokens."""
+    tokenizer: None = ids only. params: for all prompts, or one for each. batch_size: rows at a
+    time, 0 = all. compile, copies: see Engine; compiling takes 20 s. stop: asked before each token;
+    if it is true, no result is returned."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
         what = f"{len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
@@ -46,9 +43,9 @@ def generate(
 
 
 def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text to continue, after the begin token where the tokenizer puts one
-    before every text. An empty text begins a new document. Raise UserError if there is no token
-    to begin with."""
+    """Return the ids of a text to continue. An empty text begins a new document. Raise UserError if
+    there is no token to begin with."""
+    # Some tokenizers put their begin token before every text.
     ids = [tokenizer.bos_id] * tokenizer.begins + tokenizer.encode(text)
     if not ids and tokenizer.bos_id < 0:
         what = "this tokenizer has no token that begins a text"
@@ -66,9 +63,8 @@ def prompt_ids(
 ) -> list[int]:
     """Return the ids of a conversation up to the model's answer.
 
-    A str is a user's message if `talk`, else (or if `plain`) a text to continue. rewarded: a
-    text to continue is an error, since it has no reward. system: message of conversations that
-    have none."""
+    A str is a user's message if `talk`, else (or if `plain`) a text to continue, which is an error
+    if it is to be `rewarded`. system: message of conversations that have none."""
     if isinstance(prompt, str) and (plain or not talk):
         if rewarded:
             what = "a text to continue has no reward; give it as prompt or messages"
