@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from groundup.errors import UserError
+from groundup.files.untrusted import limit_memory
 from groundup.tokens import templates
 from tokenizer import Tokenizer
 
@@ -99,17 +100,6 @@ def answer_lines(
     for line in lines:
         found = answer(json.loads(line)) if line.strip() else first
         print(json.dumps(found), file=out, flush=True)
-
-
-def limit_memory(megabytes: int) -> None:
-    """Let this process take so much more memory than it has now, where the system can do that."""
-    if sys.platform != "linux":
-        return
-    import resource
-
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + megabytes * 10**6
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 # ---- templates in one ----------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.generate.rendering import answer_lines, limit_memory
+from groundup.files.untrusted import limit_memory
+from groundup.generate.rendering import answer_lines
 
 MAX_CHARS = 2_000  # of a result; the rest is cut off
 MEMORY_MB = 1_000  # beside what the process has at its start
