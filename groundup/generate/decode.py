@@ -29,26 +29,24 @@ CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which boun
 
 
 @torch.no_grad()
-def for_inference(
-    model: Transformer, dtype: torch.dtype, native: bool = True, merged: bool = True
-) -> Transformer:
+def for_inference(model: Transformer, dtype: torch.dtype, copies: bool = True) -> Transformer:
     """Return a copy of the model in eval mode with matrices in `dtype`. It shares what needs no
     change: embedding and norms keep their dtype, as in training.
 
-    merged: add adapters to copies of their matrices. native: lay the matrices out for step.c, if it
+    copies: add adapters to copies of their matrices, and lay the matrices out for step.c, if it
     computes this model and the memory suffices."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     device = model.embed_tokens.weight.device
     if isinstance(model.lm_head, NativeLinear):
         return model  # it is such a copy
     view = shared_copy(model)
-    if merged:
+    if copies:
         merge_adapters(view)
     places = linear_places(view)
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     n_bytes += sum(buffer.nbytes for buffer in model.buffers())  # 8-bit matrices
     int8 = isinstance(model.lm_head, Int8Linear)
-    if native and n_bytes < free_bytes(device) / 2 and is_native(model.cfg, device, dtype, int8):
+    if copies and n_bytes < free_bytes(device) / 2 and is_native(model.cfg, device, dtype, int8):
         lay_out(places, dtype)
     elif not int8:
         for parent, name in places:

@@ -38,7 +38,6 @@ from groundup.generate.decode import (
     can_record,
     decoding_step,
     for_inference,
-    is_native,
 )
 from groundup.generate.json_mode import JsonText, drawn_orders
 from groundup.generate.kv_cache import (
@@ -271,9 +270,8 @@ class Engine:
         self.device = model.embed_tokens.weight.device
         matrices = (p for p in model.layers.parameters() if p.ndim == 2)  # none with 8 bits
         self.dtype = compute_dtype(next(matrices, model.embed_tokens.weight))
-        native = copies and is_native(model.cfg, self.device, self.dtype)
         self.compile = compile and can_record(self.device)
-        self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)
+        self.view = functools.partial(for_inference, dtype=self.dtype, copies=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = decoding_step(self.model, self.compile)
         self.autocast = functools.partial(
@@ -300,8 +298,8 @@ class Engine:
         """Take the weights that `model` has now, between requests, with recorded steps."""
         # An answer would begin with one model and end with another
         assert self.compile and not self.busy
-        # In their place: a CUDA graph reads weights and cache where it was recorded.
         self.ended = PrefixIndex()
+        # In their place: a CUDA graph reads weights and cache where it was recorded.
         for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
             old.data.copy_(new.data)
 
