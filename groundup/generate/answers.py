@@ -141,6 +141,7 @@ class Answers:
         with open(self.out, "r+b") as f:
             *lines, half = f.read().split(b"\n")
             f.truncate(f.tell() - len(half))  # a kill may have left half a line
+        # An answer repeats its prompt, which must be that of the same line.
         for number, line in enumerate(lines, 1):
             try:
                 fields = loads(line)
@@ -172,6 +173,7 @@ class Table:
 
     def add(self, number: int, fields: dict, asked: str | list[dict], texts: list[str]) -> str:
         """Take the answers to prompt `number`; return the lines that can be printed now."""
+        # Of several answers the first is compared with what the data set expects.
         question = asked if isinstance(asked, str) else asked[-1]["content"]
         expected = ""
         with contextlib.suppress(BadRow):  # a text to continue
@@ -187,6 +189,7 @@ class Table:
             lines = [f"{one_line(question)}  ->  {one_line(text)}" for text in texts]
         self.waiting[number] = lines, bool(expected)
 
+        # The line is printed once all prompts before it are.
         found = []
         while self.n_printed in self.waiting:
             lines, are_rows = self.waiting.pop(self.n_printed)

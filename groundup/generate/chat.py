@@ -37,7 +37,8 @@ class Chat:
             raise UserError("sample: a chat has one answer at a time; leave out n and best_of")
         self.engine, self.params, self.system, self.tools = engine, params, system, tools
         self.context = engine.model.cfg.block_size
-        self.kept = min(params.max_new_tokens, self.context // 2)  # tokens for the answer
+        # Tokens of the context that are left to the answer
+        self.kept = min(params.max_new_tokens, self.context // 2)
         self.turns: list[dict] = []  # messages: a question, its answer, the next question ...
         self.dropped = 0  # questions that did not fit before the last answer
 
@@ -45,6 +46,7 @@ class Chat:
         """Yield the answer in pieces. If it is closed early, what was said so far stays in the
         history. A call of a tool is a piece, too, and what the tool says."""
         asked = [{"role": "user", "content": message}]  # then the turns that call tools
+        # A turn that calls tools has a request of its own, as has the one that follows.
         request = self.engine.request(0, self._fitted(asked[0]), self.params)
         texts: list[str] = []
         try:
@@ -108,6 +110,7 @@ def converse(chat: Chat) -> None:
         note(f"{room}. {COMMANDS}")
     while True:
         try:
+            # Scripted input ends like /exit.
             message = input("> ") if terminal else next(sys.stdin, "/exit").rstrip("\n")
         except (EOFError, KeyboardInterrupt):
             print()

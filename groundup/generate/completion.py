@@ -29,6 +29,7 @@ def generate(
     tokenizer: None = ids only. params: for all prompts, or one for each. batch_size: rows at a
     time, 0 = all. compile, copies: see Engine; compiling takes 20 s. stop: asked before each token;
     if it is true, no result is returned."""
+    # Requests wait for a row if there are more samples than rows.
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
         what = f"{len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
@@ -37,7 +38,7 @@ def generate(
     engine = Engine(model, tokenizer, min(batch_size or n_samples, n_samples), compile, copies)
     asked = enumerate(zip(prompts, each, strict=True))
     requests = [engine.request(i, ids, one) for i, (ids, one) in asked]
-    for _ in engine.finish(requests, stop):
+    for _ in engine.finish(requests, stop):  # requests hold their results
         pass
     return [] if stop and stop() else [request.result() for request in requests]
 
@@ -83,9 +84,8 @@ def asked_messages(system: str, prompt: str | list[dict]) -> list[dict]:
 
 
 def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that neither add to a text, end it nor begin a call of a tool.
-
-    These are padding, reserved ids, those that open a turn, and those beyond the tokenizer's."""
+    """Return the ids that neither add to a text, end it nor begin a call of a tool."""
+    # Padding, reserved ids, those that open a turn, and those beyond the tokenizer's
     silent = (tokenizer.token_byte_lengths() == 0).nonzero()[0].tolist()
     banned = {*silent, *range(tokenizer.vocab_size, vocab_size)}
     return tuple(banned - tokenizer.stop_ids - call_ids(tokenizer))
@@ -95,6 +95,7 @@ def call_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the special ids that the chat template writes in an answer that calls a tool."""
     if not tokenizer.foreign_template:
         return frozenset()
+    # A conversation with a call shows which special tokens stand in one.
     call = call_text({"name": "f", "arguments": {"a": "b"}})
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": call}]
     try:

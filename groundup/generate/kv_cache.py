@@ -232,6 +232,7 @@ class Rows:
         size, old, slot = row_length(self.cfg, length), row.cache, row.slot
         if old is not None and size <= old.max_length:
             return
+        # A recorded step has one cache, which keeps its rows.
         if self.fixed:
             self.widen(size)
             if old is None:
@@ -239,6 +240,7 @@ class Rows:
                 row.slot = row.cache.texts.index(None)
                 row.cache.texts[row.slot] = row
             return
+        # Others get the next row of the cache of their length, which grows to twice its rows.
         if size not in self.caches:
             self.caches[size] = KVCache(self.cfg, together, size, *self.where)
         cache = self.caches[size]
@@ -277,7 +279,7 @@ class Rows:
             last.take(views)
         if not cache.texts:
             del self.caches[cache.max_length]
-        elif 4 * len(cache.texts) <= len(cache.keys[0]):
+        elif 4 * len(cache.texts) <= len(cache.keys[0]):  # and shrinks to half of them
             cache.resize(2 * len(cache.texts))
 
     def step(self, lengths: dict[Row, int]) -> tuple[list[Part], list[Row | None]]:

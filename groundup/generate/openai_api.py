@@ -167,6 +167,7 @@ def chat_fields(body: dict, own_tools: Sequence[dict] | None) -> dict:
     messages = conversation(body.pop("messages", None))
     says_nothing = "tools" not in body and body.get("tool_choice") != "none"
     runs_tools = own_tools is not None and says_nothing
+    # Its own tools go before the server's, even none.
     tools, choice = take(body, "tools", list, []), body.pop("tool_choice", "auto")
     if not all(has_function(tool) and tool.get("type") == "function" for tool in tools):
         raise Refused(400, "tools must be functions with a name", "tools")
@@ -187,6 +188,7 @@ def chat_fields(body: dict, own_tools: Sequence[dict] | None) -> dict:
 
     settings = take(body, "chat_template_kwargs", dict, {})
     if "reasoning_effort" in body:
+        # The setting of the template that most of them read
         settings = {"reasoning_effort": take(body, "reasoning_effort", str, "")} | settings
     return {
         "prompts": [messages],
@@ -224,6 +226,7 @@ def sampling_params(values: dict, limit_name: str) -> SamplingParams:
         names = {ours: name for name, ours in SAMPLING.items()} | {"max_new_tokens": limit_name}
         words = str(error).removeprefix("sample: ")
         words = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), words)
+        # The field at fault, where the error begins with its name
         first = words.split(" ")[0]
         known = {one.name for one in fields(SamplingParams)} | set(names.values())
         raise Refused(400, words, first if first in known else None) from None
@@ -344,8 +347,9 @@ def encode(
             ids = renderer.render(messages, settings)
         else:
             ids = tokenizer.render(messages, add_generation_prompt=True)[0]
+        # Where the template opens thoughts they end before what is said already.
         if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(THINK):
-            begun = f"\n{THINK_END}\n\n{begun}"  # without thoughts
+            begun = f"\n{THINK_END}\n\n{begun}"
         return [ids + tokenizer.encode(begun)]
     except UserError as error:
         where = "messages" if asked.chat else "prompt"
@@ -425,8 +429,8 @@ class Choice:
         self.shown: list[Token] = []  # those with log-probabilities
         self.pending: list[Token] = []  # of these, those whose text is not shown yet
         self.finish: str | None = None
-        asked = self.asked
-        self.thinker = None
+        asked, self.thinker = self.asked, None
+        # The prompt may end with <think>.
         if asked.chat and not asked.params.json_object:
             prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip()
             self.thinker = ThoughtReader(prompt_end.endswith(THINK))
@@ -493,6 +497,7 @@ class Choice:
     def newly_shown(self, token: Token) -> list[Token]:
         """Return the tokens whose text is shown now, not those of a stop string."""
         self.n_shown += len(token.text)
+        # A token is shown once its first character is. The last one shows all but a stop string.
         if self.asked.params.logprobs < 0:
             return []
         if not token.is_end:

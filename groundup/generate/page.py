@@ -72,6 +72,7 @@ def examples(checkpoint: Path) -> list[str]:
             lines = file.read(1_000_000).split(b"\n")[:-1]
     except OSError:
         return []
+    # A hundred lines from all over the file, of these the short questions
     questions = []
     for line in lines[:: len(lines) // 100 + 1]:
         try:
@@ -98,6 +99,7 @@ def preference(raw: bytes, system: str) -> tuple[dict, str]:
         what = "answers must be two objects with model, content and finish_reason"
         raise Refused(400, what, "answers")
     row = {"messages": asked_messages(system, messages)}  # as the models were given them
+    # Of a tie the order says nothing.
     best_first = answers[::-1] if better == 1 else answers
     for side, answer in zip(("chosen", "rejected"), best_first, strict=True):
         row[side] = take(answer, "content", str, "")

@@ -64,6 +64,7 @@ class LineProcess:
         return answer
 
     def exchange(self, line: str, seconds: float) -> Any:
+        # A process that is killed closes its output, which ends the wait for a line.
         timer, answer = threading.Timer(seconds, self.process.kill), ""
         timer.start()
         try:
@@ -129,8 +130,9 @@ class Renderer:
 def tool_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     """Return the ids that the template writes behind an answer that called tools.
 
-    They are the turns of the tools and the opened turn of the next answer. messages: up to the
-    tools' turns, which are the last. Raise UserError for a template that writes no tools' turns."""
+    messages: up to the tools' turns, which are the last. Raise UserError for a template that writes
+    no tools' turns."""
+    # These turns, and the opened turn of the next answer
     ids, mask = tokenizer.render(messages)
     opened, _ = tokenizer.render(messages, add_generation_prompt=True)
     end = len(mask) - mask[::-1].index(1) if 1 in mask else 0  # of the answer that calls
@@ -148,7 +150,7 @@ def answer(
     key = json.dumps(settings, sort_keys=True)
     try:
         if key not in kept:
-            if len(kept) == MAX_KEPT:
+            if len(kept) == MAX_KEPT:  # the oldest goes
                 del kept[next(iter(kept))]
             kept[key] = own = copy.copy(tokenizer)
             vars(own).pop("template", None)  # that was made with other settings

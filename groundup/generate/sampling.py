@@ -278,10 +278,9 @@ def outside_nucleus(logits: Tensor, tail: Tensor) -> Tensor:
 
 def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator | None]) -> Tensor:
     """Return token ids (B,) int64. logits (B, V): of process(); generators: one for each row with
-    temperature > 0.
-
-    The argmax of p / Exponential(1) is distributed as p (the exponential race).
-    torch.multinomial would take one generator for all rows and make the CPU wait for the GPU."""
+    temperature > 0."""
+    # The argmax of p / Exponential(1) is distributed as p (the exponential race). torch.multinomial
+    # would take one generator for all rows and make the CPU wait for the GPU.
     if not any(rows.draws):
         return logits.argmax(dim=-1)
     x = scale(logits, rows)

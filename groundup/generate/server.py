@@ -136,10 +136,7 @@ class Job:
 
 
 class Model(threading.Thread):
-    """A model and its engine, which runs in this thread; jobs come by `commands`.
-
-    Another thread takes what it draws to the server's. To wake that one lets it run, and the engine
-    would wait for it (the GIL) instead of being in step.c meanwhile."""
+    """A model and its engine, which runs in this thread; jobs come by `commands`."""
 
     def __init__(
         self,
@@ -181,10 +178,13 @@ class Model(threading.Thread):
     # ---- in the thread of the engine
 
     def run(self) -> None:
+        # Waking the server's thread lets it run, and the engine would wait for it (the GIL) instead
+        # of being in step.c meanwhile. So another thread wakes it.
         threading.Thread(target=self.hand_over, daemon=True).start()
         if self.engine.compile:  # in this thread, and before the first request
             list(self.engine.stream([0], SamplingParams(max_new_tokens=2)))
         while True:
+            # Without work, wait for a command.
             while not self.engine.busy or not self.commands.empty():
                 self.handle_command(*self.commands.get())
             try:
@@ -242,6 +242,7 @@ class Model(threading.Thread):
         """Return a request for each prompt. Raise Refused if one does not fit the context."""
         every, C = encode(self.tokenizer, self.renderer, asked, system), self.cfg.block_size
         params = replace(asked.params, **self.own)
+        # Without a limit of its own a request needs room for one token only.
         n_new = asked.params.max_new_tokens if asked.limited else 1
         for ids in every:
             if len(ids) + n_new - 1 > C:
@@ -371,6 +372,7 @@ class Server:
         except BaseException:
             job.give_back(job.left)
             raise
+        # What every piece of the answer begins with
         head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
@@ -378,6 +380,7 @@ class Server:
             "object": "chat.completion" if chat else "text_completion",
         }
         events = self.events(model, job, began)
+        # A client that goes away cancels its job.
         if asked.stream:
             texts = self.streamed(job, events, head)
             response = StreamingResponse(texts, media_type="text/event-stream")
@@ -430,6 +433,7 @@ class Server:
         n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
         if not token.is_end or n_turns == MAX_TURNS - 1:
             return event
+        # Tools take long, and are one process: another thread runs them, one answer at a time.
         given = self.tools, job.asked, self.config["system"], choice, sample
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self.tool_thread, model.use_tools, *given)
@@ -453,6 +457,7 @@ class Server:
         head = head | {"object": "chat.completion.chunk" if asked.chat else "text_completion"}
         head |= {"usage": None} if asked.include_usage else {}
         try:
+            # A chat's choices open with a role.
             for choice in job.choices if asked.chat else ():
                 delta = {"role": "assistant", "content": ""}
                 opening = {"index": choice.index, "delta": delta, "finish_reason": None}
@@ -569,6 +574,7 @@ class Guard:
         if scope["type"] != "http":
             return await self.inner(scope, receive, send)
 
+        # Every answer is counted by its path, those of unknown paths together.
         async def counted(message: dict) -> None:
             if message["type"] == "http.response.start":
                 path = scope["path"] if scope["path"] in self.paths else "other"
@@ -581,10 +587,7 @@ class Guard:
 
 
 def auth_error(scope: dict, config: dict) -> Refused | None:
-    """Return why a request is not answered, None if it is.
-
-    Without a key only this machine is answered, and by its own name: a web page that gives its
-    host's name this address cannot talk to the server (DNS rebinding)."""
+    """Return why a request is not answered, None if it is."""
     headers = dict(scope["headers"])
     key = config["api_key"]
     if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
@@ -592,6 +595,8 @@ def auth_error(scope: dict, config: dict) -> Refused | None:
         if not hmac.compare_digest(given, key.encode()):
             words = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             return Refused(401, words, None, "invalid_api_key")
+    # Without a key only this machine is answered, and by its own name: a web page that gives its
+    # host's name this address cannot talk to the server (DNS rebinding).
     name = headers.get(b"host", b"").decode("latin-1").lower()
     name = re.sub(r"(?<=.):\d+\Z", "", name)  # without the port
     own = (*THIS_MACHINE, config["host"].lower())

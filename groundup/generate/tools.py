@@ -95,6 +95,7 @@ class Tools:
             return None
         results, n_failed = self.run(calls)
         turns = [{"role": "assistant", "content": content}, *results]
+        # Mistral's calls have ids, and the result of each has the same.
         ids_of_calls = [one.get("id", "") for one in calls]
         if any(ids_of_calls):
             turns[0]["tool_call_ids"] = ids_of_calls
@@ -121,6 +122,7 @@ class Tools:
 
         ids: of the answer, with the one that ended it. begun: those of it that were in the prompt.
         messages, follow: see `answer`. changes: of the next request's parameters."""
+        # All turns share the first one's limit.
         room = request.limit - len(ids)
         turn = self.answer(engine.tokenizer, messages, [*begun, *ids[:-1]], room, follow)
         if not turn or not turn.ids:
@@ -164,7 +166,7 @@ class ToolAnswers:
             for request in self.engine.finish(waiting):
                 talk = talks.get(request.index) or self.talks[tuple(request.ids)]
                 (found,), goes_on = request.completions.values(), None
-                if found.stop_reason in params.stop_ids:
+                if found.stop_reason in params.stop_ids:  # not cut by its limit
                     goes_on = self.tools.go_on(self.engine, request, found.ids, talk)
                 if not goes_on:
                     yield request.index, request.result()
