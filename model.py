@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from groundup.errors import UserError
-from groundup.kernels import compute_dtype
 from groundup.kernels.attention import (
     Layout,
     attention,
     choose_layout,
+    compute_dtype,
     documents_of,
     positions_of,
     starts_of,

@@ -8,7 +8,7 @@ import pytest
 from test_sample import save_run
 from test_serve import serving
 
-from groundup.generate.http import Refused
+from groundup.generate.openai_api import Refused
 from groundup.generate.page import append, examples, preference
 from groundup.tokens.pairs import usable_pair
 

@@ -26,38 +26,38 @@ from groundup.generate import openai_api, sampling
 from groundup.generate.completion import generate, never_sampled, prompt_ids
 from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, Request, Sample, Token
-from groundup.generate.http import bounded_protocol
 from groundup.generate.openai_api import Choice, Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
 from groundup.train import huggingface
 from tokenizer import Tokenizer
 
+LACKS = "serve.py's tests need requirements-serve.txt and openai"
+web = pytest.importorskip("groundup.generate.server", reason=LACKS)
 KEYS = "max_queue max_body_kb max_seconds system api_key insecure host cors_origins preferences".split()
-KEYS += serve.DEFAULTS
+KEYS += web.DEFAULTS
 ASKED = [{"role": "user", "content": "从前有 a cat"}]
 
 
 def library(name: str):
-    return pytest.importorskip(name, reason="serve.py's tests need requirements-serve.txt and openai")
+    return pytest.importorskip(name, reason=LACKS)
 
 
 @contextlib.contextmanager
 def serving(directory, *others, tools=None, **changes):
     """A server in this process; yields its address and the Server. The models are tiny, other1, other2..."""
     uvicorn = library("uvicorn")
-    library("starlette")
     config = {key: getattr(serve, key) for key in KEYS} | changes
     found = {"tiny": directory} | {f"other{i}": other for i, other in enumerate(others, 1)}
-    models = {name: serve.Model(name, path, torch.device("cpu"), torch.float32, 4) for name, path in found.items()}
+    models = {name: web.Model(name, path, torch.device("cpu"), torch.float32, 4) for name, path in found.items()}
     for model in models.values():
         model.start()
-    app = serve.Server(models, config, tools)
+    app = web.Server(models, config, tools)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)  # a client that does not read shows soon
         how = {"log_level": "error", "timeout_graceful_shutdown": 2, "limit_concurrency": 4 * config["max_queue"]}
-        server = uvicorn.Server(uvicorn.Config(app.app(), http=bounded_protocol(2 * config["max_queue"]), **how))
+        server = uvicorn.Server(uvicorn.Config(app.app(), http=web.bounded_protocol(2 * config["max_queue"]), **how))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
         while not server.started:
@@ -118,12 +118,12 @@ def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):
 def test_an_event_is_one_line_however_a_client_divides_lines():
     """httpx's iter_lines and others take U+0085, U+2028 and U+2029 for ends of lines."""
     body = {"text": "a\u2028b\u2029c\x85d\n\x0c 北京"}
-    line, end = serve.sse(body).splitlines()
+    line, end = web.sse(body).splitlines()
     assert json.loads(line.removeprefix("data: ")) == body and not end and "北京" in line
 
 
 def test_an_engine_with_weights_of_8_bits(directory):
-    model = serve.Model("tiny", directory, torch.device("cpu"), torch.float32, 4, int8=True)
+    model = web.Model("tiny", directory, torch.device("cpu"), torch.float32, 4, int8=True)
     net = to_int8(huggingface.load_model(directory))
     params = SamplingParams(max_new_tokens=9, temperature=0)
     want = generate(net, None, [[5, 6]], params)[0].completions[0].ids
@@ -506,15 +506,15 @@ def test_strangers_forms_and_too_much_are_refused(server, directory, monkeypatch
 
 def test_settings_that_would_let_strangers_in():
     config = {name: value for name, value in vars(serve).items() if isinstance(value, (bool, int, float, str))}
-    serve.check_config(config)
-    serve.check_config(config | {"host": "0.0.0.0", "api_key": "x"})
+    web.check_config(config)
+    web.check_config(config | {"host": "0.0.0.0", "api_key": "x"})
     with pytest.raises(UserError, match="--api_key"):
-        serve.check_config(config | {"host": "0.0.0.0"})
+        web.check_config(config | {"host": "0.0.0.0"})
     for right in ("*", "https://a.example, http://localhost:3000"):
-        serve.check_config(config | {"cors_origins": right})
+        web.check_config(config | {"cors_origins": right})
     for wrong in ("a.example", "https://a.example/", "https://a.example,*.example"):
         with pytest.raises(UserError, match="cors_origins must be like"):
-            serve.check_config(config | {"cors_origins": wrong})
+            web.check_config(config | {"cors_origins": wrong})
     with pytest.raises(UserError, match="NAME=DIR"):
         serve.directories("a=out/x,a=out/y")
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.align.rewards import Rewards, Rollout
-from groundup.generate.engine import Engine, check
+from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes, row_length
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools, read_calls
@@ -175,13 +175,11 @@ class AnswerSampler:
 
     def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list:
         """Return the engine's result for each prompt (token ids)."""
-        requests = []
-        for i, ids in enumerate(prompts):
-            requests.append(check(i, ids, params[i], self.model.cfg, self.tokenizer))
         with autocast(self.model.embed_tokens.weight.device, self.dtype):
             if self.engine:
                 self.engine.update(self.model)
             engine = self.engine or Engine(self.model, self.tokenizer, self.n_rows)
+            requests = [engine.request(i, ids, params[i]) for i, ids in enumerate(prompts)]
             # Run to the end; requests hold the results.
             deque(engine.run(requests, self.stop), maxlen=0)
         if self.stop and self.stop():

@@ -203,13 +203,19 @@ def limit(seconds: int, megabytes: int) -> None:
     """Let this process take so much more time of a CPU and memory."""
     import resource  # not on Windows
 
-    # what the process has now, and so much more
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + megabytes * 10**6
-    for what, bound in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_AS, most),
-    ):
+    limit_memory(megabytes)
+    for what, bound in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds)):
         with contextlib.suppress(ValueError):  # there is a lower limit already
             resource.setrlimit(what, (bound, bound))
+
+
+def limit_memory(megabytes: int) -> None:
+    """Let this process take so much more memory than it has now, where the system can do that."""
+    if sys.platform != "linux":
+        return
+    import resource  # not on Windows
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    most = pages * resource.getpagesize() + megabytes * 10**6
+    with contextlib.suppress(ValueError):  # there is a lower limit already
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -2,7 +2,7 @@
 
 In: a model, prompts as token ids, sampling parameters. Out: ids, texts, log-probabilities.
 
-A chat request passes through serve.py (routes, streams), http (who may ask), openai_api (its body),
+A chat request passes through server (who may ask, the queue, streams), openai_api (its body),
 files/turns.py (messages), tokenizer.py (their ids), engine (requests that generate together),
 kv_cache (their rows), model.py (the prompt), kernels/decoding.py (a step), sampling (logits to
 tokens) and openai_api again (tokens to what is sent). Scripts call engine, or completion.

@@ -1,11 +1,9 @@
-"""Answers to a file of prompts: read line by line, written as they finish, continued after an
-interruption.
+"""Answers to a file of prompts: written as they finish, continued after an interruption.
 
-A line of prompts is a JSON string, {"prompt": text or messages}, {"text": text to continue}, or
-a conversation, a question or a preference pair in any format of files/row_formats.py, read as in
-training: what stands before the assistant's last answer is asked. The answer is the same line
-with its number (from 0) as "index" and with "completions" (format: files/answer_files.py); the
-line keeps its own answer.
+A line of prompts is a JSON string, {"prompt": text or messages}, {"text": text to continue}, or a
+row in any format of files/row_formats.py, read as in training: what stands before the assistant's
+last answer is asked. The answer is the same line with its number (from 0) as "index" and with
+"completions" (format: files/answer_files.py).
 """
 
 import contextlib
@@ -31,7 +29,7 @@ from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
 from tokenizer import Tokenizer
 
-CELL = 40  # places of a cell of the table; a longer text is not cut
+CELL = 40  # places on a line for a cell of the table; a longer text is not cut
 CONTROL = re.compile("[\x7f-\x9f]")  # what JSON leaves alone
 # What an answer has beside the fields of its prompt
 OWN_KEYS = ("index", "completions", "prompt_logprobs")
@@ -73,21 +71,16 @@ class Answers:
         rank: Rank | None = None,
         draw: Draw | None = None,
     ) -> None:
-        """Append the answer to each prompt as it finishes: a kill loses only the unfinished
-        ones. Without `out`, and without log-probabilities, print them for people, see Table."""
+        """Append the answer to each prompt as it finishes: a kill loses only the unfinished ones.
+        Without `out`, and without log-probabilities, print them for people, see Table."""
         # line number, fields and question of each prompt given to the engine
         begun: list[tuple[int, dict, str | list[dict]]] = []
-
-        def prompts() -> Iterator[list[int]]:
-            for index, fields, asked, ids in self._rows(encode, engine.model.cfg.block_size):
-                begun.append((index, fields, asked))
-                yield ids
-
+        prompts = self._prompts(encode, engine.model.cfg.block_size, begun)
         for_people = not self.out and params.logprobs < 0 and params.prompt_logprobs < 0
         table = Table(self.settings) if for_people else None
         bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
         with self._output() as file, bar:
-            for number, result in (draw or engine.answer)(prompts(), params):
+            for number, result in (draw or engine.answer)(prompts, params):
                 index, fields, asked = begun[number]
                 result = rank(result, asked) if rank else result
                 if table:
@@ -119,10 +112,8 @@ class Answers:
                 raise UserError(f"sample: {what}") from None
             yield file
 
-    def _rows(
-        self, encode: Encode, context: int
-    ) -> Iterator[tuple[int, dict, str | list[dict], list[int]]]:
-        """Yield (line, fields, question, ids) of the prompts that are not done.
+    def _prompts(self, encode: Encode, context: int, begun: list) -> Iterator[list[int]]:
+        """Yield the ids of the prompts that are not done; add their lines to `begun`.
 
         Print and count those that cannot be answered."""
         for index, line in self.lines.items():
@@ -139,17 +130,18 @@ class Answers:
                 self.problems += 1
                 tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
             else:
-                yield index, fields, asked, ids
+                begun.append((index, fields, asked))
+                yield ids
 
     def _read_done(self) -> set[int]:
-        """Return the lines that `out` answers; cut off a half line at its end. Raise UserError
-        for other prompts."""
+        """Return the lines that `out` answers. Raise UserError for other prompts."""
+        done: set[int] = set()
         if not os.path.exists(self.out):
-            return set()
-        done = set()
+            return done
         with open(self.out, "r+b") as f:
             *lines, half = f.read().split(b"\n")
-            f.truncate(f.tell() - len(half))
+            f.truncate(f.tell() - len(half))  # a kill may have left half a line
+        # An answer repeats its prompt, which must be that of the same line.
         for number, line in enumerate(lines, 1):
             try:
                 fields = loads(line)
@@ -174,13 +166,14 @@ class Table:
     def __init__(self, settings: dict) -> None:
         self.settings = settings
         self.n_printed = 0
-        # lines by number of the prompt, and whether they are rows, until those before come
+        # Lines by number of the prompt, and whether they are rows, until those before come
         self.waiting: dict[int, tuple[list[str], bool]] = {}
         self.has_header = False
         self.n_expected, self.n_right = 0, 0
 
     def add(self, number: int, fields: dict, asked: str | list[dict], texts: list[str]) -> str:
         """Take the answers to prompt `number`; return the lines that can be printed now."""
+        # Of several answers the first is compared with what the data set expects.
         question = asked if isinstance(asked, str) else asked[-1]["content"]
         expected = ""
         with contextlib.suppress(BadRow):  # a text to continue
@@ -188,13 +181,15 @@ class Table:
         right = bool(expected) and texts[0].strip() == expected.strip()
         self.n_expected += bool(expected)
         self.n_right += right
-
         if expected:
-            lines = [row(question, expected, texts[0], "right" if right else "wrong")]
-            lines += [row(question, expected, text, "") for text in texts[1:]]
+            verdicts = ["right" if right else "wrong", *[""] * (len(texts) - 1)]
+            cells = zip(texts, verdicts, strict=True)
+            lines = [row(question, expected, *pair) for pair in cells]
         else:
             lines = [f"{one_line(question)}  ->  {one_line(text)}" for text in texts]
         self.waiting[number] = lines, bool(expected)
+
+        # The line is printed once all prompts before it are.
         found = []
         while self.n_printed in self.waiting:
             lines, are_rows = self.waiting.pop(self.n_printed)
@@ -212,7 +207,7 @@ class Table:
 
 
 def row(*cells: str) -> str:
-    """Return cells of a table beside each other. A Chinese character is two places wide."""
+    """Return cells of a table beside each other. A Chinese character takes two places."""
     padded = []
     for cell in map(one_line, cells):
         wide = sum(unicodedata.east_asian_width(c) in "WF" for c in cell)
@@ -227,10 +222,8 @@ def one_line(text: str) -> str:
 
 
 def read_prompts(path: str) -> dict[int, Record]:
-    """Return {number from 0: decoded line} of the lines that are not blank.
-
-    The file is read as prepare.py reads its own: packed or not, in UTF-8, GBK or UTF-16. A line
-    that cannot be decoded is a problem. Raise UserError if the file cannot be read."""
+    """Return {number from 0: decoded line} of the lines that are not blank, read as prepare.py does:
+    packed or not, in UTF-8, GBK or UTF-16. Raise UserError if the file cannot be read."""
     with streams.open_stream(path) as stream:
         lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
         found = {line.line - 1: line for line in lines if line.problem or line.value.strip()}
@@ -240,8 +233,7 @@ def read_prompts(path: str) -> dict[int, Record]:
 
 
 def parse(line: Record) -> dict:
-    """Return the fields of a line of prompts. Raise ValueError, which says what is wrong with
-    them."""
+    """Return the fields of a line of prompts. Raise ValueError with what is wrong."""
     if line.problem:
         raise ValueError(line.detail)
     row = loads(line.value)
@@ -254,8 +246,7 @@ def parse(line: Record) -> dict:
 
 
 def asked_of(fields: dict, settings: dict) -> str | list[dict]:
-    """Return the text to continue or the messages to answer. Raise ValueError, which says what
-    is wrong."""
+    """Return the text to continue or the messages to answer. Raise ValueError with what is wrong."""
     fields = mended(fields)
     try:
         text = continued_text(fields, settings.get("chat", True))
@@ -266,9 +257,8 @@ def asked_of(fields: dict, settings: dict) -> str | list[dict]:
 
 
 def json_line(value: dict) -> str:
-    """Return one line of JSON that UTF-8 can encode: half a surrogate pair keeps its escape.
-
-    So do control characters that a terminal would obey and JSON leaves alone."""
+    """Return one line of JSON that UTF-8 can encode."""
+    # Half a surrogate pair keeps its escape; a control character that a terminal obeys gets one.
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
@@ -278,12 +268,11 @@ def answer_fields(
 ) -> dict:
     fields: dict = {"completions": []}
     for found in result.completions:
-        keys = "text", "finish_reason", "stop_reason"
-        completion = {key: getattr(found, key) for key in keys}
-        if rewarded:
-            completion["reward"] = found.reward
+        keys = "text", "finish_reason", "stop_reason", *["reward"] * rewarded
         if params.logprobs >= 0:
-            completion |= {"ids": found.ids, "cumulative_logprob": found.cumulative_logprob}
+            keys += "ids", "cumulative_logprob"
+        completion = {key: getattr(found, key) for key in keys}
+        if params.logprobs >= 0:
             completion["logprobs"] = named(found.logprobs, tokenizer)
         fields["completions"].append(completion)
     if params.prompt_logprobs >= 0:
@@ -294,8 +283,7 @@ def answer_fields(
 def named(
     positions: list[dict[int, float] | None], tokenizer: Tokenizer
 ) -> list[list[dict] | None]:
-    """Return log-probabilities with the texts of their tokens, "" for ids beyond the
-    tokenizer's."""
+    """Return log-probabilities with the texts of their tokens, "" for ids beyond the tokenizer's."""
 
     def entry(i: int, logprob: float) -> dict:
         text = tokenizer.pieces.get(i, b"").decode("utf-8", "replace")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from groundup.generate.decode import CHUNK_TOKENS
-from groundup.generate.engine import Engine, Request, Result, Sample, check
+from groundup.generate.engine import Engine, Request, Result, Sample
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import RowParams, SamplingParams, Seen, check_logits, process
 
@@ -27,18 +27,18 @@ class BeamParams(SamplingParams):
     early_stopping: str = "false"  # false | true | never; see Beams
 
     def _ranges(self) -> list[tuple[str, bool, str]]:
-        K, allowed = self.num_beams, ("false", "true", "never")
-        others = (self.best_of, self.stop, self.logprobs, self.json_object)
+        K, others = self.num_beams, (self.best_of, self.stop, self.logprobs, self.json_object)
         alone = self.temperature == 0 and others == (0, (), -1, False)
         least = "1 unless temperature is 0 and best_of, stop and logprobs are off"
-        own = [
+        allowed = ("false", "true", "never")
+        return [
             ("num_beams", K >= 2, "at least 2"),
             ("length_penalty", -10 <= self.length_penalty <= 10, "from -10 to 10"),
             ("early_stopping", self.early_stopping in allowed, "false, true or never"),
             ("num_beams", alone, least),
             ("n", 1 <= self.n <= K, f"at least 1 and at most num_beams={K}"),
+            *super()._ranges(),
         ]
-        return own + super()._ranges()
 
     @property
     def n_samples(self) -> int:
@@ -53,20 +53,20 @@ class BeamSearch(Engine):
         self, prompts: Iterable[list[int]], params: BeamParams
     ) -> Iterator[tuple[int, Result]]:
         for i, ids in enumerate(prompts):
-            yield i, self.search(check(i, ids, params, self.model.cfg, self.tokenizer))
+            yield i, self.search(self.request(i, ids, params))
 
     @torch.no_grad()
     def search(self, request: Request) -> Result:
         """Return the n best texts of num_beams rows, the best first."""
-        K, n = request.params.num_beams, len(request.ids)
+        K, n, cfg = request.params.num_beams, len(request.ids), self.model.cfg
         self.check_memory(K, request.length)
-        cache = KVCache(self.model.cfg, K, request.length, self.device, self.dtype)
+        cache = KVCache(cfg, K, request.length, self.device, self.dtype)
         cache.few_widths = self.compile
+        # The prompt is read into row 0.
         for begin in range(0, n, CHUNK_TOKENS):
             self.read_piece(cache, [0], [request], begin, min(begin + CHUNK_TOKENS, n))
         select(cache, torch.zeros(K, dtype=torch.int64, device=self.device), n)
-        V = self.model.cfg.vocab_size
-        beams = Beams(request.ids, request.params, request.limit, V, self.device)
+        beams = Beams(request.ids, request.params, request.limit, cfg.vocab_size, self.device)
         logits = request.logits.expand(K, -1)
         while True:
             check_logits(logits)  # without finite logits no beam is left
@@ -106,12 +106,10 @@ class Beams:
             # copy row parents[i] of the cache to row i, feed tokens[i] to it
         beams.finished  # at most K, the best first
 
-    Processors act on log-probabilities, as in transformers, so repetition_penalty always
-    multiplies. The search ends with K finished beams if none that runs could get a better score
-    than the worst of them. early_stopping says what it could get: "false" its score at its
-    present length, "never" that at its full length if length_penalty favours long ones; with
-    "true" K finished beams are enough. One beam would not be greedy search: it may pass over an
-    end."""
+    The search ends with K finished beams if none that runs could get a better score than the worst
+    of them. early_stopping says what it could get: "false" its score at its present length, "never"
+    that at its full length if length_penalty favours long ones; with "true" K finished beams are
+    enough. One beam would not be greedy search: it may pass over an end."""
 
     def __init__(
         self,
@@ -131,9 +129,10 @@ class Beams:
         self.ended = False
 
     def advance(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (K, V) of the model -> tokens (K,) int64 and parents (K,): the row that each
-        continues."""
+        """Return tokens (K,) int64 and parents (K,), the row that each continues. logits (K, V): of
+        the model."""
         params, (K, V) = self.params, logits.shape
+        # Of log-probabilities, as in transformers, so repetition_penalty always multiplies.
         logps = process(logits.float().log_softmax(dim=-1), self.rows, self.seen, self.n_out)
         sums = torch.tensor([beam.logprob for beam in self.running], device=logits.device)
         # Of this many candidates at least K go on, however many of the others end with a stop id
@@ -150,7 +149,7 @@ class Beams:
                 beam = Beam([*self.running[parent].ids, token], total / divisor, total)
                 self.finished.append(beam) if ends else go_on.append((parent, beam))
         self.finished = sorted(self.finished, key=lambda beam: beam.score, reverse=True)[:K]
-        # Where there are no more texts
+        # Fewer texts than rows: the others never win.
         go_on += [(0, Beam([0] * self.n_out, -INF, -INF))] * (K - len(go_on))
         self.running = [beam for _, beam in go_on]
         self.ended = self.n_out == self.limit or self._no_better()
@@ -168,7 +167,5 @@ class Beams:
             return best == -INF
         hopes_for_length = params.early_stopping == "never" and params.length_penalty > 0
         length = self.limit if hopes_for_length else self.n_out
-        return (
-            params.early_stopping == "true"
-            or best / length**params.length_penalty <= self.finished[-1].score
-        )
+        could_get = best / length**params.length_penalty
+        return params.early_stopping == "true" or could_get <= self.finished[-1].score

@@ -11,11 +11,12 @@
     Llama 3.2            [add(a=1)]; LFM2 and Llama 4 between marks
     Gemma 4              <|tool_call>call:add{a:1,b:<|"|>text<|"|>}<tool_call|>
 
-A form without a mark is a call only as the whole answer. What cannot be read stays text; so does a
+A form without a mark is a call only as the whole answer. What cannot be read stays text, as does a
 call that gives an argument twice.
 """
 
 import ast
+import contextlib
 import json
 import re
 import secrets
@@ -171,33 +172,29 @@ DEEPSEEK_CALL = re.compile(
 DEEPSEEK_END = re.compile(rf"\s*(?:```\s*)?{CALL_END}")
 
 
-def json_calls(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
+def json_calls(text: str, end: int, mark: str) -> tuple[list[dict], int]:
     """Return the calls of the JSON values that stand there one behind another, and their end."""
-    calls, end = [], begin
+    calls = []
     while opening := OPENING.match(text, end):
         try:
-            found, after = calls_of(text, opening.end(), mark)
+            value, after = JSON.raw_decode(text, opening.end())
+            found = value if isinstance(value, list) else [value]
+            if not found or not all(is_call(one, mark) for one in found):
+                break
+            calls += [call_of(one) for one in found]
         except (ValueError, RecursionError):
             if not calls:
                 raise
             break  # a rest that only begins like JSON
-        if not found:
-            break
-        calls, end = calls + found, after
+        end = after
     return calls, end
 
 
-def calls_of(text: str, begin: int, mark: str) -> tuple[list[dict], int]:
-    """Return the calls of the JSON value that begins there, none if it is another; its end."""
-    value, end = JSON.raw_decode(text, begin)
-    calls = []
-    for one in value if isinstance(value, list) else [value]:
-        has_name = isinstance(one, dict) and isinstance(one.get("name"), str)
-        # Other objects have names, too: only a mark makes one without arguments a call
-        if not has_name or not mark and not {"arguments", "parameters"} & one.keys():
-            return [], end
-        calls.append(call_of(one))
-    return calls, end
+def is_call(value: object, mark: str) -> bool:
+    """Return whether a value is a call. Others have names, too: only behind a mark it may have no
+    arguments."""
+    has_name = isinstance(value, dict) and isinstance(value.get("name"), str)
+    return has_name and bool(mark or {"arguments", "parameters"} & value.keys())
 
 
 def deepseek_calls(text: str, end: int) -> tuple[list[dict], int]:
@@ -222,7 +219,7 @@ KEY_AND_VALUE = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg
 
 def function_call(text: str, begin: re.Match, types: Types) -> tuple[list[dict], int]:
     """Return the call of <function=name>..., with Llama's JSON or Qwen3-Coder's tags; its end."""
-    if text[begin.end() : begin.end() + 1] == "{":
+    if text.startswith("{", begin.end()):
         arguments, end = JSON.raw_decode(text, begin.end())
     else:
         arguments, end = tagged(text, begin.end(), PARAMETER, types.get(begin[1], {}))
@@ -243,30 +240,26 @@ def keyed_call(text: str, begin: re.Match, types: Types) -> tuple[list[dict], in
 def tagged(
     text: str, end: int, pattern: re.Pattern, is_text: Mapping[str, bool]
 ) -> tuple[dict, int]:
-    """Return the arguments that are written as `pattern`, a key and a value each, and their end."""
+    """Return the arguments that are written as `pattern`, a key and a value each, and their end.
+
+    A value is JSON if its parameter is no text, and it can be."""
     pairs = []
     while one := pattern.match(text, end):
-        pairs.append((one[1], value_of(one[2], is_text.get(one[1], True))))
+        key, value = one.groups()
+        with contextlib.suppress(ValueError, RecursionError):
+            value = value if is_text.get(key, True) else JSON.decode(value.strip())
+        pairs.append((key, value))
         end = one.end()
     return without_doubles(pairs), end
-
-
-def value_of(text: str, is_text: bool) -> object:
-    """Return a value that stands between tags: JSON, if its parameter is no text and it can be."""
-    if is_text:
-        return text
-    try:
-        return JSON.decode(text.strip())
-    except (ValueError, RecursionError):
-        return text
 
 
 def types_of(function: dict) -> dict[str, bool]:
     """Return {parameter: whether its schema lets it be a text} of a tool."""
     parameters = function.get("parameters")
     known = parameters.get("properties") if isinstance(parameters, dict) else None
-    known = known if isinstance(known, dict) else {}
-    return {name: may_be_text(schema) for name, schema in known.items()}
+    return (
+        {name: may_be_text(one) for name, one in known.items()} if isinstance(known, dict) else {}
+    )
 
 
 def may_be_text(schema: object) -> bool:
@@ -281,7 +274,7 @@ def may_be_text(schema: object) -> bool:
 
 # ---- arguments as Gemma 4 writes them ------------------------------------------------------------
 
-GEMMA_CALL = re.compile(r"\s*call:\s*([\w.-]+)\s*\{")
+GEMMA_CALL = re.compile(r"\s*call:\s*([\w.-]+)\s*(?=\{)")
 GEMMA_KEY = re.compile(r"\s*([\w.$-]+)\s*:\s*")
 
 
@@ -290,22 +283,8 @@ def gemma_call(text: str, begin: int) -> tuple[list[dict], int]:
     opening = GEMMA_CALL.match(text, begin)
     if not opening:
         return [], begin
-    arguments, end = gemma_object(text, opening.end())
+    arguments, end = gemma_value(text, opening.end())
     return [call_of({"name": opening[1], "arguments": arguments})], end
-
-
-def gemma_object(text: str, end: int) -> tuple[dict, int]:
-    """Return the object whose first key stands there, and its end. Raise ValueError."""
-    pairs = []
-    while key := GEMMA_KEY.match(text, end):
-        value, end = gemma_value(text, key.end())
-        pairs.append((key[1], value))
-        if text[end : end + 1] != ",":
-            break
-        end += 1
-    if text[end : end + 1] != "}":
-        raise ValueError("an object without end")
-    return without_doubles(pairs), end + 1
 
 
 def gemma_value(text: str, begin: int) -> tuple[object, int]:
@@ -314,21 +293,23 @@ def gemma_value(text: str, begin: int) -> tuple[object, int]:
         begin += len(GEMMA_QUOTE)
         end = text.index(GEMMA_QUOTE, begin)
         return text[begin:end], end + len(GEMMA_QUOTE)
-    if text.startswith("{", begin):
-        return gemma_object(text, begin + 1)
     if text.startswith("None", begin):  # as its template writes null
         return None, begin + len("None")
-    if not text.startswith("[", begin):
+    close = {"{": "}", "[": "]"}.get(text[begin : begin + 1])
+    if not close:
         return JSON.raw_decode(text, begin)
     items, end = [], begin + 1
-    while not text.startswith("]", end):
-        value, end = gemma_value(text, end)
-        items.append(value)
+    while not text.startswith(close, end):
+        key = GEMMA_KEY.match(text, end) if close == "}" else None
+        if close == "}" and not key:
+            raise ValueError("a value without a key")
+        value, end = gemma_value(text, key.end() if key else end)
+        items.append((key[1], value) if key else value)
         if text.startswith(",", end):
             end += 1
-        elif not text.startswith("]", end):
-            raise ValueError("a list without end")
-    return items, end + 1
+        elif not text.startswith(close, end):
+            raise ValueError(f"no {close} at the end")
+    return without_doubles(items) if close == "}" else items, end + 1
 
 
 # ---- calls as Python writes them -----------------------------------------------------------------
@@ -342,10 +323,9 @@ def python_calls(text: str) -> list[dict]:
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes like "\d" in a text
             tree = ast.parse(text.strip(), mode="eval").body
-        calls = [python_call(one) for one in tree.elts] if isinstance(tree, ast.List) else []
+        return [python_call(one) for one in tree.elts] if isinstance(tree, ast.List) else []
     except (SyntaxError, TypeError, MemoryError) as error:
         raise ValueError("not Python") from error
-    return calls
 
 
 class JsonNames(ast.NodeTransformer):
@@ -361,9 +341,8 @@ def python_call(node: ast.expr) -> dict:
     """Return a call whose arguments are named literals. Raise ValueError, TypeError for others."""
     if not isinstance(node, ast.Call) or node.args or not NAME.fullmatch(ast.unparse(node.func)):
         raise ValueError("not a call with named arguments")
-    values = [ast.literal_eval(JsonNames().visit(one.value)) for one in node.keywords]
-    arguments = without_doubles([(o.arg, v) for o, v in zip(node.keywords, values, strict=True)])
-    if None in arguments:  # **
+    pairs = [(o.arg, ast.literal_eval(JsonNames().visit(o.value))) for o in node.keywords]
+    if None in (arguments := without_doubles(pairs)):  # **
         raise ValueError("not a named argument")
     # As JSON has them: keys are texts, tuples are lists. Sets and bytes are a TypeError.
     arguments = JSON.decode(json.dumps(arguments, allow_nan=False))

@@ -22,8 +22,9 @@ COMMANDS = (
 
 
 class Chat:
-    """A conversation. Each prompt repeats what was said before, so that the engine's cache holds
-    most of it."""
+    """A conversation. Each prompt repeats what was said before: the engine's cache has most of it.
+
+    tools: that answers may call. Raise UserError for parameters that are not for a chat."""
 
     def __init__(
         self,
@@ -32,13 +33,12 @@ class Chat:
         system: str = "",
         tools: Tools | None = None,
     ) -> None:
-        """tools: that answers may call. Raise UserError for parameters that are not for a chat."""
-        if max(params.n, params.best_of) > 1:
+        if params.n_samples > 1:
             raise UserError("sample: a chat has one answer at a time; leave out n and best_of")
-        self.engine, self.tokenizer = engine, engine.tokenizer
-        self.params, self.system, self.tools = params, system, tools
+        self.engine, self.params, self.system, self.tools = engine, params, system, tools
         self.context = engine.model.cfg.block_size
-        self.kept = min(params.max_new_tokens, self.context // 2)  # tokens for the answer
+        # Tokens of the context that are left to the answer
+        self.kept = min(params.max_new_tokens, self.context // 2)
         self.turns: list[dict] = []  # messages: a question, its answer, the next question ...
         self.dropped = 0  # questions that did not fit before the last answer
 
@@ -46,26 +46,23 @@ class Chat:
         """Yield the answer in pieces. If it is closed early, what was said so far stays in the
         history. A call of a tool is a piece, too, and what the tool says."""
         asked = [{"role": "user", "content": message}]  # then the turns that call tools
-        prompt = self._fitted(asked[0])
-        room, texts = self.params.max_new_tokens, []
+        # A turn that calls tools has a request of its own, as has the one that follows.
+        request = self.engine.request(0, self._fitted(asked[0]), self.params)
+        texts: list[str] = []
         try:
             for number in range(1, MAX_TURNS + 1):
-                params = dataclasses.replace(self.params, max_new_tokens=room)
                 ids, texts = [], []
-                for token in self.engine.stream(prompt, params):
+                for _, token in self.engine.run([request]):
                     ids.append(token.id)
                     texts.append(token.text)
                     yield token.text
-                has_ended = ids[-1] in params.stop_ids
+                has_ended = ids[-1] in self.params.stop_ids
                 if not self.tools or not has_ended or number == MAX_TURNS:
                     break
-                prompt += ids
-                room = min(room - len(ids), self.context + 1 - len(prompt))
-                turn = self.tools.answer(self.tokenizer, self._shown(asked), ids[:-1], room)
-                if not turn or not turn.ids:
+                found = self.tools.go_on(self.engine, request, ids, self._shown(asked))
+                if not found:
                     break
-                prompt += turn.ids
-                room -= len(turn.ids)
+                turn, request = found
                 asked += turn.messages
                 texts = []
                 yield "\n" + "".join(f"-> {one['content']}\n" for one in turn.messages[1:])
@@ -86,9 +83,11 @@ class Chat:
         room = self.context - self.kept
         self.dropped = 0
         while True:
-            ids, _ = self.tokenizer.render(self._shown([question]), add_generation_prompt=True)
+            messages = self._shown([question])
+            ids, _ = self.engine.tokenizer.render(messages, add_generation_prompt=True)
             if len(ids) <= room or not self.turns:
                 break
+            # A question goes with its answer, up to the next question.
             questions = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
             del self.turns[: [*questions, len(self.turns)][1]]
             self.dropped += 1
@@ -111,6 +110,7 @@ def converse(chat: Chat) -> None:
         note(f"{room}. {COMMANDS}")
     while True:
         try:
+            # Scripted input ends like /exit.
             message = input("> ") if terminal else next(sys.stdin, "/exit").rstrip("\n")
         except (EOFError, KeyboardInterrupt):
             print()
@@ -146,18 +146,18 @@ def handle_command(chat: Chat, command: str, argument: str) -> None:
 
 
 def show(chat: Chat, pieces: Iterator[str]) -> None:
-    """Print an answer as it is generated; Ctrl-C ends it after the token at work, so that no
-    token is cut in half."""
+    """Print an answer as it is generated; Ctrl-C ends it after the token at work."""
+    # A signal handler that raised might cut a token in half.
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
         with contextlib.closing(pieces):
             for number, piece in enumerate(pieces):
                 if number == 0 and chat.dropped:
-                    n, kept = chat.dropped, f"{chat.kept} of {chat.context} tokens"
+                    n, kept = chat.dropped, f"{chat.kept} of {chat.context} tokens are kept"
                     turns = "the oldest turn is" if n == 1 else f"the {n} oldest turns are"
-                    why = f"{kept} are kept for the answer (max_new_tokens)"
-                    note(f"The context is full, as {why}: {turns} forgotten.")
+                    why = f"as {kept} for the answer (max_new_tokens)"
+                    note(f"The context is full, {why}: {turns} forgotten.")
                 print(piece, end="", flush=True)
                 if pressed:
                     break

@@ -8,48 +8,45 @@ from collections.abc import Callable, Sequence
 from groundup.errors import UserError
 from groundup.files.turns import call_text
 from groundup.generate.call_forms import CallReader
-from groundup.generate.engine import Engine, Result, check
+from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
-
-Params = SamplingParams | Sequence[SamplingParams]
 
 
 def generate(
     model: Transformer,
     tokenizer: Tokenizer | None,
     prompts: list[list[int]],
-    params: Params,
+    params: SamplingParams | Sequence[SamplingParams],
     batch_size: int = 0,
     compile: bool = False,
     copies: bool = True,
     stop: Callable[[], bool] | None = None,
 ) -> list[Result]:
-    """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a
-    time, 0 = all. copies=False: use the matrices as they are, without faster copies of them, in
-    half the memory. stop: asked before each token; if it is true, no result is returned.
+    """Return one Result per prompt.
 
-    tokenizer=None: ids only. compile=True: on a GPU, record the decoding step; this takes 20 s and
-    pays off from some thousand tokens."""
+    tokenizer: None = ids only. params: for all prompts, or one for each. batch_size: rows at a
+    time, 0 = all. compile, copies: see Engine; compiling takes 20 s. stop: asked before each token;
+    if it is true, no result is returned."""
+    # Requests wait for a row if there are more samples than rows.
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
         what = f"{len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
         raise UserError(f"sample: cannot take {what}")
-    pairs = enumerate(zip(prompts, each, strict=True))
-    requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in pairs]
-    n_samples = sum(request.params.n_samples for request in requests)
-    rows = min(batch_size or n_samples, n_samples)
-    results = dict(Engine(model, tokenizer, rows, compile, copies).finish(requests, stop))
-    if stop and stop():
-        return []
-    return [results[i] for i in range(len(requests))]
+    n_samples = sum(one.n_samples for one in each)
+    engine = Engine(model, tokenizer, min(batch_size or n_samples, n_samples), compile, copies)
+    asked = enumerate(zip(prompts, each, strict=True))
+    requests = [engine.request(i, ids, one) for i, (ids, one) in asked]
+    for _ in engine.finish(requests, stop):  # requests hold their results
+        pass
+    return [] if stop and stop() else [request.result() for request in requests]
 
 
 def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text to continue, after the begin token where the tokenizer puts one
-    before every text. An empty text begins a new document. Raise UserError if there is no token
-    to begin with."""
+    """Return the ids of a text to continue. An empty text begins a new document. Raise UserError if
+    there is no token to begin with."""
+    # Some tokenizers put their begin token before every text.
     ids = [tokenizer.bos_id] * tokenizer.begins + tokenizer.encode(text)
     if not ids and tokenizer.bos_id < 0:
         what = "this tokenizer has no token that begins a text"
@@ -67,9 +64,8 @@ def prompt_ids(
 ) -> list[int]:
     """Return the ids of a conversation up to the model's answer.
 
-    A str is a user's message if `talk`, else (or if `plain`) a text to continue. rewarded: a
-    text to continue is an error, since it has no reward. system: message of conversations that
-    have none."""
+    A str is a user's message if `talk`, else (or if `plain`) a text to continue, which is an error
+    if it is to be `rewarded`. system: message of conversations that have none."""
     if isinstance(prompt, str) and (plain or not talk):
         if rewarded:
             what = "a text to continue has no reward; give it as prompt or messages"
@@ -88,9 +84,8 @@ def asked_messages(system: str, prompt: str | list[dict]) -> list[dict]:
 
 
 def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that neither add to a text, end it nor begin a call of a tool.
-
-    These are padding, reserved ids, those that open a turn, and those beyond the tokenizer's."""
+    """Return the ids that neither add to a text, end it nor begin a call of a tool."""
+    # Padding, reserved ids, those that open a turn, and those beyond the tokenizer's
     silent = (tokenizer.token_byte_lengths() == 0).nonzero()[0].tolist()
     banned = {*silent, *range(tokenizer.vocab_size, vocab_size)}
     return tuple(banned - tokenizer.stop_ids - call_ids(tokenizer))
@@ -100,6 +95,7 @@ def call_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the special ids that the chat template writes in an answer that calls a tool."""
     if not tokenizer.foreign_template:
         return frozenset()
+    # A conversation with a call shows which special tokens stand in one.
     call = call_text({"name": "f", "arguments": {"a": "b"}})
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": call}]
     try:

@@ -29,32 +29,30 @@ CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which boun
 
 
 @torch.no_grad()
-def for_inference(
-    model: Transformer, dtype: torch.dtype, native: bool = True, merged: bool = True
-) -> Transformer:
-    """Return a copy of the model in eval mode with matrices in `dtype`; tensors that need no change
-    are shared with `model`. Embedding and norms keep their dtype, as in training.
+def for_inference(model: Transformer, dtype: torch.dtype, copies: bool = True) -> Transformer:
+    """Return a copy of the model in eval mode with matrices in `dtype`. It shares what needs no
+    change: embedding and norms keep their dtype, as in training.
 
-    merged: add adapters to copies of their matrices. native: lay the matrices out for step.c, if it
+    copies: add adapters to copies of their matrices, and lay the matrices out for step.c, if it
     computes this model and the memory suffices."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     device = model.embed_tokens.weight.device
     if isinstance(model.lm_head, NativeLinear):
         return model  # it is such a copy
     view = shared_copy(model)
-    if merged:
+    if copies:
         merge_adapters(view)
     places = linear_places(view)
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     n_bytes += sum(buffer.nbytes for buffer in model.buffers())  # 8-bit matrices
     int8 = isinstance(model.lm_head, Int8Linear)
-    if native and n_bytes < free_bytes(device) / 2 and is_native(model.cfg, device, dtype, int8):
+    if copies and n_bytes < free_bytes(device) / 2 and is_native(model.cfg, device, dtype, int8):
         lay_out(places, dtype)
-        return view.eval()
-    for parent, name in places if not int8 else ():
-        linear = getattr(parent, name)
-        if linear.weight.dtype != dtype:
-            linear.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
+    elif not int8:
+        for parent, name in places:
+            linear = getattr(parent, name)
+            if linear.weight.dtype != dtype:
+                linear.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
     return view.eval()
 
 
@@ -78,8 +76,8 @@ def to_int8(model: Transformer) -> Transformer:
 
 
 def shared_copy(model: Transformer) -> Transformer:
-    """Return a copy that shares all tensors, with eager blocks: those compiled for training would
-    be compiled anew here."""
+    """Return a copy that shares all tensors, with eager blocks."""
+    # Blocks that are compiled for training would be compiled anew here.
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
     compiled = [vars(part)["forward"] for part in model.modules() if "forward" in vars(part)]
     view = copy.deepcopy(model, same | {id(forward): None for forward in compiled})
@@ -117,7 +115,7 @@ def can_record(device: torch.device) -> bool:
 
 
 def decoding_step(view: Transformer, compile: bool) -> Callable:
-    """Return the step of a copy for inference. compile: record it."""
+    """Return the step of a copy for inference: C code, recorded if `compile`, or plain."""
     if isinstance(view.lm_head, NativeLinear):
         return NativeStep(view)
     return RecordedStep(view) if compile else decode_step
@@ -131,30 +129,24 @@ def decode_step(model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor
 
 def groups_of_one_input(model: Transformer) -> list[list[nn.Linear]]:
     """Return the layers that model.py gives to each_linear together."""
-    groups = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-    layers = [
-        [getattr(part, name, None) for name in group]
-        for part in model.modules()
-        for group in groups
-    ]
-    return [group for group in layers if all(group)]
+    groups, found = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")), []
+    for part in model.modules():
+        found += [[getattr(part, name, None) for name in group] for group in groups]
+    return [group for group in found if all(group)]
 
 
 class RecordedStep:
     """decode_step of one cache with a fixed number of rows, with compiled blocks, on a GPU.
 
-    At one row a step is a few hundred short kernels, and Python takes longer to launch them than
-    the GPU to run them. A CUDA graph launches all of them at once. It reads and writes the places
-    of its recording: tokens and lengths are copied into its own tensors; weights and cache stay
-    where they were.
-
-    A graph is recorded for each width of the cache. All blocks share one compiled function, so
-    that it takes seconds, not a minute."""
+    Python takes longer to launch the few hundred short kernels of a step than the GPU to run them.
+    A CUDA graph, one for each width of the cache, launches all at once. It reads and writes where
+    it was recorded: tokens and lengths are copied there, weights and cache stay where they are."""
 
     def __init__(self, model: Transformer) -> None:
         """Compile the blocks of `model`, a copy for inference."""
         for layers in groups_of_one_input(model):
             join(*layers)
+        # All blocks share one compiled function: it takes seconds, not a minute.
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)
         self.keys: list[Tensor] | None = None  # of the cache that the graphs write to

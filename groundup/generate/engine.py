@@ -1,24 +1,25 @@
 """Requests that generate together, a token of each at every step.
 
     engine = Engine(model, tokenizer, rows)
-    engine.add(check(...)), .step(), .cancel(...)  # requests come and go while others generate
-    engine.run(requests)                           # the tokens of all, as rows become free
-    engine.answer(prompts, params)                 # the results of all
-    engine.stream(ids, params)                     # those of one text
+    engine.add(engine.request(0, ids, params))  # requests come and go while others generate:
+    engine.step()                               # their next tokens
+    engine.run(requests)                        # the tokens of all, as rows become free
+    engine.answer(prompts, params)              # the results of all
+    engine.stream(ids, params)                  # the tokens of one text
 
 A Request has samples, and a Sample that generates has a Row of the cache. A sample that ends makes
 room for the next (continuous batching). Each draws from its own generator, seeded by a hash of the
-seed, the prompt's ids and the sample's number: independent of other prompts, samples and seeds.
-torch's global generators are not touched.
+seed, the prompt's ids and the sample's number. torch's global generators are not touched.
 
-On a CPU a step is a single call of step.c, in which a row is computed to the bit as if it were
-alone. Elsewhere, and in the pieces in which a prompt is read (prefill), the number of rows changes
-the rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16. So another id
-is next to never drawn in float32, now and then in bfloat16 and float16. Products and cache have the
-dtype of the autocast around the call, else that of the weights.
+On a CPU a step is one call of step.c, which computes a row to the bit as if it were alone.
+Elsewhere, and while prompts are read (prefill), the number of rows changes the rounding:
+log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16. So another id is next to
+never drawn in float32, now and then in bfloat16 and float16. Products and cache have the dtype of
+the autocast around the call, else that of the weights.
 """
 
 import functools
+import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +38,6 @@ from groundup.generate.decode import (
     can_record,
     decoding_step,
     for_inference,
-    is_native,
 )
 from groundup.generate.json_mode import JsonText, drawn_orders
 from groundup.generate.kv_cache import (
@@ -52,10 +52,9 @@ from groundup.generate.kv_cache import (
     row_length,
 )
 from groundup.generate.sampling import RowParams, SamplingParams, Seen
-from groundup.kernels import compute_dtype
+from groundup.kernels.attention import compute_dtype
 from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
-from groundup.tokens.mixture import hash_words
-from model import ModelConfig, Transformer
+from model import Transformer
 from tokenizer import StreamDecoder, Tokenizer
 
 CHUNK_ROWS = 16  # prompts that are read at once
@@ -110,9 +109,11 @@ class Request:
         return len(self.ids) + self.limit - 1
 
     def seed_of(self, sample: int) -> int:
-        """Return the seed of a sample's random numbers. Not seed + sample: then all prompts
-        would draw the same noise, and neighbouring seeds the same samples."""
-        return int(hash_words(1, "sample", self.params.seed, sample, *self.ids)[0])
+        """Return the seed of a sample's random numbers, of 64 bits."""
+        # Not seed + sample: all prompts would draw the same noise, neighbouring seeds the same
+        # samples. A hash, as torch's or numpy's generators may change.
+        words = repr(("sample", self.params.seed, sample, *self.ids))
+        return int.from_bytes(hashlib.shake_256(words.encode()).digest(8), "little")
 
     def result(self) -> Result:
         """Return the n best samples, best first; without best_of all samples in their order."""
@@ -124,35 +125,6 @@ class Request:
         return Result(self.ids, samples[: self.params.n], self.prompt_logprobs if scored else None)
 
 
-def check(
-    index: int,
-    ids: list[int],
-    params: SamplingParams,
-    cfg: ModelConfig,
-    tokenizer: Tokenizer | None,
-) -> Request:
-    """Return the request. Raise UserError if this model cannot serve it."""
-    name, V = f"sample: prompt {index}", cfg.vocab_size
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        what = f"is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids"
-        raise UserError(f"{name} {what}")
-    if not ids:
-        raise UserError(f"{name} has no tokens; begin an empty one with <|endoftext|>")
-    if len(ids) > cfg.block_size:
-        raise UserError(f"{name} has {len(ids)} tokens, block_size is {cfg.block_size}; shorten it")
-    if foreign := [i for i in ids if not 0 <= i < V]:
-        what = f"has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer"
-        raise UserError(f"{name} {what}")
-    if params.json_object and tokenizer is None:
-        raise UserError(f"{name} asks for json_object, but there is no tokenizer")
-    if params.stop and tokenizer is None:
-        raise UserError(f"{name} has stop strings {params.stop}, but there is no tokenizer")
-    RowParams([params], V)  # raises UserError for ids that the model does not have
-    # Prompt and result together may be one longer than the context: the last token is not fed back.
-    limit = min(params.max_new_tokens, cfg.block_size - len(ids) + 1)
-    return Request(index, list(ids), params, limit)
-
-
 class StopStrings:
     """Finds strings in a growing text (Knuth, Morris and Pratt, 1977).
 
@@ -160,7 +132,8 @@ class StopStrings:
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
-        self.matched = [0] * len(words)  # characters of each with which the text ends
+        # Characters of each with which the text ends
+        self.matched = [0] * len(words)
         # borders[i][n - 1]: the longest beginning of word[:n] that also ends it, but not all of it;
         # known for the n that have matched so far
         self.borders: list[list[int]] = [[0] for _ in words]
@@ -222,20 +195,21 @@ class Sample:
         self.last = False  # whether it is the last of its request to end
 
     def push(self, ids: list[int], logps: list[float]) -> Token:
-        """Take the next token, ids[0]; the others are the likeliest ones. logps: of each of
-        them."""
+        """Take the next token, ids[0], and the likeliest ones, with their log-probabilities."""
         params, token, begin = self.request.params, ids[0], self.n_chars
         self.ids.append(token)
         self.sum += logps[0]
         k = 1 + params.logprobs
         found = dict(zip(ids[:k], logps[:k], strict=True))
         self.logprobs.append(found)
+        # Why it ends: a stop id or a stop string, the end of the JSON object, or its limit
         is_end = token in params.stop_ids
         piece, reason = ("", token) if is_end else self.grow(token)
         finish = "length" if len(self.ids) == self.request.limit else ""
         if reason is not None or (self.json and self.json.push(token)):
             finish = "stop"  # it wins over length
         if finish:
+            # A stop string is cut; nothing follows what else was held back.
             piece += "" if isinstance(reason, str) else self.flush()
             logprobs = self.logprobs if params.logprobs >= 0 else None
             completion = Completion(self.text, self.ids, finish, reason, logprobs, self.sum)
@@ -279,10 +253,9 @@ class Sample:
 class Engine:
     """The rows of a cache and the requests that have them, or wait for them.
 
-    A prompt is read in pieces, between which the others go on. What the cache has of it already
-    is copied: the beginning of a prompt that runs, or of one of the last texts that ended; requests
-    that begin alike wait for the first of them to read it. A text's cache grows as it does, and
-    serves others as soon as it ends."""
+    A prompt is read in pieces, between which the others go on. What the cache has of it already is
+    copied: the beginning of a prompt that runs, or of one of the last texts that ended (the prefix
+    cache). Requests that begin alike wait for the first of them to read it."""
 
     def __init__(
         self,
@@ -292,15 +265,13 @@ class Engine:
         compile: bool = False,
         copies: bool = True,
     ) -> None:
-        """rows: the most texts at a time. compile: on a GPU, record the decoding step.
-
-        copies=False: use the matrices as they are, without faster copies, in half the memory."""
+        """rows: the most texts at a time. compile: on a GPU, record the decoding step. copies:
+        False = use the matrices as they are, without faster copies, in half the memory."""
         self.device = model.embed_tokens.weight.device
         matrices = (p for p in model.layers.parameters() if p.ndim == 2)  # none with 8 bits
         self.dtype = compute_dtype(next(matrices, model.embed_tokens.weight))
-        native = copies and is_native(model.cfg, self.device, self.dtype)
         self.compile = compile and can_record(self.device)
-        self.view = functools.partial(for_inference, dtype=self.dtype, native=native, merged=copies)
+        self.view = functools.partial(for_inference, dtype=self.dtype, copies=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = decoding_step(self.model, self.compile)
         self.autocast = functools.partial(
@@ -324,12 +295,11 @@ class Engine:
         self.seen: Seen | None = None
 
     def update(self, model: Transformer) -> None:
-        """Take the weights that `model` has now, between requests, with recorded steps. They
-        stay in their place: a CUDA graph reads them, and the cache, where they were when it was
-        recorded."""
+        """Take the weights that `model` has now, between requests, with recorded steps."""
         # An answer would begin with one model and end with another
         assert self.compile and not self.busy
         self.ended = PrefixIndex()
+        # In their place: a CUDA graph reads weights and cache where it was recorded.
         for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
             old.data.copy_(new.data)
 
@@ -337,8 +307,31 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting or self.reading or self.running)
 
+    def request(self, index: int, ids: list[int], params: SamplingParams) -> Request:
+        """Return a request. Raise UserError if this model cannot serve it."""
+        cfg, name = self.model.cfg, f"sample: prompt {index}"
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            what = f"is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids"
+            raise UserError(f"{name} {what}")
+        n, foreign = len(ids), [i for i in ids if not 0 <= i < cfg.vocab_size]
+        if not ids:
+            raise UserError(f"{name} has no tokens; begin an empty one with <|endoftext|>")
+        if n > cfg.block_size:
+            raise UserError(f"{name} has {n} tokens, block_size is {cfg.block_size}; shorten it")
+        if foreign:
+            what = f"has token id {foreign[0]}, the model has vocab_size={cfg.vocab_size}"
+            raise UserError(f"{name} {what}; use its own tokenizer")
+        if self.tokenizer is None and (params.json_object or params.stop):
+            what = f"stop strings {params.stop}" if params.stop else "json_object"
+            raise UserError(f"{name} asks for {what}, but there is no tokenizer")
+        RowParams([params], cfg.vocab_size)  # raises UserError for ids that the model does not have
+        # Prompt and result together may be one longer than the context: the last token is not fed
+        # back.
+        limit = min(params.max_new_tokens, cfg.block_size - n + 1)
+        return Request(index, list(ids), params, limit)
+
     def add(self, request: Request) -> None:
-        """Take a request, see `check`. Raise UserError if not even one of its samples fits into
+        """Take a request. Raise UserError if not even one of its samples fits into
         the memory."""
         self.check_memory(1, row_length(self.model.cfg, request.length))
         self.waiting.extend((request, s) for s in range(request.params.n_samples))
@@ -365,8 +358,7 @@ class Engine:
     def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Token]:
         """Yield the continuation of `ids`. May be closed at any token; the next call reuses the
         cache."""
-        request = check(0, ids, params, self.model.cfg, self.tokenizer)
-        return (token for _, token in self.run([request]))
+        return (token for _, token in self.run([self.request(0, ids, params)]))
 
     def run(
         self, requests: Iterable[Request], stop: Callable[[], bool] | None = None
@@ -394,11 +386,9 @@ class Engine:
 
     def finish(
         self, requests: Iterable[Request], stop: Callable[[], bool] | None = None
-    ) -> Iterator[tuple[int, Result]]:
-        """Yield (index, Result) of each request in the order of finishing, see `run`."""
-        for sample, _ in self.run(requests, stop):
-            if sample.last:
-                yield sample.request.index, sample.request.result()
+    ) -> Iterator[Request]:
+        """Yield the requests in the order of finishing, see `run`."""
+        return (sample.request for sample, _ in self.run(requests, stop) if sample.last)
 
     def answer(
         self, prompts: Iterable[list[int]], params: SamplingParams
@@ -406,8 +396,8 @@ class Engine:
         """Yield (index, Result) of each prompt in the order of finishing.
 
         A bad prompt raises UserError when its turn comes."""
-        how = params, self.model.cfg, self.tokenizer
-        return self.finish(check(i, ids, *how) for i, ids in enumerate(prompts))
+        requests = (self.request(i, ids, params) for i, ids in enumerate(prompts))
+        return ((request.index, request.result()) for request in self.finish(requests))
 
     # ---- from waiting to running -----------------------------------------------------------------
 
@@ -417,6 +407,7 @@ class Engine:
         while self.waiting and len(self.reading) + len(self.running) < self.n_rows:
             request, s = self.waiting[0]
             n_bytes = self.bytes_of(request)
+            # The prefix cache makes room for requests.
             while (short := n_bytes > self.spare_bytes()) and self.ended.ids:
                 self.ended.remove(next(iter(self.ended.ids)))
             if short and (self.reading or self.running):
@@ -430,21 +421,16 @@ class Engine:
             self.assign_rows()
 
     def assign_rows(self) -> None:
-        """Give samples a row, with what the cache has of their prompts.
-
-        A sample waits while one before it reads the same prompt, or more of its beginning than the
-        cache has."""
+        """Give samples a row, with what the cache has of their prompts."""
         new = [sample for sample in self.reading if sample.row is None]
         n_of_size = Counter(self.prompt_row(sample.request) for sample in new)
         reading, before = set(), PrefixIndex()  # requests, and their prompts
         for sample in list(self.reading):
             request = sample.request
-            if request in reading:
+            if request in reading:  # another sample reads this very prompt
                 continue
-            if sample.row is None and not self.is_coming(request, before):
-                size = self.prompt_row(request)
-                self.assign_row(sample, n_of_size[size])
-                n_of_size[size] -= 1
+            if sample.row is None:
+                self.assign_row(sample, n_of_size, before)
             if sample.row and len(sample.row.cached_ids) == len(request.ids):
                 self.reading.remove(sample)
                 self.running.append(sample)
@@ -452,21 +438,19 @@ class Engine:
             reading.add(request)
             before.add(sample, request.ids)
 
-    def is_coming(self, request: Request, before: PrefixIndex) -> bool:
-        """Return whether one of the prompts `before` is about to bring more of this one."""
-        ids = self.cacheable_ids(request)
-        n, _ = self.longest_prefix(ids)
-        n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
-        return request.logits is None and n_coming >= n + MIN_SHARED
-
-    def assign_row(self, sample: Sample, together: int) -> None:
-        """Give a sample a row, with what the cache has of its prompt. together: see Rows.fit."""
-        request, row = sample.request, Row()
-        ids = self.cacheable_ids(request)
+    def assign_row(self, sample: Sample, n_of_size: Counter[int], before: PrefixIndex) -> None:
+        """Give a sample a row, with what the cache has of its prompt, unless one of the prompts
+        `before` it is about to bring more. n_of_size: new samples by the length of their row."""
+        request, size = sample.request, self.prompt_row(sample.request)
+        ids, is_read = self.cacheable_ids(request), request.logits is not None
         n, source = self.longest_prefix(ids)
-        n = n if n >= MIN_SHARED or request.logits is not None else 0
-        sample.row = row
-        self.cache.fit(row, self.prompt_row(request), together)
+        n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
+        if not is_read and n_coming >= n + MIN_SHARED:
+            return
+        n = n if n >= MIN_SHARED or is_read else 0
+        sample.row = row = Row()
+        self.cache.fit(row, size, n_of_size[size])
+        n_of_size[size] -= 1
         row.cached_ids = ids[:n]
         if n:
             row.copy(source, n)
@@ -494,8 +478,8 @@ class Engine:
         return max(found, key=itemgetter(0), default=(0, None))
 
     def read(self, whole: bool) -> None:
-        """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole:
-        of CHUNK_ROWS of about the same length."""
+        """Read a piece of the prompts (prefill): up to CHUNK_TOKENS of them in the order of coming;
+        whole: of CHUNK_ROWS of about the same length."""
         begun = [sample for sample in self.reading if sample.row]
         if whole:
             begun.sort(key=lambda sample: len(sample.request.ids))
@@ -592,8 +576,9 @@ class Engine:
         generators = [sample.generator for sample in samples]
         tokens = sampling.choose(processed, self.params, generators)  # (R,)
         for row, sample in enumerate(samples):
-            if sample.json:
-                tokens[row] = self.json_token(sample, tokens[row].item(), processed[row : row + 1])
+            if sample.json and not sample.json.after(tokens[row].item()):
+                other = self.json_token(sample, processed[row : row + 1])
+                tokens[row] = tokens[row] if other is None else other
         if self.seen is not None:
             self.seen.add(tokens)
         k = max(sample.request.params.logprobs for sample in samples)
@@ -607,18 +592,14 @@ class Engine:
                 self.leave(sample)
         return drawn
 
-    def json_token(self, sample: Sample, token: int, processed: Tensor) -> int:
-        """Return `token`, or another one if that breaks the JSON object. processed (1, V)."""
+    def json_token(self, sample: Sample, processed: Tensor) -> int | None:
+        """Return the next id that keeps to JSON, drawn like any other. processed (1, V)."""
         params = sample.request.params
-
-        def orders() -> list[Tensor]:
-            """Return first what top_k, top_p and min_p keep, then all ids."""
-            rows = RowParams([params], processed.shape[1], self.device)
-            x = processed if rows.temperature is None else processed / rows.temperature
-            kept = [sampling.keep_likeliest(processed, rows)[0], x[0]]
-            return drawn_orders(kept, params.temperature > 0, sample.generator)
-
-        return sample.json.choose(token, orders)
+        rows = RowParams([params], processed.shape[1], self.device)
+        x = processed if rows.temperature is None else processed / rows.temperature
+        # First those that top_k, top_p and min_p keep, then all
+        kept = [sampling.keep_likeliest(processed, rows)[0], x[0]]
+        return sample.json.first(drawn_orders(kept, params.temperature > 0, sample.generator))
 
     def feed(self) -> Tensor | None:
         """Feed the tokens just drawn; return the next logits (R, V) float32."""

@@ -4,7 +4,6 @@ A token is tried byte by byte. It is drawn as usual, and drawn again among the o
 fit: that is a draw from the probabilities of those that fit.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,28 +14,44 @@ from tokenizer import Tokenizer
 SPACES = " \t\r\n"
 MAX_SPACES = 32  # in a row: some models write them without end
 MAX_DEPTH = 100  # of objects and lists in each other
-LITERALS = {"t": "true", "f": "false", "n": "null"}
-# {state: {kind of the next character: state}}; 1 = from 1 to 9
-NUMBERS = {
-    "-": {"0": "0", "1": "int"},
-    "0": {".": ".", "e": "e"},
-    "int": {"0": "int", "1": "int", ".": ".", "e": "e"},
-    ".": {"0": "fraction", "1": "fraction"},
-    "fraction": {"0": "fraction", "1": "fraction", "e": "e"},
-    "e": {"+": "sign", "-": "sign", "0": "exponent", "1": "exponent"},
-    "sign": {"0": "exponent", "1": "exponent"},
-    "exponent": {"0": "exponent", "1": "exponent"},
+
+# A grammar of JSON. What a text still lacks is a stack of symbols. The next character replaces the
+# first of them as RULES says. A symbol without a rule, such as ":" or "e", is that character.
+on = dict.fromkeys
+DIGITS, EXPONENT = "0123456789", on("eE", "X")
+VALUE = {"{": "K", "[": "L", '"': "S", "t": "rue", "f": "alse", "n": "ull"}
+NUMBER = {"0": "Z"} | on("123456789", "Q")
+RULES = {
+    "O": {"{": "K"},  # the object
+    "K": {'"': "S:VM", "}": ""},  # its first key, or its end
+    "N": {'"': "S:VM"},  # a key
+    "M": {",": "N", "}": ""},  # behind a value of an object
+    "V": VALUE | {"-": "P"} | NUMBER,
+    "I": {",": "VI", "]": ""},  # behind an item of a list
+    "S": on(map(chr, range(32, 256)), "S") | {'"': "", "\\": "ES"},  # in a string
+    "E": on('"\\/bfnrt', "") | {"u": "HHHH"},  # behind a backslash
+    "H": on(DIGITS + "abcdefABCDEF", ""),
+    # Of a number, behind: a minus, a leading 0, digits, a point, digits behind it
+    "P": NUMBER,
+    "Z": {".": "F"} | EXPONENT,
+    "Q": on(DIGITS, "Q") | {".": "F"} | EXPONENT,
+    "F": on(DIGITS, "G"),
+    "G": on(DIGITS, "G") | EXPONENT,
+    # e, its sign, its digits
+    "X": on("+-", "Y") | on(DIGITS, "W"),
+    "Y": on(DIGITS, "W"),
+    "W": on(DIGITS, "W"),
 }
-WHOLE_NUMBERS = ("0", "int", "fraction", "exponent")
+# The first item of a list, or its end
+RULES["L"] = {char: lacks + "I" for char, lacks in RULES["V"].items()} | {"]": ""}
+WHOLE_NUMBERS = ("Z", "Q", "G", "W")  # these may end before any character
+OPEN, BETWEEN = "KNMLI", "OKNMLIV:"  # symbols of an open object or list; where spaces may stand
 
 
 class State(NamedTuple):
     """Where in the object a text ends."""
 
-    mode: str = "start"
-    rest: str = ""  # of a literal; hexadecimal digits that \\u lacks
-    is_key: bool = False  # a string is the name of a value
-    stack: str = ""  # what is open: { and [
+    lacks: str = "O"  # "" = the object is complete
     n_spaces: int = 0
 
 
@@ -44,61 +59,19 @@ def advance(state: State, char: str) -> State | None:
     """Return the state after one more character, None if it does not fit.
 
     char: a byte as a character; those from 0x80 on may stand in strings."""
-    mode, rest, is_key, stack, n_spaces = state
-    if mode == "string":
-        if char == '"':
-            return State("colon", stack=stack) if is_key else State("after", stack=stack)
-        if char == "\\":
-            return state._replace(mode="escape")
-        return state if char >= " " else None
-    if mode == "escape":
-        if char == "u":
-            return state._replace(mode="hex", rest="0000")
-        return state._replace(mode="string") if char in '"\\/bfnrt' else None
-    if mode == "hex":
-        if char not in "0123456789abcdefABCDEF":
-            return None
-        return state._replace(mode="hex" if rest[1:] else "string", rest=rest[1:])
-    if mode == "literal":
-        if char != rest[0]:
-            return None
-        return State("literal" if rest[1:] else "after", rest[1:], stack=stack)
-    if mode in NUMBERS:
-        kind = "1" if char in "123456789" else char.lower()
-        if kind in NUMBERS[mode]:
-            return State(NUMBERS[mode][kind], stack=stack)
-        return advance(State("after", stack=stack), char) if mode in WHOLE_NUMBERS else None
-    if char in SPACES and mode != "done":
-        return state._replace(n_spaces=n_spaces + 1) if n_spaces < MAX_SPACES else None
-    return structure(state, char)
-
-
-def structure(state: State, char: str) -> State | None:
-    """`advance` between strings, numbers and literals."""
-    mode, stack = state.mode, state.stack
-    if mode == "start":
-        return State("key or end", stack="{") if char == "{" else None
-    if mode == "colon":
-        return State("value", stack=stack) if char == ":" else None
-    if mode == "after" and char == ",":
-        return State("key" if stack[-1] == "{" else "value", stack=stack)
-    if char in "}]":
-        ends = mode == "after" or mode == ("key or end" if char == "}" else "value or end")
-        if not ends or stack[-1] + char not in ("{}", "[]"):
-            return None
-        return State("after" if stack[1:] else "done", stack=stack[:-1])
-    if mode in ("key", "key or end"):
-        return State("string", is_key=True, stack=stack) if char == '"' else None
-    if mode not in ("value", "value or end"):
+    lacks, n_spaces = state
+    if lacks.startswith(WHOLE_NUMBERS) and char not in RULES[lacks[0]]:
+        lacks = lacks[1:]
+    if not lacks:
         return None
-    if char in "{[" and len(stack) < MAX_DEPTH:
-        return State("key or end" if char == "{" else "value or end", stack=stack + char)
-    if char == '"':
-        return State("string", stack=stack)
-    if char in LITERALS:
-        return State("literal", LITERALS[char][1:], stack=stack)
-    kind = "1" if char in "123456789" else char
-    return State({"-": "-", "0": "0", "1": "int"}[kind], stack=stack) if kind in "-01" else None
+    symbol = lacks[0]
+    if char in SPACES and symbol in BETWEEN:
+        return State(lacks, n_spaces + 1) if n_spaces < MAX_SPACES else None
+    new = RULES.get(symbol, {symbol: ""}).get(char)
+    if new is None:
+        return None
+    lacks = new + lacks[1:]
+    return State(lacks) if sum(map(lacks.count, OPEN)) <= MAX_DEPTH else None
 
 
 class JsonText:
@@ -120,17 +93,12 @@ class JsonText:
     def push(self, token: int) -> bool:
         """Take a token; return whether the text ends: it is complete, or nothing fits."""
         self.state = self.after(token)
-        return self.state is None or self.state.mode == "done"
+        return self.state is None or not self.state.lacks
 
-    def choose(self, token: int, orders: Callable[[], list[Tensor]]) -> int:
-        """Return `token` if it fits, else the first that does in these orders of ids."""
-        if self.after(token):
-            return token
-        for order in orders():
-            for other in order.tolist():
-                if self.after(other):
-                    return other
-        return token  # a vocabulary without the characters of JSON
+    def first(self, orders: list[Tensor]) -> int | None:
+        """Return the first id that fits, None in a vocabulary without the characters of JSON."""
+        ids = (token for order in orders for token in order.tolist())
+        return next(filter(self.after, ids), None)
 
 
 def drawn_orders(

@@ -1,5 +1,4 @@
-"""The key-value cache: what attention needs of earlier positions, so that generation computes each
-position once.
+"""The key-value cache: what attention needs of earlier positions, so that each is computed once.
 
 A call of the model computes new positions and keeps them:
 
@@ -7,9 +6,8 @@ A call of the model computes new positions and keeps them:
     model(idx, cache=cache.chunk(begin, T, rows))        # the same T positions of some rows
     model(idx, cache=CacheStep([cache.part(lengths)]))   # the next token (rows, 1) of every row
 
-`Rows` holds texts that come, grow and go, in several of these: texts of up to 256 tokens in one,
-of up to 512 in the next, and so on. A long text so takes memory and time for itself, not for all
-others.
+`Rows` holds texts that come, grow and go, in several of these: texts of up to 256 tokens in one, of
+up to 512 in the next, and so on. So a long text costs only its own row.
 """
 
 import math
@@ -45,11 +43,10 @@ class Part(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of each layer, (rows, K, max_length + 1, D).
+    """Keys and values of each layer, (rows, K, max_length + 1, D); the last position is a spare one.
 
-    The caller keeps the length of each row, so a finished row can be reused for another text
-    while the others go on; nothing beyond a row's length is ever attended to. The last position
-    is a spare one."""
+    The caller keeps the length of each row, beyond which nothing is attended to. So a finished row
+    can be reused for another text while the others go on."""
 
     def __init__(
         self,
@@ -81,8 +78,7 @@ class KVCache:
         return CacheChunk(self, begin, begin + T, slice(None) if rows is None else rows)
 
     def part(self, lengths: list[int]) -> Part:
-        """Return the part of a CacheStep: the next position of the first rows, -1 = leave the
-        row unchanged."""
+        """Return the next position of the first rows, for a CacheStep; -1 = leave a row unchanged."""
         n_widths = max(lengths) // MIN_WIDTH + 1
         if self.few_widths:
             n_widths = 1 << (n_widths - 1).bit_length()  # a power of two
@@ -92,9 +88,11 @@ class KVCache:
         return Part(self.keys, self.values, lengths, self.span[:width])
 
     def resize(self, rows: int) -> None:
-        """Keep the first rows, as many as there are then."""
-        self.keys = [resized(x, rows) for x in self.keys]
-        self.values = [resized(x, rows) for x in self.values]
+        """Have this many rows, of which the first are kept."""
+        for layers in (self.keys, self.values):
+            for i, x in enumerate(layers):
+                layers[i] = empty((rows, *x.shape[1:]), x.device, x.dtype).zero_()
+                layers[i][: len(x)] = x[:rows]
 
 
 def empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -106,18 +104,9 @@ def empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
     return torch.empty(shape, device=device, dtype=dtype)
 
 
-def resized(x: Tensor, rows: int) -> Tensor:
-    new = empty((rows, *x.shape[1:]), x.device, x.dtype).zero_()
-    new[: len(x)] = x[:rows]
-    return new
-
-
-def attend_by_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    width = mask.shape[-1]
-    return cached_attention(q, keys[:, :, :width], values[:, :, :width], mask)
-
-
 class CacheChunk:
+    """Positions begin to end of some rows of a cache, in which prompts are read (prefill)."""
+
     def __init__(self, cache: KVCache, begin: int, end: int, rows: Tensor | slice) -> None:
         self.cache, self.begin, self.end, self.rows = cache, begin, end, rows
         self.positions = cache.span[begin:end].unsqueeze(0)  # (1, T)
@@ -128,8 +117,7 @@ class CacheChunk:
         return partial(self.attend, self.cache.keys[i], self.cache.values[i])
 
     def attend(self, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v (n, K, T, D); return the attention of q (n, H, T, D) to these rows from
-        their beginning."""
+        """Store k, v (n, K, T, D); return the attention of q (n, H, T, D) to these rows."""
         keys[self.rows, :, self.begin : self.end] = k
         values[self.rows, :, self.begin : self.end] = v
         known = keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
@@ -137,19 +125,15 @@ class CacheChunk:
 
 
 class CacheStep:
-    """The next position of rows of one or more caches, whose rows follow each other in the batch.
-
-    parts: for each cache its keys, values, lengths (n,) of its first n rows, and positions
-    (width,) to attend to."""
+    """The next position of rows of one or more caches (decode), one behind another in the batch."""
 
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
         self.sizes = [part.lengths.shape[0] for part in parts]
         device = parts[0].lengths.device
         self.rows = [torch.arange(n, device=device) for n in self.sizes]
-        # (n, 1)
+        # The position of each row, (n, 1); one without a place of its own takes the last
         at = [part.lengths.clamp(max=part.span.shape[0] - 1).unsqueeze(1) for part in parts]
-        # q, keys, values -> attention of each row to its own positions
         self.attentions = [attention_of(*each) for each in zip(parts, at, strict=True)]
         self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)
 
@@ -177,13 +161,17 @@ def attention_of(part: Part, at: Tensor) -> Callable:
     """Return a function of q, keys and values: the attention of each row up to its place at (n,
     1)."""
     keys = part.keys[0]
-    # See `empty`
-    if keys.stride(1) > keys.stride(2):
+    if keys.stride(1) > keys.stride(2):  # the heads lie apart, see `empty`
         mask = additive_mask(part.span <= at, keys.dtype)[:, None, None]  # (n, 1, 1, width)
         return partial(attend_by_mask, mask=mask)
     starts = torch.arange(len(at) + 1, device=at.device, dtype=torch.int32) * keys.shape[2]
-    how = {"starts": starts, "lengths": (at[:, 0] + 1).int(), "width": part.span.shape[0]}
-    return partial(attention_by_length, **how)
+    lengths, width = (at[:, 0] + 1).int(), part.span.shape[0]
+    return partial(attention_by_length, starts=starts, lengths=lengths, width=width)
+
+
+def attend_by_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    width = mask.shape[-1]
+    return cached_attention(q, keys[:, :, :width], values[:, :, :width], mask)
 
 
 # ---- texts that come and go ----------------------------------------------------------------------
@@ -203,7 +191,11 @@ class Row:
 
     def copy(self, source: "Row", n: int) -> None:
         """Take the first n positions from another text, which begins with the same ids."""
-        for to, of in zip(self.views(n), source.views(n), strict=True):
+        self.take(source.views(n))
+
+    def take(self, views: list[Tensor]) -> None:
+        """Take what `views` of another row had: of each layer (K, n, D)."""
+        for to, of in zip(self.views(views[0].shape[1]), views, strict=True):
             to.copy_(of)
 
     def saved(self, cfg: ModelConfig) -> "Row":
@@ -221,11 +213,9 @@ def row_length(cfg: ModelConfig, length: int) -> int:
 
 
 class Rows:
-    """The caches of texts, by their max_length. Texts that end leave no gap: a decoding step
-    computes no idle rows.
-
-    fixed: this many rows in one cache, with gaps, for a recorded step; 0 = as many as there are
-    texts."""
+    """The caches of texts, by their max_length. Texts that end leave no gap: no step computes idle
+    rows. fixed: this many rows in one cache, with gaps, for a recorded step; 0 = as many as there
+    are texts."""
 
     def __init__(
         self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, fixed: int = 0
@@ -242,6 +232,7 @@ class Rows:
         size, old, slot = row_length(self.cfg, length), row.cache, row.slot
         if old is not None and size <= old.max_length:
             return
+        # A recorded step has one cache, which keeps its rows.
         if self.fixed:
             self.widen(size)
             if old is None:
@@ -249,17 +240,17 @@ class Rows:
                 row.slot = row.cache.texts.index(None)
                 row.cache.texts[row.slot] = row
             return
+        # Others get the next row of the cache of their length, which grows to twice its rows.
         if size not in self.caches:
             self.caches[size] = KVCache(self.cfg, together, size, *self.where)
         cache = self.caches[size]
         if len(cache.texts) == len(cache.keys[0]):
             cache.resize(len(cache.texts) + max(together, len(cache.texts)))
-        views = row.views(len(row.cached_ids)) if old is not None else ()
+        views = row.views(len(row.cached_ids)) if old is not None else None
         row.cache, row.slot = cache, len(cache.texts)
         cache.texts.append(row)
-        for to, of in zip(row.views(len(row.cached_ids)), views, strict=False):
-            to.copy_(of)
         if old is not None:
+            row.take(views)
             self.leave(old, slot)
 
     def widen(self, size: int) -> None:
@@ -283,19 +274,17 @@ class Rows:
             return
         last = cache.texts.pop()
         if slot < len(cache.texts):
-            moved, cache.texts[slot] = last.views(len(last.cached_ids)), last
+            views, cache.texts[slot] = last.views(len(last.cached_ids)), last
             last.slot = slot
-            for to, of in zip(last.views(len(last.cached_ids)), moved, strict=True):
-                to.copy_(of)
+            last.take(views)
         if not cache.texts:
             del self.caches[cache.max_length]
-        elif 4 * len(cache.texts) <= len(cache.keys[0]):
+        elif 4 * len(cache.texts) <= len(cache.keys[0]):  # and shrinks to half of them
             cache.resize(2 * len(cache.texts))
 
     def step(self, lengths: dict[Row, int]) -> tuple[list[Part], list[Row | None]]:
-        """Return the parts of a CacheStep of the next position of these texts, and the text of
-        each row of the batch. Rows of other texts, in caches that these are in, are left as they
-        are."""
+        """Return the parts of a CacheStep of the next position of these texts, and the text of each
+        row of the batch. Other texts in the same caches are left as they are."""
         parts, rows = [], []
         for cache in self.caches.values():
             at = [lengths.get(row, -1) for row in cache.texts]
@@ -317,8 +306,7 @@ def n_shared(a: list[int], b: list[int]) -> int:
 class PrefixIndex:
     """Texts in alphabetical order of their ids.
 
-    Of all of them, one of the two between which a text belongs shares the longest beginning with
-    it."""
+    Of all texts, one of the two beside a new text's place begins most like it."""
 
     def __init__(self) -> None:
         self.sorted: list[tuple[list[int], Row]] = []

@@ -1,9 +1,8 @@
 """Markdown of an answer -> HTML that the page may show. The text is a model's: it is not trusted.
 
 markdown-it-py reads it, latex2mathml writes its formulas, and nh3 lets through no element,
-attribute or address but those named below. Pictures become links: the page loads nothing.
-
-serve.py lets a process of its own do it: some texts take a second, in which others would wait.
+attribute or address but those named below. Pictures become links: the page loads nothing. This runs
+in a process of its own: some texts take a second, in which others would wait.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import functools
 import json
 import os
 import re
-import signal
 import sys
 from typing import Any
 
@@ -40,11 +38,10 @@ def to_html(text: str, whole: bool) -> tuple[str, str]:
     tokens = reader.parse(text[:MAX_CHARS])
     n_chars = len(text)
     if not whole or n_chars > MAX_CHARS:
-        begins = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
-        while begins and tokens[begins[-1]].map is None:  # a formula does not say where it begins
-            begins.pop()
-        last = begins[-1] if begins else 0
-        line = tokens[last].map[0] if begins else 0
+        # The last block that says where it begins, as formulas do not, and what follows is the rest.
+        blocks = [i for i, one in enumerate(tokens) if one.level == 0 and one.nesting >= 0]
+        last = next((i for i in reversed(blocks) if tokens[i].map is not None), 0)
+        line = tokens[last].map[0] if blocks and tokens[last].map else 0
         ends = [match.end() for match in re.finditer(r"\r\n?|\n", text[:MAX_CHARS])]
         tokens, n_chars = tokens[:last], ends[line - 1] if line else 0
     html = reader.renderer.render(tokens, reader.options, {})
@@ -95,8 +92,8 @@ def leave_long_ones(state: Any) -> None:
 
 
 def adjust(state: Any) -> None:
-    """Make pictures and bare addresses links, and say alignment by an attribute: the page's headers
-    allow no styles."""
+    """Make pictures and bare addresses links, and say alignment without styles, which the page's
+    headers do not allow."""
     from markdown_it.token import Token
 
     def link(address: str, text: str) -> list[Token]:
@@ -143,15 +140,9 @@ def render_formula(_: Any, tokens: list, i: int, _options: Any, _env: Any) -> st
     return f"<p>{html}{number}</p>" if token.block else html
 
 
-def serve() -> None:
-    """Answer the lines of standard input, [text, whole], until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this ends
+if __name__ == "__main__":
     markdown_reader(), cleaner()  # what they import takes long on a busy machine
     with contextlib.suppress(AttributeError, OSError):
         os.nice(10)  # answers that are written go first
-    for line in sys.stdin:
+    for line in sys.stdin:  # [text, whole], after an empty one
         print(json.dumps(to_html(*json.loads(line)) if line.strip() else "ready"), flush=True)
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,18 +1,17 @@
 """OpenAI's API: the body of a request -> prompts and parameters, and tokens -> its answer, whole or
 as the pieces of a stream. No HTTP.
 
-A field that is known and would change the answer, but cannot be served, is refused. A field that is
-not known changes nothing: it is named once in the log.
+A known field that would change the answer but cannot be served is refused. An unknown one changes
+nothing and is named once in the log.
 
-A Job has a Choice for each answer that a request asks for. A Choice divides the text of a sample
-into thoughts, what is said and calls of tools, and says which log-probabilities belong to it.
+A request has a Choice for each answer that it asks for. It divides the text of a sample into
+thoughts, what is said and calls of tools, and says which log-probabilities belong to it.
 """
 
-import asyncio
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -21,8 +20,7 @@ from groundup.files.turns import BadRow, turns_at, with_system
 from groundup.files.untrusted import mended
 from groundup.generate.call_forms import CallReader
 from groundup.generate.completion import begin_prompt
-from groundup.generate.engine import Request, Sample, Token, n_pending
-from groundup.generate.http import Metrics, Refused
+from groundup.generate.engine import Request, Token, n_pending
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import THINK, THINK_END, ToolTurn
@@ -33,7 +31,13 @@ SAMPLING = "temperature top_p presence_penalty frequency_penalty top_k min_p rep
 SAMPLING += " ignore_eos skip_special_tokens"
 SAMPLING = {name: name for name in SAMPLING.split()} | {"min_tokens": "min_new_tokens"}
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
-REFUSED = {  # fields that would change the answer, with the values that change nothing
+# Fields that would change the answer and cannot be served, with the values that change nothing.
+REFUSED = (
+    "structured_outputs allowed_token_ids repetition_detection logits_processors prompt_embeds"
+    " truncate_prompt_tokens prompt_logprobs logprob_token_ids chat_template cache_salt"
+    " guided_json guided_regex guided_choice guided_grammar"
+)
+REFUSED = dict.fromkeys(REFUSED.split(), ()) | {
     "logit_bias": ({},),
     "response_format": ({"type": "text"}, {"type": "json_object"}),
     "modalities": (["text"],),
@@ -42,38 +46,44 @@ REFUSED = {  # fields that would change the answer, with the values that change 
     "functions": ([],),
     "function_call": ("none", "auto"),
     "use_beam_search": (False,),
-    "structured_outputs": (),
     "bad_words": ([],),
-    "allowed_token_ids": (),
     "include_stop_str_in_output": (False,),
-    "repetition_detection": (),
     "max_repetition_pattern_size": (0,),
     "min_repetition_pattern_size": (0,),
     "repetition_min_count": (0,),
-    "logits_processors": (),
     "watermarking": (False,),
-    "truncate_prompt_tokens": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "logprob_token_ids": (),
     "thinking_token_budget": (-1,),
     "include_reasoning": (True,),
-    "chat_template": (),
     "documents": ([],),
     "priority": (0,),
-    "cache_salt": (),
 }
-REFUSED |= {f"guided_{kind}": () for kind in ("json", "regex", "choice", "grammar")}
 REFUSED_IN_CHATS = {"echo": (False,), "add_special_tokens": (False,)}
 REFUSED_IN_COMPLETIONS = {"add_special_tokens": (True,)}
 # Fields that change no answer. Others that are not known are named in the log.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier")
 WITHOUT_EFFECT += ("prompt_cache_key", "cache_prompt", "parallel_tool_calls")
-MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "id")
-MESSAGE += ("reasoning_content", "reasoning")  # thoughts of earlier answers are not read
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+UNREAD = ("id", "reasoning_content", "reasoning")  # thoughts of earlier answers are not repeated
 MAX_N, MAX_TOP_LOGPROBS, MAX_STOPS = 16, 20, 16
 MAX_LOGGED = 100  # names of unknown fields
 logged: set[str] = set()
+
+
+class Refused(Exception):
+    """A request that is answered with an error, in OpenAI's shape."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.status = status
+        error = {"message": message[:1000], "type": kind, "param": param, "code": code}
+        self.body = {"error": error}
+
+
+# ---- a request -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -87,12 +97,14 @@ class ParsedRequest:
     chat: bool
     stream: bool
     include_usage: bool
-    echo: bool
     limited: bool  # whether the body says how many tokens there may be
-    scores_only: bool  # max_tokens=0 with echo: the prompt's log-probabilities, no new token
-    tools: list[dict]  # that a chat's answer may call
-    runs_tools: bool  # the answer may call the server's own, shown or not, which it runs
-    proceeds: bool  # the last message is the beginning of the answer
+    # Of a text to continue
+    echo: bool = False  # the answer begins with the prompt
+    scores_only: bool = False  # max_tokens=0 with echo: the prompt's log-probabilities, no token
+    # Of a chat
+    tools: list[dict] = field(default_factory=list)  # that the answer may call
+    runs_tools: bool = False  # it may call the server's own, shown or not, which the server runs
+    proceeds: bool = False  # the last message is the beginning of the answer
     template_settings: dict = field(default_factory=dict)  # of the model's chat template
 
     @property
@@ -109,66 +121,82 @@ def parse(
     server, for chats without tools. Raise Refused."""
     body = read_object(raw)
     as_json = body.get("response_format") == {"type": "json_object"}
-    refused = REFUSED | (REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS)
-    for name, allowed in refused.items():
-        value = body.pop(name, None)
-        if value is not None and value not in allowed:
-            fine = "".join(f", or give {one!r}" for one in allowed)
-            raise Refused(400, f"{name}={value!r:.80} is not supported: leave it out{fine}", name)
-
-    tools, settings, echo, proceeds, runs_tools = [], {}, False, False, False
+    refuse_unsupported(body, REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS)
     if chat:
-        prompts = [conversation(body.pop("messages", None))]
-        runs_tools = own_tools is not None and not as_json and "tools" not in body
-        runs_tools &= body.get("tool_choice") != "none"
-        tools = called_tools(body) or list(own_tools or ()) * runs_tools
-        proceeds = begun_answer(body, prompts[0])
-        settings = take(body, "chat_template_kwargs", dict, {})
-        if "reasoning_effort" in body:
-            settings = {"reasoning_effort": take(body, "reasoning_effort", str, "")} | settings
+        own = chat_fields(body, None if as_json else own_tools)
     else:
-        prompts = texts_or_ids(body.pop("prompt", None))
-        echo = take(body, "echo", bool, False)
-    limit_name, limit = token_limit(body, chat)
+        own = {"prompts": texts_or_ids(body), "echo": take(body, "echo", bool, False)}
+    echo = own.get("echo", False)
+
+    # What decides the draws
+    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
+    limit_name, limit = list(limits.items())[-1] if limits else (LIMITS[0], None)
     scores_only = echo and limit == 0
     n = take(body, "n", int, 1)
     if not 1 <= n <= MAX_N:
         raise Refused(400, f"n must be from 1 to {MAX_N}, got {n}", "n")
-
     values = defaults | sampling_values(body, seed) | {"json_object": as_json}
     values["n"] = 1 if values.get("temperature") == 0 else n
     top = likeliest(body, chat)
     values |= {"logprobs": top, "prompt_logprobs": top if echo else -1}
     if limit is not None:
         values["max_new_tokens"] = 1 if scores_only else limit
-    names = {"max_new_tokens": limit_name} | {ours: name for name, ours in SAMPLING.items()}
 
     options = take(body, "stream_options", dict, {})
-    asked = ParsedRequest(
-        model=take(body, "model", str, ""),
-        prompts=prompts,
-        params=sampling_params(values, names),
-        n=n,
-        chat=chat,
-        stream=take(body, "stream", bool, False),
-        include_usage=take(options, "include_usage", bool, False),
-        echo=echo,
-        limited=limit is not None,
-        scores_only=scores_only,
-        tools=tools,
-        runs_tools=runs_tools,
-        proceeds=proceeds,
-        template_settings=settings,
-    )
+    own |= {"limited": limit is not None, "scores_only": scores_only, "n": n, "chat": chat}
+    own["params"] = sampling_params(values, limit_name)
+    own["model"] = take(body, "model", str, "")
+    own["stream"] = take(body, "stream", bool, False)
+    own["include_usage"] = take(options, "include_usage", bool, False)
     log_unknown(body, "")
     log_unknown(options, "stream_options.")
-    return asked
+    return ParsedRequest(**own)
 
 
-def token_limit(body: dict, chat: bool) -> tuple[str, int | None]:
-    """Return the name and the value of the limit of new tokens; None = there is none."""
-    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
-    return list(limits.items())[-1] if limits else (LIMITS[0], None)
+def refuse_unsupported(body: dict, more: dict) -> None:
+    """Raise Refused for a field that cannot be served. more: such fields beside REFUSED."""
+    for name, allowed in (REFUSED | more).items():
+        value = body.pop(name, None)
+        if value is not None and value not in allowed:
+            fine = "".join(f", or give {one!r}" for one in allowed)
+            raise Refused(400, f"{name}={value!r:.80} is not supported: leave it out{fine}", name)
+
+
+def chat_fields(body: dict, own_tools: Sequence[dict] | None) -> dict:
+    """Return what only a chat's ParsedRequest has. own_tools: of the server. Raise Refused."""
+    messages = conversation(body.pop("messages", None))
+    says_nothing = "tools" not in body and body.get("tool_choice") != "none"
+    runs_tools = own_tools is not None and says_nothing
+    # Its own tools go before the server's, even none.
+    tools, choice = take(body, "tools", list, []), body.pop("tool_choice", "auto")
+    if not all(has_function(tool) and tool.get("type") == "function" for tool in tools):
+        raise Refused(400, "tools must be functions with a name", "tools")
+    if choice not in ("none", "auto"):
+        what = f"tool_choice={choice!r:.80} is not supported: it must be 'auto' or 'none'"
+        raise Refused(400, what, "tool_choice")
+    if choice == "none":
+        tools = []
+
+    # As in vLLM, the answer may continue the last message.
+    proceeds, what = take(body, "continue_final_message", bool, False), ""
+    if take(body, "add_generation_prompt", bool, not proceeds) == proceeds:
+        what = "either continue_final_message or add_generation_prompt must be true"
+    elif proceeds and (messages[-1]["role"] != "assistant" or len(messages) < 2):
+        what = "continue_final_message needs a last message of the assistant"
+    if what:
+        raise Refused(400, what, "continue_final_message")
+
+    settings = take(body, "chat_template_kwargs", dict, {})
+    if "reasoning_effort" in body:
+        # The setting of the template that most of them read
+        settings = {"reasoning_effort": take(body, "reasoning_effort", str, "")} | settings
+    return {
+        "prompts": [messages],
+        "tools": list(own_tools) if runs_tools else tools,
+        "runs_tools": runs_tools,
+        "proceeds": proceeds,
+        "template_settings": settings,
+    }
 
 
 def sampling_values(body: dict, seed: int) -> dict:
@@ -176,7 +204,13 @@ def sampling_values(body: dict, seed: int) -> dict:
     values = {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
     asked = take(body, "seed", int, -1)
     values["seed"] = seed if asked == -1 else asked % 2**63
-    values["stop"] = stop_strings(body.pop("stop", []))
+    stop = body.pop("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    are_texts = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
+    if not are_texts or len(stops) > MAX_STOPS:
+        what = f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}"
+        raise Refused(400, what, "stop")
+    values["stop"] = tuple(stops)
     stop_ids = body.pop("stop_token_ids", [])
     if stop_ids and not is_ids(stop_ids):
         raise Refused(400, f"stop_token_ids must be ids, got {stop_ids!r:.80}", "stop_token_ids")
@@ -184,39 +218,18 @@ def sampling_values(body: dict, seed: int) -> dict:
     return values
 
 
-def sampling_params(values: dict, names: dict[str, str]) -> SamplingParams:
-    """Return the parameters. names: that the client knows, of those that have another here."""
+def sampling_params(values: dict, limit_name: str) -> SamplingParams:
+    """Return the parameters. An error has the client's names; limit_name: of max_new_tokens."""
     try:
         return SamplingParams(**values)
     except UserError as error:
+        names = {ours: name for name, ours in SAMPLING.items()} | {"max_new_tokens": limit_name}
         words = str(error).removeprefix("sample: ")
         words = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), words)
+        # The field at fault, where the error begins with its name
         first = words.split(" ")[0]
         known = {one.name for one in fields(SamplingParams)} | set(names.values())
         raise Refused(400, words, first if first in known else None) from None
-
-
-def called_tools(body: dict) -> list[dict]:
-    """Return the tools that the answer may call. Raise Refused."""
-    tools, choice = take(body, "tools", list, []), body.pop("tool_choice", "auto")
-    if not all(map(is_tool, tools)):
-        raise Refused(400, "tools must be functions with a name", "tools")
-    if choice not in ("none", "auto"):
-        what = f"tool_choice={choice!r:.80} is not supported: it must be 'auto' or 'none'"
-        raise Refused(400, what, "tool_choice")
-    return tools if choice == "auto" else []
-
-
-def begun_answer(body: dict, messages: list[dict]) -> bool:
-    """Return whether the answer is to continue the last message, as vLLM does. Raise Refused."""
-    proceeds = take(body, "continue_final_message", bool, False)
-    if take(body, "add_generation_prompt", bool, not proceeds) == proceeds:
-        what = "either continue_final_message or add_generation_prompt must be true"
-        raise Refused(400, what, "continue_final_message")
-    if proceeds and (messages[-1]["role"] != "assistant" or len(messages) < 2):
-        what = "continue_final_message needs a last message of the assistant"
-        raise Refused(400, what, "continue_final_message")
-    return proceeds
 
 
 def likeliest(body: dict, chat: bool) -> int:
@@ -234,9 +247,9 @@ def likeliest(body: dict, chat: bool) -> int:
     return top
 
 
-def log_unknown(body: dict, where: str) -> None:
-    """Name the fields that are left, each once: they change nothing."""
-    for name in body:
+def log_unknown(names: Iterable[str], where: str) -> None:
+    """Name fields that are not known, each once: they change nothing."""
+    for name in names:
         line = f"serve: a client sends {where}{name[:80]!r}, which is not known and changes nothing"
         if name not in WITHOUT_EFFECT and line not in logged and len(logged) < MAX_LOGGED:
             logged.add(line)
@@ -250,18 +263,19 @@ def read_object(raw: bytes) -> dict:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        body = json.loads(raw, parse_constant=refuse)
+        text = raw.decode("utf-8-sig")
+        body = json.loads(text, parse_constant=refuse)
+        # Half a character can only come from an escape like \ud83d.
+        body = mended(body) if "\\ud" in text.lower() else body
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(body, dict):
         raise Refused(400, f"the body must be an object, got {type(body).__name__}")
-    try:
-        return {key: value for key, value in mended(body).items() if value is not None}
-    except RecursionError:
-        raise Refused(400, "the body is nested too deeply") from None
+    return {key: value for key, value in body.items() if value is not None}
 
 
 def take(body: dict, name: str, kind: type, default: Any) -> Any:
+    """Remove a field of a body and return its value. Raise Refused for one of another type."""
     value = body.pop(name, default)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise Refused(400, f"{name} must be of type {kind.__name__}, got {value!r:.80}", name)
@@ -274,27 +288,27 @@ def conversation(messages: Any) -> list[dict]:
         what = f"messages must be a list of messages, got {messages!r:.80}"
         raise Refused(400, what, "messages")
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            what = f"message {i} must be an object with a role, got {message!r:.80}"
-            raise Refused(400, what, "messages")
-        for key, kind in {"tool_calls": list, "name": str, "tool_call_id": str}.items():
-            if not isinstance(message.get(key), kind | None):
-                what = f"message {i}: {key} must be of type {kind.__name__}"
-                raise Refused(400, f"{what}, got {message[key]!r:.80}", "messages")
-        for call in message.get("tool_calls") or ():
-            if not has_function(call):
-                what = f"message {i}: a call must have a function with a name, got {call!r:.80}"
-                raise Refused(400, what, "messages")
-        log_unknown({key: None for key in message if key not in MESSAGE}, "messages[].")
-    known = [{key: one for key, one in m.items() if key in MESSAGE[:6]} for m in messages]
+        if wrong := message_problem(message):
+            raise Refused(400, f"message {i}{wrong}", "messages")
+        log_unknown([key for key in message if key not in MESSAGE + UNREAD], "messages[].")
+    known = [{key: one for key, one in m.items() if key in MESSAGE} for m in messages]
     try:
         return turns_at("messages", {"messages": known})
     except BadRow as problem:
         raise Refused(400, f"messages: {problem}", "messages") from None
 
 
-def is_tool(tool: Any) -> bool:
-    return has_function(tool) and tool.get("type") == "function"
+def message_problem(message: Any) -> str:
+    """Return what is wrong with the form of a message, "" if nothing is."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return f" must be an object with a role, got {message!r:.80}"
+    for key, kind in {"tool_calls": list, "name": str, "tool_call_id": str}.items():
+        if not isinstance(message.get(key), kind | None):
+            return f": {key} must be of type {kind.__name__}, got {message[key]!r:.80}"
+    for call in message.get("tool_calls") or ():
+        if not has_function(call):
+            return f": a call must have a function with a name, got {call!r:.80}"
+    return ""
 
 
 def has_function(value: Any) -> bool:
@@ -303,9 +317,9 @@ def has_function(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def texts_or_ids(prompt: Any) -> list[str] | list[list[int]]:
+def texts_or_ids(body: dict) -> list[str] | list[list[int]]:
     """Return a list of texts or of lists of ids: the four forms that `prompt` may have."""
-    prompt = "" if prompt is None else prompt
+    prompt = body.pop("prompt", "")
     listed = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
     if not (all(isinstance(one, str) for one in listed) or all(is_ids(one) for one in listed)):
         what = "prompt must be a text, a list of texts, token ids or a list of lists of them"
@@ -317,15 +331,6 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
-def stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop
-    are_texts = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
-    if not are_texts or len(stops) > MAX_STOPS:
-        what = f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}"
-        raise Refused(400, what, "stop")
-    return tuple(stops)
-
-
 def encode(
     tokenizer: Tokenizer, renderer: Renderer | None, asked: ParsedRequest, system: str
 ) -> list[list[int]]:
@@ -333,8 +338,7 @@ def encode(
     try:
         if not asked.chat:
             return [begin_prompt(tokenizer, p) if isinstance(p, str) else p for p in asked.prompts]
-        messages = shown_messages(asked, system)
-        begun = ""
+        messages, begun = shown_messages(asked, system), ""
         if asked.proceeds:
             *messages, last = messages
             begun = last["content"]
@@ -343,8 +347,9 @@ def encode(
             ids = renderer.render(messages, settings)
         else:
             ids = tokenizer.render(messages, add_generation_prompt=True)[0]
+        # Where the template opens thoughts they end before what is said already.
         if begun and tokenizer.decode(ids[-8:]).rstrip().endswith(THINK):
-            begun = f"\n{THINK_END}\n\n{begun}"  # without thoughts
+            begun = f"\n{THINK_END}\n\n{begun}"
         return [ids + tokenizer.encode(begun)]
     except UserError as error:
         where = "messages" if asked.chat else "prompt"
@@ -356,7 +361,7 @@ def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
     reads = tokenizer.template.reads if tokenizer.foreign_template else ()
     plain = str | bool | int | float | None
     known = {key: one for key, one in asked.items() if key in reads and isinstance(one, plain)}
-    log_unknown({key: None for key in asked if key not in known}, "chat_template_kwargs.")
+    log_unknown([key for key in asked if key not in known], "chat_template_kwargs.")
     return tokenizer.template_settings | known
 
 
@@ -424,24 +429,24 @@ class Choice:
         self.shown: list[Token] = []  # those with log-probabilities
         self.pending: list[Token] = []  # of these, those whose text is not shown yet
         self.finish: str | None = None
-        asked = self.asked
-        prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
-        thinks = asked.chat and not asked.params.json_object
-        self.thinker = ThoughtReader(prompt_end.endswith(THINK)) if thinks else None
+        asked, self.thinker = self.asked, None
+        # The prompt may end with <think>.
+        if asked.chat and not asked.params.json_object:
+            prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip()
+            self.thinker = ThoughtReader(prompt_end.endswith(THINK))
         self.caller = CallReader(asked.tools) if asked.tools or asked.runs_tools else None
         self.calls: list[dict] = []
 
     def push(self, token: Token) -> dict | None:
         """Take a token; return what a stream says of it, None = nothing yet."""
         text, thoughts, last = token.text, "", bool(token.finish)
-        echoes = self.asked.echo and not self.texts
-        found = self.echo() if echoes else []
-        echoed = self.tokenizer.decode(self.request.ids) if echoes else ""
+        echoed, found = self.echo() if self.asked.echo and not self.texts else ("", [])
         if self.asked.scores_only:
             text = ""
         else:
             found += self.newly_shown(token)
-        if self.caller and self.call_mark(token.id):
+        # The text is divided into thoughts, then calls, and the rest is said.
+        if self.caller:
             text = self.call_mark(token.id) + text
         if self.thinker:
             thoughts, text = self.thinker.push(text, last)
@@ -454,14 +459,13 @@ class Choice:
         self.finish = "tool_calls" if self.calls else token.finish or None
         if not text and not thoughts and not found and not last:
             return None
-        if self.asked.chat:
-            delta = {"content": text} if text or found and not thoughts else {}
-            delta |= {"reasoning_content": thoughts} if thoughts else {}
-            calls = [{"index": i, **call} for i, call in enumerate(self.calls)]
-            body = {"delta": delta | ({"tool_calls": calls} if calls else {})}
-        else:
-            body = {"text": text}
-        return self.described(body, found)
+        if not self.asked.chat:
+            return self.described({"text": text}, found)
+        delta = {"content": text} if text or found and not thoughts else {}
+        delta |= {"reasoning_content": thoughts} if thoughts else {}
+        if self.calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(self.calls)]
+        return self.described({"delta": delta}, found)
 
     def go_on(self, turn: ToolTurn, request: Request) -> dict:
         """Take a turn that called tools instead of its last token; return what a stream says of it.
@@ -478,21 +482,22 @@ class Choice:
         name = self.tokenizer.decode([token]) if special else ""
         return name if name in CallReader.MARKS + CallReader.INNER_MARKS else ""
 
-    def echo(self) -> list[Token]:
-        """Return the tokens of the prompt, which is repeated before the answer."""
-        ids, found, begin = self.request.ids, [], 0
+    def echo(self) -> tuple[str, list[Token]]:
+        """Return the prompt, which is repeated before the answer, and its scored tokens."""
+        text, found, begin = self.tokenizer.decode(self.request.ids), [], 0
         decoder = StreamDecoder(self.tokenizer)
         scored = self.request.prompt_logprobs if self.asked.params.logprobs >= 0 else []
-        for token, logprobs in zip(ids, scored, strict=False):
+        for token, logprobs in zip(self.request.ids, scored, strict=False):
             found.append(Token(token, "", "", logprobs, begin=begin))
             is_special = token in self.tokenizer.special_ids
             begin += len(self.tokenizer.decode([token]) if is_special else decoder.push(token))
-        self.n_echoed = self.n_shown = len(self.tokenizer.decode(ids))
-        return found
+        self.n_echoed = self.n_shown = len(text)
+        return text, found
 
     def newly_shown(self, token: Token) -> list[Token]:
         """Return the tokens whose text is shown now, not those of a stop string."""
         self.n_shown += len(token.text)
+        # A token is shown once its first character is. The last one shows all but a stop string.
         if self.asked.params.logprobs < 0:
             return []
         if not token.is_end:
@@ -525,33 +530,27 @@ class Choice:
     def logprobs(self, found: list[Token]) -> dict:
         if self.asked.chat:
             return {"content": [self.chat_entry(token.logprobs) for token in found]}
-        tokens, own, likeliest = [], [], []
+        tokens, own, top = [], [], []
         for token in found:
             tokens.append(piece(self.tokenizer, token.id))
             own.append(finite(token.logprobs[token.id]) if token.logprobs else None)
             # The chosen token comes first; as the last key it wins over others of the same text.
             pairs = reversed((token.logprobs or {}).items())
-            likeliest.append({piece(self.tokenizer, i): finite(p) for i, p in pairs} or None)
-        return {
-            "tokens": tokens,
-            "token_logprobs": own,
-            "top_logprobs": likeliest,
-            "text_offset": [token.begin for token in found],
-        }
+            top.append({piece(self.tokenizer, i): finite(p) for i, p in pairs} or None)
+        offsets = [token.begin for token in found]
+        of_each = {"token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+        return {"tokens": tokens, **of_each}
 
     def chat_entry(self, logprobs: dict[int, float]) -> dict:
         """Return a token, the first of `logprobs`, and the k likeliest, among which it may be."""
-        entries = [entry(self.tokenizer, i, logprob) for i, logprob in logprobs.items()]
-        values = list(logprobs.values())
-        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+        entries = []
+        for token, logprob in logprobs.items():
+            raw = self.tokenizer.pieces.get(token, b"")
+            text = raw.decode("utf-8", "replace")
+            entries.append({"token": text, "logprob": finite(logprob), "bytes": list(raw)})
         k = self.asked.params.logprobs
-        return entries[0] | {"top_logprobs": [entries[i] for i in order[:k]]}
-
-
-def entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
-    raw = tokenizer.pieces.get(token, b"")
-    text = raw.decode("utf-8", "replace")
-    return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+        top = sorted(entries, key=lambda entry: entry["logprob"], reverse=True)[:k]
+        return entries[0] | {"top_logprobs": top}
 
 
 def piece(tokenizer: Tokenizer, token: int) -> str:
@@ -565,70 +564,3 @@ def piece(tokenizer: Tokenizer, token: int) -> str:
 
 def finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # JSON has no -Infinity; OpenAI writes this
-
-
-# ---- all choices of a request --------------------------------------------------------------------
-
-# A token of a sample, or instead of its last token a turn that called the server's tools with the
-# request that goes on.
-Event = tuple[Sample, Token | tuple[ToolTurn, Request]] | Exception
-
-
-class Job:
-    """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and
-    the choices that they become (n for each prompt).
-
-    Its samples count in `metrics.samples` from here on, each until it has ended. All methods are
-    called in the server's thread."""
-
-    def __init__(self, asked: ParsedRequest, metrics: Metrics) -> None:
-        self.asked, self.metrics = asked, metrics
-        self.left = asked.n_samples
-        metrics.samples += self.left
-        self.loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.n_new = 0
-
-    def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
-        self.requests, n = requests, self.asked.n
-        self.n_prompt = sum(len(request.ids) for request in requests)
-        each = enumerate(request for request in requests for _ in range(n))
-        self.choices = [Choice(tokenizer, self.asked, i, request) for i, request in each]
-        self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
-
-    def receive(self, event: Event) -> None:
-        if not isinstance(event, Exception) and event[1].finish:
-            self.give_back(1)
-        self.events.put_nowait(event)
-
-    def go_on(self, request: Request) -> None:
-        """Take the request of a further turn, of one sample."""
-        self.requests.append(request)
-        self.left += 1
-        self.metrics.samples += 1
-
-    def give_back(self, n_samples: int) -> None:
-        n_samples = min(n_samples, self.left)
-        self.left -= n_samples
-        self.metrics.samples -= n_samples
-
-    def choices_of(self, sample: Sample) -> list[Choice]:
-        """Return the choices of a sample: greedy ones are copies."""
-        first = self.firsts[sample.request] + sample.index
-        return self.choices[first : first + self.asked.n // self.asked.params.n]
-
-    def push(self, sample: Sample, token: Token | tuple[ToolTurn, Request]) -> list[dict]:
-        """Take a token, or a turn with the next request; return what a stream says of it."""
-        chosen = self.choices_of(sample)
-        self.n_new += 0 if self.asked.scores_only else len(chosen)
-        if isinstance(token, Token):
-            said = [choice.push(token) for choice in chosen]
-            return [one for one in said if one]
-        turn, request = token
-        self.firsts[request] = chosen[0].index
-        self.n_prompt += len(turn.ids)
-        return [choice.go_on(turn, request) for choice in chosen]
-
-    def usage(self) -> dict:
-        counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_new}
-        return counts | {"total_tokens": self.n_prompt + self.n_new}

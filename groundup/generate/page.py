@@ -1,5 +1,5 @@
-"""What the page of serve.py needs beside the API: its files with headers that let it load nothing
-else, rendered Markdown, questions to begin with, and rows of preferences from comparisons.
+"""What the page of serve.py needs beside the API: its files, rendered Markdown, questions to begin
+with, and rows of preferences from comparisons.
 """
 
 import base64
@@ -15,8 +15,8 @@ from groundup.files.answer_files import conversation_of
 from groundup.files.row_formats import pair_of
 from groundup.files.turns import BadRow, pair_problem
 from groundup.files.untrusted import loads
-from groundup.generate.http import Refused
-from groundup.generate.openai_api import conversation, read_object, take
+from groundup.generate.completion import asked_messages
+from groundup.generate.openai_api import Refused, conversation, read_object, take
 from groundup.generate.rendering import LineProcess
 
 PAGE = Path(__file__).with_name("page.html")
@@ -27,8 +27,7 @@ MAX_EXAMPLE = 60  # characters of a question that is offered
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """Return the page and its headers: only its own script and style run, and it talks to this
-    server alone."""
+    """Return the page and its headers: it runs and loads nothing else, and asks this server only."""
     page = PAGE.read_bytes()
     for name, suffix in ((b"style", ".css"), (b"script", ".js")):
         content = PAGE.with_suffix(suffix).read_bytes()
@@ -48,8 +47,7 @@ def read_page() -> tuple[bytes, dict[str, str]]:
 
 
 def sha256(page: bytes, name: bytes) -> str:
-    """Return the hash of what stands in the page's only <script> or <style>, as a policy writes
-    it."""
+    """Return the hash of what stands in the page's only <script> or <style>."""
     (found,) = re.findall(rb"<%s>(.*?)</%s>" % (name, name), page, re.S)
     return base64.b64encode(hashlib.sha256(found).digest()).decode()
 
@@ -59,8 +57,7 @@ def render(raw: bytes) -> dict:
     long stays text."""
     body = read_object(raw)
     text, whole = take(body, "text", str, ""), take(body, "whole", bool, True)
-    answer = MARKDOWN.ask(json.dumps([text, whole]))
-    html, rest = json.loads(answer) if answer else ("", text)
+    html, rest = MARKDOWN.ask([text, whole]) or ("", text)
     return {"html": html, "rest": rest}
 
 
@@ -75,6 +72,7 @@ def examples(checkpoint: Path) -> list[str]:
             lines = file.read(1_000_000).split(b"\n")[:-1]
     except OSError:
         return []
+    # A hundred lines from all over the file, of these the short questions
     questions = []
     for line in lines[:: len(lines) // 100 + 1]:
         try:
@@ -88,10 +86,10 @@ def examples(checkpoint: Path) -> list[str]:
 
 
 def preference(raw: bytes, system: str) -> tuple[dict, str]:
-    """Return (row for the file, why training will pass it over or "") of a click: messages, two
-    answers in the order in which they stood, and which is better: 0, 1 or "tie", for which the
-    reason is "tie". system: of the server, which the models were given if the chat has none.
-    Raise Refused if dpo.py could not read the row."""
+    """Return (row for the file, why training will pass it over or "") of a click.
+
+    The body has messages, two answers as they stood, and which is better: 0, 1 or "tie", for which
+    the reason is "tie". system: of the server. Raise Refused if dpo.py could not read the row."""
     body = read_object(raw)
     messages, answers = conversation(body.get("messages")), take(body, "answers", list, [])
     better = body.get("better")
@@ -100,18 +98,17 @@ def preference(raw: bytes, system: str) -> tuple[dict, str]:
     if len(answers) != 2 or not all(isinstance(answer, dict) for answer in answers):
         what = "answers must be two objects with model, content and finish_reason"
         raise Refused(400, what, "answers")
-    if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    row = {"messages": messages}
+    row = {"messages": asked_messages(system, messages)}  # as the models were given them
+    # Of a tie the order says nothing.
     best_first = answers[::-1] if better == 1 else answers
     for side, answer in zip(("chosen", "rejected"), best_first, strict=True):
         row[side] = take(answer, "content", str, "")
         row[f"{side}_model"] = take(answer, "model", str, "")[:200]
         row[f"{side}_finish_reason"] = take(answer, "finish_reason", str, "")[:20]
-    row |= {"chosen_was_shown": ("first", "second")[better == 1], "time": int(time.time())}
+    row["time"] = int(time.time())
     if better == "tie":
-        del row["chosen_was_shown"]
         return row, "tie"
+    row["chosen_was_shown"] = ("first", "second")[better]
     pair, problem = pair_of(row)
     if not pair:
         raise Refused(400, f"this is no preference: {problem}", "answers")
@@ -119,8 +116,7 @@ def preference(raw: bytes, system: str) -> tuple[dict, str]:
 
 
 def append(path: Path, row: dict) -> None:
-    """Add a row to a file of JSON lines. On a full disk nothing of it stays, so that the next
-    row is a line."""
+    """Add a row to a file of JSON lines. On a full disk nothing of it stays."""
     line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
     with WRITING:
         path.parent.mkdir(parents=True, exist_ok=True)

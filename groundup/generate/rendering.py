@@ -1,20 +1,23 @@
 """Conversations rendered by a model's own chat template, in a process that can be ended.
 
 A published template is a program: for some conversation it may loop for ever, or fill the memory.
-The time limit of templates.py works in the main thread only. So serve.py, which has many threads,
-asks this process; it answers one line of JSON with one.
+The time limit of templates.py works in the main thread only, and serve.py has many threads. So
+serve.py asks this process. The page's Markdown and the model's tools run in such processes, too.
 """
 
 import copy
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, TextIO
 
 from groundup.errors import UserError
+from groundup.files.untrusted import limit_memory
 from groundup.tokens import templates
 from tokenizer import Tokenizer
 
@@ -24,9 +27,12 @@ MEMORY_MB = 1000  # beside what it has after that
 MAX_KEPT = 16  # tokenizers with other settings of the template
 
 
+# ---- a process that answers lines ----------------------------------------------------------------
+
+
 class LineProcess:
-    """A module of ours in a process of its own, which answers each line with one. It is started
-    when it is needed, and ended when an answer takes too long. Several threads may call it."""
+    """A module of ours in a process of its own, which answers each line of JSON with one. It is
+    started when it is needed, and ended when an answer takes too long. Several threads may ask."""
 
     def __init__(self, module: str, *arguments: str, seconds: float) -> None:
         # -P: what lies in the current directory does not stand in for our modules
@@ -36,32 +42,29 @@ class LineProcess:
         self.process: subprocess.Popen | None = None
         self.has_ended = False  # for good
 
-    def ask(self, line: str) -> str:
-        """Return the answer to a line, "" if the process ends before it."""
+    def ask(self, question: Any) -> Any:
+        """Return the answer, None if the process ends before it."""
         with self.lock:
             if self.has_ended:
-                return ""
+                return None
             if self.process is None or self.process.poll() is not None:
                 self.start()
-            return self.exchange(line, self.seconds)
+            return self.exchange(json.dumps(question), self.seconds)
 
-    def start(self) -> str:
+    def start(self) -> Any:
         """Return the answer to an empty line."""
         pipe, paths = subprocess.PIPE, [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        self.process = subprocess.Popen(
-            self.command,
-            stdin=pipe,
-            stdout=pipe,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            text=True,
-            encoding="utf-8",
-        )
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # In a session of its own: Ctrl-C is for the one that asks.
+        how = {"start_new_session": True, "env": env, "text": True, "encoding": "utf-8"}
+        self.process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, **how)
         answer = self.exchange("", LOAD_S)
-        if not answer:
+        if answer is None:
             raise UserError(f"{' '.join(self.command[3:])}: the process does not start")
         return answer
 
-    def exchange(self, line: str, seconds: float) -> str:
+    def exchange(self, line: str, seconds: float) -> Any:
+        # A process that is killed closes its output, which ends the wait for a line.
         timer, answer = threading.Timer(seconds, self.process.kill), ""
         timer.start()
         try:
@@ -76,9 +79,9 @@ class LineProcess:
         finally:
             timer.cancel()
         if answer.endswith("\n"):
-            return answer
+            return json.loads(answer)
         self.close()
-        return ""
+        return None
 
     def close(self) -> None:
         self.process.kill()
@@ -91,25 +94,34 @@ class LineProcess:
             self.close()
 
 
+def answer_lines(
+    first: Any, answer: Callable[[Any], Any], lines: TextIO = sys.stdin, out: TextIO = sys.stdout
+) -> None:
+    """In a LineProcess: answer the empty line with `first`, and each question until they end."""
+    for line in lines:
+        found = answer(json.loads(line)) if line.strip() else first
+        print(json.dumps(found), file=out, flush=True)
+
+
+# ---- templates in one ----------------------------------------------------------------------------
+
+
 class Renderer:
     """Renders conversations with the template of the tokenizer in `directory`."""
 
     def __init__(self, directory: Path, seconds: float = templates.RENDER_S) -> None:
-        where = str(directory.absolute())
+        arguments, wait = (str(directory.absolute()), str(seconds)), templates.WAIT * seconds + 2
         self.seconds = seconds
-        self.helper = LineProcess(
-            __name__, where, str(seconds), seconds=templates.WAIT * seconds + 2
-        )
+        self.helper = LineProcess(__name__, *arguments, seconds=wait)
 
     def render(self, messages: list[dict], settings: dict, follows: bool = False) -> list[int]:
         """Return the ids of the prompt for an answer; follows: those of `tool_ids`.
 
         settings: of the template. Raise UserError."""
-        answer = self.helper.ask(json.dumps([messages, settings, follows]))
-        if not answer:
+        found = self.helper.ask([messages, settings, follows])
+        if found is None:
             limit = f"it takes more than {self.seconds:g} s or {MEMORY_MB} MB"
             raise UserError(f"tokenizer: the chat template cannot render this: {limit}")
-        found = json.loads(answer)
         if isinstance(found, str):
             raise UserError(found)
         return found
@@ -118,8 +130,9 @@ class Renderer:
 def tool_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     """Return the ids that the template writes behind an answer that called tools.
 
-    They are the turns of the tools and the opened turn of the next answer. messages: up to the
-    tools' turns, which are the last. Raise UserError for a template that writes no tools' turns."""
+    messages: up to the tools' turns, which are the last. Raise UserError for a template that writes
+    no tools' turns."""
+    # These turns, and the opened turn of the next answer
     ids, mask = tokenizer.render(messages)
     opened, _ = tokenizer.render(messages, add_generation_prompt=True)
     end = len(mask) - mask[::-1].index(1) if 1 in mask else 0  # of the answer that calls
@@ -128,30 +141,20 @@ def tool_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     return opened[end:]
 
 
-def serve(directory: str, seconds: float) -> None:
-    """Answer the lines of standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this ends
-    templates.RENDER_S = seconds
-    tokenizer = Tokenizer.load(directory)
-    limit_memory(MEMORY_MB)
-    kept = {}
-    for line in sys.stdin:
-        print(json.dumps(answer(line, tokenizer, kept)), flush=True)
-
-
-def answer(line: str, tokenizer: Tokenizer, kept: dict[str, Tokenizer]) -> list[int] | str:
-    """Return the ids of [messages, settings, follows], or the error.
-
-    kept: tokenizers by their settings."""
-    if not line.strip():
-        return "ready"
-    messages, settings, follows = json.loads(line)
+def answer(
+    tokenizer: Tokenizer, kept: dict[str, Tokenizer], question: tuple[list[dict], dict, bool]
+) -> list[int] | str:
+    """Return the ids of (messages, settings, follows), or the error. kept: tokenizers by their
+    settings."""
+    messages, settings, follows = question
     key = json.dumps(settings, sort_keys=True)
     try:
         if key not in kept:
-            if len(kept) == MAX_KEPT:
+            if len(kept) == MAX_KEPT:  # the oldest goes
                 del kept[next(iter(kept))]
-            kept[key] = with_settings(tokenizer, settings)
+            kept[key] = own = copy.copy(tokenizer)
+            vars(own).pop("template", None)  # that was made with other settings
+            own.template_settings = tokenizer.template_settings | settings
         if follows:
             return tool_ids(kept[key], messages)
         return kept[key].render(messages, add_generation_prompt=True)[0]
@@ -160,24 +163,8 @@ def answer(line: str, tokenizer: Tokenizer, kept: dict[str, Tokenizer]) -> list[
         return str(error)
 
 
-def with_settings(tokenizer: Tokenizer, settings: dict) -> Tokenizer:
-    """Return the tokenizer with these settings of its template besides its own."""
-    own = copy.copy(tokenizer)
-    vars(own).pop("template", None)  # that was made with other settings
-    own.template_settings = tokenizer.template_settings | settings
-    return own
-
-
-def limit_memory(megabytes: int) -> None:
-    """Let this process take so much more memory than it has now, where the system can do that."""
-    if sys.platform != "linux":
-        return
-    import resource
-
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + megabytes * 10**6
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
 if __name__ == "__main__":
-    serve(sys.argv[1], float(sys.argv[2]))
+    templates.RENDER_S = float(sys.argv[2])
+    tokenizer = Tokenizer.load(sys.argv[1])
+    limit_memory(MEMORY_MB)
+    answer_lines("ready", partial(answer, tokenizer, {}))

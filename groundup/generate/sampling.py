@@ -1,10 +1,9 @@
 """From logits to tokens: sampling parameters, logit processors, the draw of a token.
 
-Pure functions on tensors, called by engine.py. Order and arithmetic are those of transformers,
-bit for bit: banned ids -> repetition, frequency, presence penalty -> the argmax if temperature
-is 0, else temperature -> top_k -> top_p -> min_p -> a draw. Rows of a batch may have different
-parameters: each parameter is a tensor with one value per row, and a parameter that no row uses
-is skipped.
+Pure functions on tensors. Order and arithmetic are those of transformers, bit for bit: banned ids
+-> repetition, frequency, presence penalty -> the argmax if temperature is 0, else temperature ->
+top_k -> top_p -> min_p -> a draw. Rows of a batch may have different parameters: each is a tensor
+with one value per row, and one that no row uses is skipped.
 """
 
 import math
@@ -20,7 +19,8 @@ from groundup.errors import UserError
 
 INF = math.inf
 ID_LISTS = ("stop_token_ids", "eos_ids", "banned_ids")
-RANGES = {  # the least and the most; logits divided or multiplied by more could overflow float32
+# The least and the most; logits divided or multiplied by more could overflow float32.
+RANGES = {
     "temperature": (1e-6, 1e6),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -28,8 +28,12 @@ RANGES = {  # the least and the most; logits divided or multiplied by more could
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (1e-6, 1e6),
     "seed": (0, 2**63 - 1),
+    "max_new_tokens": (1, INF),
+    "n": (1, INF),
+    "top_k": (-1, INF),
+    "logprobs": (-1, INF),
+    "prompt_logprobs": (-1, INF),
 }
-AT_LEAST = {"max_new_tokens": 1, "n": 1, "top_k": -1, "logprobs": -1, "prompt_logprobs": -1}
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -98,20 +102,22 @@ class SamplingParams:
         """Return (name, whether the value is in range, the range in words)."""
         found = []
         for name, (least, most) in RANGES.items():
-            value, off = getattr(self, name), "0 (greedy) or " * (name == "temperature")
-            fine = least <= value <= most or bool(off) and value == 0
-            found.append((name, fine, f"{off}from {least} to {most}"))
-        for name, least in AT_LEAST.items():
-            off = " (off)" * (least < 0)
-            found.append((name, getattr(self, name) >= least, f"at least {least}{off}"))
+            value, words = getattr(self, name), f"from {least} to {most}"
+            if most == INF:
+                words = f"at least {least}" + " (off)" * (least < 0)
+            elif name == "temperature":
+                words = f"0 (greedy) or {words}"
+            greedy = name == "temperature" and value == 0
+            found.append((name, greedy or least <= value <= most, words))
         for name in ID_LISTS:
             found.append((name, min(getattr(self, name), default=0) >= 0, "ids from 0 up"))
-        n, of, m = self.n, self.best_of, self.min_new_tokens
+        n, of = self.n, self.best_of
+        fits = 0 <= self.min_new_tokens <= self.max_new_tokens
         are_texts = all(isinstance(s, str) and s for s in self.stop)
         draws = self.temperature > 0 or self.n_samples == 1
         return [
             *found,
-            ("min_new_tokens", 0 <= m <= self.max_new_tokens, "from 0 to max_new_tokens"),
+            ("min_new_tokens", fits, "from 0 to max_new_tokens"),
             ("stop", are_texts, "strings that are not empty"),
             ("best_of", of == 0 or of >= n, f"0 (as n) or at least n={n}"),
             ("best_of_by", self.best_of_by in ("sum", "mean"), "sum or mean"),
@@ -136,10 +142,14 @@ class RowParams:
             if len(ids.union(p.banned_ids)) == vocab_size:
                 what = f"leave none of the {vocab_size} ids of the model"
                 raise UserError(f"sample: banned_ids and the stop ids {what}")
-        # Never, in (B * V,)
+        # Ids that are never drawn, in (B * V,)
         banned = [row * vocab_size + i for row, p in enumerate(params) for i in p.banned_ids]
         self.banned = torch.tensor(banned, device=device) if banned else None
-        self.masked_ids = self._mask(masked, vocab_size)  # not before min_new_tokens
+        # Those that are not before min_new_tokens: (B, V) bool, or None
+        self.masked_ids = None
+        if any(masked):
+            self.masked_ids = torch.zeros(len(masked), vocab_size, dtype=torch.bool, device=device)
+            mark(self.masked_ids, masked)
         self.draws = [p.temperature > 0 for p in params]
         self.greedy = torch.tensor([not draws for draws in self.draws], device=device)  # (B,)
         self.min_new_tokens = self._column([p.min_new_tokens for p in params], 0)
@@ -154,20 +164,17 @@ class RowParams:
         self.tail = self._column([1 - p.top_p if p.top_p < 1 else -1.0 for p in rows], -1)
         self.min_p = self._column([p.min_p for p in rows], 0)
 
-    def _mask(self, ids_of_rows: list[Collection[int]], vocab_size: int) -> Tensor | None:
-        """Return (B, V) bool: True at these ids of each row; None if there are none."""
-        if not any(ids_of_rows):
-            return None
-        mask = torch.zeros(len(ids_of_rows), vocab_size, dtype=torch.bool, device=self.device)
-        for row, ids in enumerate(ids_of_rows):
-            mask[row, torch.tensor(list(ids), dtype=torch.int64, device=self.device)] = True
-        return mask
-
     def _column(self, values: list, off: float) -> Tensor | None:
         if all(value == off for value in values):
             return None
         dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float32
         return torch.tensor(values, dtype=dtype, device=self.device).unsqueeze(1)
+
+
+def mark(mask: Tensor, ids_of_rows: Sequence[Collection[int]]) -> None:
+    """Set these ids of each row of mask (B, V)."""
+    for row, ids in enumerate(ids_of_rows):
+        mask[row, torch.tensor(list(ids), dtype=torch.int64, device=mask.device)] = True
 
 
 # ---- processors and the choice -------------------------------------------------------------------
@@ -186,12 +193,11 @@ class Seen:
     ) -> None:
         self.counts = torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device)
         self.present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
-        for row, ids in enumerate(prompts):
-            self.present[row, torch.tensor(list(ids), dtype=torch.int64, device=device)] = True
+        mark(self.present, prompts)
+        mark(self.present, outputs)
         for row, ids in enumerate(outputs):
             tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
             self.counts[row] = tokens.bincount(minlength=vocab_size)
-            self.present[row, tokens] = True
 
     def add(self, tokens: Tensor) -> None:
         """tokens (B,) int64: the next output token of every row."""
@@ -206,9 +212,7 @@ class Seen:
 
 def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: list[int] | int) -> Tensor:
     """Return logits (B, V) float32 with penalties, banned ids at -inf. n_out: output tokens of each
-    row, or of all.
-
-    Penalties as in arXiv:1909.05858 (repetition) and the OpenAI API (frequency, presence)."""
+    row, or of all."""
     x = logits.float()
     if rows.banned is not None:
         # On a CPU a tenth of masked_fill's time
@@ -217,10 +221,10 @@ def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: list[int]
         # Not always: the copy waits for a GPU
         n_out = torch.as_tensor(n_out, device=x.device).view(-1, 1)
         x = x.masked_fill(rows.masked_ids & (n_out < rows.min_new_tokens), -INF)
-    if rows.repetition is not None:
+    if rows.repetition is not None:  # arXiv:1909.05858
         penalized = torch.where(x < 0, x * rows.repetition, x / rows.repetition)
         x = torch.where(seen.present, penalized, x)
-    if rows.frequency is not None:
+    if rows.frequency is not None:  # this and the next as in OpenAI's API
         x = x - rows.frequency * seen.counts
     if rows.presence is not None:
         x = x - rows.presence * (seen.counts > 0)
@@ -244,14 +248,11 @@ def keep_likeliest(logits: Tensor, rows: RowParams) -> Tensor:
 
 
 def confine(x: Tensor, tail: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Return logits x (B, V), -inf for the ids that top_p, then min_p remove. tail (B, 1): 1 -
-    top_p.
-
-    top_p keeps the smallest set of likeliest ids that reaches it (arXiv:1904.09751); min_p:
-    arXiv:2407.01082."""
+    """Return logits x (B, V), -inf for the ids that top_p, then min_p remove. tail: 1 - top_p."""
+    # The smallest set of likeliest ids that reaches top_p (arXiv:1904.09751)
     if tail is not None:
         x = x.masked_fill(outside_nucleus(x, tail), -INF)
-    if min_p is not None:
+    if min_p is not None:  # arXiv:2407.01082
         probs = x.softmax(dim=-1)
         x = x.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), -INF)
     return x
@@ -277,10 +278,9 @@ def outside_nucleus(logits: Tensor, tail: Tensor) -> Tensor:
 
 def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator | None]) -> Tensor:
     """Return token ids (B,) int64. logits (B, V): of process(); generators: one for each row with
-    temperature > 0.
-
-    The argmax of p / Exponential(1) is distributed as p (the exponential race).
-    torch.multinomial would take one generator for all rows and make the CPU wait for the GPU."""
+    temperature > 0."""
+    # The argmax of p / Exponential(1) is distributed as p (the exponential race). torch.multinomial
+    # would take one generator for all rows and make the CPU wait for the GPU.
     if not any(rows.draws):
         return logits.argmax(dim=-1)
     x = scale(logits, rows)
@@ -292,28 +292,21 @@ def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator
         tokens = torch.tensor([draw_on_cpu(*row) if draws else -1 for *row, draws in each])
     else:
         probs = confine(x, rows.tail, rows.min_p).softmax(dim=-1)
-        tokens = (probs / exponential(probs, rows.draws, generators)).argmax(dim=-1)
+        noise = torch.ones_like(probs)
+        for row, draws in enumerate(rows.draws):
+            if draws:
+                noise[row].exponential_(generator=generators[row])
+        tokens = (probs / noise).argmax(dim=-1)
     return tokens if all(rows.draws) else torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
-
-
-def exponential(
-    like: Tensor, draws: list[bool], generators: Sequence[torch.Generator | None]
-) -> Tensor:
-    """Return (B, V) float32 exponential noise, each row that draws from its own generator."""
-    noise = torch.ones_like(like)
-    for row in (row for row, draw in enumerate(draws) if draw):
-        noise[row].exponential_(generator=generators[row])
-    return noise
 
 
 def draw_on_cpu(
     x: Tensor, tail: Tensor | None, min_p: Tensor | None, generator: torch.Generator
 ) -> int:
-    """Return an id drawn from those of x (1, V) that top_p and min_p keep, see `confine`. A row
-    fits into the CPU's cache, a batch does not.
-
-    If the winner among all ids is kept, it also is the winner among those that are kept. So the
-    ids are sorted only if it is not, or so close to the edge of those that rounding decides."""
+    """Return an id drawn from those of x (1, V) that top_p and min_p keep, see `confine`."""
+    # One row at a time fits into the CPU's cache, a batch does not. If the winner among all ids is
+    # kept, it is the winner among the kept ones, too. So the ids are sorted only if it is not, or so
+    # close to the edge that rounding decides.
     probs = x.softmax(dim=-1)
     # exponential_ on CPU takes the logarithms one by one: 15 ns each, this way 5.
     noise = torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator)
@@ -328,8 +321,7 @@ def draw_on_cpu(
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise UserError for a row of logits (B, V) without a likeliest id: NaN, +inf, or -inf
-    everywhere.
+    """Raise UserError for a row of logits (B, V) with NaN or +inf, or -inf everywhere.
 
     choose() does not look: it would have to wait for the device at every token."""
     bad = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
@@ -339,10 +331,8 @@ def check_logits(logits: Tensor) -> None:
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """logits (B, V) of the model, chosen (B,) int64 -> ids (B, 1 + k) and their log-probabilities,
-    float32.
-
-    Column 0 is the chosen id, the others are the k highest (at most V), highest first."""
+    """Return ids (B, 1 + k) and their log-probabilities, float32: of the chosen ids (B,) int64,
+    then of the k highest (at most V), highest first. logits (B, V): of the model."""
     logps = logits.float().log_softmax(dim=-1)
     values, ids = logps.topk(min(k, logps.shape[-1]))
     chosen = chosen.unsqueeze(1)

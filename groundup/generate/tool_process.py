@@ -1,8 +1,7 @@
 """The process in which a model's tools run: python -m groundup.generate.tool_process FILE SECONDS.
 
-It answers an empty line with [schemas of the file's functions, whether prompts show them], or with
-an error, and a line of JSON, {"name", "arguments"}, with {"text", "failed"}. tools.py ends it when
-a tool loops.
+It answers an empty line with [schemas of the file's functions, whether prompts show them] or an
+error, and {"name", "arguments"} with {"text", "failed"}. tools.py ends it when a tool loops.
 """
 
 import inspect
@@ -17,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.generate.rendering import limit_memory
+from groundup.files.untrusted import limit_memory
+from groundup.generate.rendering import answer_lines
 
 MAX_CHARS = 2_000  # of a result; the rest is cut off
 MEMORY_MB = 1_000  # beside what the process has at its start
@@ -57,11 +57,8 @@ def schema_of(function: Callable) -> dict:
     if not sections[0].strip():
         raise UserError(f"{name}: it has no docstring to tell the model what it does")
     described = dict(zip(sections[1::2], sections[2::2], strict=True))
-    words = {
-        key: " ".join(value.split())
-        for key, value, _ in ARGUMENT.findall(described.get("Args", ""))
-    }
-
+    arguments = ARGUMENT.findall(described.get("Args", ""))
+    words = {key: " ".join(value.split()) for key, value, _ in arguments}
     if inspect.iscoroutinefunction(function):
         raise UserError(f"{name}: async functions are not supported; make it a plain one")
     hints, properties, required = typing.get_type_hints(function), {}, []
@@ -114,8 +111,7 @@ def call(functions: dict[str, Callable], name: str, arguments: dict) -> dict:
         result = functions[name](**arguments)
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     except (Exception, SystemExit) as error:  # the tool's answer, not the run's end
-        text = f"Error: {type(error).__name__}: {error}"
-        return {"text": text[:MAX_CHARS], "failed": True}
+        return {"text": f"Error: {type(error).__name__}: {error}"[:MAX_CHARS], "failed": True}
     if len(text) > MAX_CHARS:
         text = f"{text[:MAX_CHARS]}... ({len(text) - MAX_CHARS:,} characters more)"
     return {"text": text, "failed": False}
@@ -123,7 +119,6 @@ def call(functions: dict[str, Callable], name: str, arguments: dict) -> dict:
 
 def serve(path: str, most_s: int) -> None:
     """Answer the lines of standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this decides when it ends
     # What a tool prints must not look like an answer, and it has nothing to read.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     calls = os.fdopen(os.dup(0), encoding="utf-8")
@@ -139,11 +134,14 @@ def serve(path: str, most_s: int) -> None:
     except (Exception, SystemExit) as error:  # whatever the file does
         first = " ".join(f"{type(error).__name__}: {error}".split())
     limit_memory(MEMORY_MB)
-    for line in calls:
+
+    def answer(asked: dict) -> dict:
         signal.alarm(most_s)  # it ends on its own if the one that asks was killed meanwhile
-        found = call(functions, **json.loads(line)) if line.strip() else first
+        found = call(functions, **asked)
         signal.alarm(0)
-        print(json.dumps(found), file=answers, flush=True)
+        return found
+
+    answer_lines(first, answer, calls, answers)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from its text: the tokenizer may cut the text in another way, and training would
 that were not drawn. Results and whatever the template writes around them are appended.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
 from groundup.generate.call_forms import CallReader
-from groundup.generate.completion import asked_messages, call_ids
-from groundup.generate.engine import Engine, Result, check
+from groundup.generate.completion import asked_messages
+from groundup.generate.engine import Engine, Request, Result
 from groundup.generate.rendering import LineProcess, tool_ids
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.templates import CALL_ID
@@ -57,7 +57,7 @@ class Tools:
             raise UserError(f"config: tools={path!r}: there is no such Python file")
         self.seconds, limit = seconds, str(math.ceil(seconds) + 1)
         self.process = LineProcess("groundup.generate.tool_process", path, limit, seconds=seconds)
-        found = json.loads(self.process.start())
+        found = self.process.start()
         if isinstance(found, str) or not found[0]:
             problem = found if isinstance(found, str) else "it defines no function"
             raise UserError(f"config: tools={path!r}: {problem}")
@@ -68,12 +68,11 @@ class Tools:
         messages, n_failed = [], 0
         for number, one in enumerate(calls):
             if number < MAX_CALLS:
-                call = {"name": one["name"], "arguments": one["arguments"]}
-                answer = self.process.ask(json.dumps(call))
+                found = self.process.ask({"name": one["name"], "arguments": one["arguments"]})
                 text = f"Error: it took more than {self.seconds:g} s, or too much memory"
             else:
-                answer, text = "", f"Error: at most {MAX_CALLS} calls at a time"
-            found = json.loads(answer) if answer else {"text": text, "failed": True}
+                found, text = None, f"Error: at most {MAX_CALLS} calls at a time"
+            found = found or {"text": text, "failed": True}
             messages.append({"role": "tool", "content": scrub(found["text"])})
             n_failed += found["failed"]
         return messages, n_failed
@@ -96,6 +95,7 @@ class Tools:
             return None
         results, n_failed = self.run(calls)
         turns = [{"role": "assistant", "content": content}, *results]
+        # Mistral's calls have ids, and the result of each has the same.
         ids_of_calls = [one.get("id", "") for one in calls]
         if any(ids_of_calls):
             turns[0]["tool_call_ids"] = ids_of_calls
@@ -106,6 +106,30 @@ class Tools:
         except UserError:  # Llama 3.1's template refuses two calls in a turn
             new = []
         return ToolTurn(turns, new if len(new) < room else [], len(calls), n_failed)
+
+    def go_on(
+        self,
+        engine: Engine,
+        request: Request,
+        ids: list[int],
+        messages: list[dict],
+        begun: Sequence[int] = (),
+        follow: Callable[[list[dict]], list[int]] | None = None,
+        **changes: int,
+    ) -> tuple[ToolTurn, Request] | None:
+        """Run what the answer to a request calls. Return the turn and the request for the next one;
+        None if the answer calls nothing, or another turn has no room.
+
+        ids: of the answer, with the one that ended it. begun: those of it that were in the prompt.
+        messages, follow: see `answer`. changes: of the next request's parameters."""
+        # All turns share the first one's limit.
+        room = request.limit - len(ids)
+        turn = self.answer(engine.tokenizer, messages, [*begun, *ids[:-1]], room, follow)
+        if not turn or not turn.ids:
+            return None
+        changes |= {"max_new_tokens": room - len(turn.ids), "min_new_tokens": 0}
+        params = replace(request.params, **changes)
+        return turn, engine.request(request.index, request.ids + ids + turn.ids, params)
 
     def shown(self, messages: list[dict]) -> list[dict]:
         """Return the messages with the schemas in the first."""
@@ -135,27 +159,24 @@ class ToolAnswers:
         """Yield (index of the prompt, Result with the last turn of its answer).
 
         An answer that calls a tool waits until the others have ended."""
-        cfg, tokenizer = self.engine.model.cfg, self.engine.tokenizer
-        waiting = (check(i, ids, params, cfg, tokenizer) for i, ids in enumerate(prompts))
-        talks, begins = {}, {}  # of each prompt: its messages so far, and its length
+        waiting = (self.engine.request(i, ids, params) for i, ids in enumerate(prompts))
+        talks: dict[int, list[dict]] = {}  # of each answer that called, its messages so far
         for _ in range(MAX_TURNS - 1):
             called = []
-            for i, result in self.engine.finish(waiting):
-                talk = talks.get(i) or self.talks[tuple(result.prompt_ids)]
-                (found,), turn = result.completions, None
-                ids = result.prompt_ids + found.ids
-                end = begins.setdefault(i, len(result.prompt_ids)) + params.max_new_tokens
-                room = min(end, cfg.block_size + 1) - len(ids)
-                if found.stop_reason in params.stop_ids:
-                    turn = self.tools.answer(tokenizer, talk, found.ids[:-1], room)
-                if not turn or not turn.ids:
-                    yield i, result
+            for request in self.engine.finish(waiting):
+                talk = talks.get(request.index) or self.talks[tuple(request.ids)]
+                (found,), goes_on = request.completions.values(), None
+                if found.stop_reason in params.stop_ids:  # not cut by its limit
+                    goes_on = self.tools.go_on(self.engine, request, found.ids, talk)
+                if not goes_on:
+                    yield request.index, request.result()
                     continue
-                talks[i] = talk + turn.messages
-                own = dataclasses.replace(params, max_new_tokens=end - len(ids) - len(turn.ids))
-                called.append(check(i, ids + turn.ids, own, cfg, tokenizer))
+                turn, following = goes_on
+                talks[request.index] = talk + turn.messages
+                called.append(following)
             waiting = called
-        yield from self.engine.finish(waiting)
+        for request in self.engine.finish(waiting):
+            yield request.index, request.result()
 
 
 def read_calls(
@@ -167,14 +188,7 @@ def read_calls(
     arguments without types. The text is as our own models write calls. A call has an "id" if the
     model wrote one as Mistral's do."""
     # Rows that pad the vocabulary may be drawn, and have no text.
-    ids = [token for token in ids if token < tokenizer.vocab_size]
-    marks, parts, begin = call_ids(tokenizer), [], 0
-    for place, token in enumerate([*ids, None]):
-        if token is None or token in marks:  # a special token that begins a call has no text
-            parts.append(tokenizer.decode(ids[begin:place]))
-            parts.append(tokenizer.decode([token]) if token is not None else "")
-            begin = place + 1
-    text = "".join(parts)
+    text = tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
     # The template may have begun the thoughts; what is thought about is not called
     opened = THINK in tokenizer.template_source and THINK_END in text
     thinks = opened or text.lstrip().startswith(THINK)
@@ -183,12 +197,10 @@ def read_calls(
     calls = []
     for one in found:
         function = one["function"]
-        calls.append({"name": function["name"], "arguments": json.loads(function["arguments"])})
-    parts = [said] * bool(said) + [call_text(one) for one in calls]
-    text = text.removesuffix(rest) + "\n".join(parts)
-    for call, one in zip(calls, found, strict=True):
-        call |= {"id": one["id"]} if CALL_ID.fullmatch(one["id"]) else {}
-    return text, calls
+        call = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+        calls.append(call | ({"id": one["id"]} if CALL_ID.fullmatch(one["id"]) else {}))
+    written = [said] * bool(said) + [call_text(call) for call in calls]
+    return text.removesuffix(rest) + "\n".join(written), calls
 
 
 def check_template(tokenizer: Tokenizer, tools: Tools) -> None:

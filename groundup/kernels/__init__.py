@@ -5,12 +5,3 @@ Read attention (what a query may see, and the ways to compute it), then cross_en
 without ever holding all the logits) and distillation (the loss with a teacher). Each has a plain
 reference of a few lines beside it. attention calls attention.c on a CPU, decoding step.c.
 """
-
-import torch
-from torch import Tensor
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products: that of autocast if it is on, else that of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.compile_c import compile_c
-from groundup.kernels import compute_dtype
 
 # On a CPU, shorter rows of documents are computed with a mask, longer ones document by document:
 # a mask wastes work with the square of the length, a call per document costs a fixed time.
@@ -48,6 +47,12 @@ class Layout(NamedTuple):
     borders: Tensor | None = None  # (n + 1,) int32, see document_borders
     firsts: Tensor | None = None  # (B, T) int64: the first position that each query sees
     cache: Callable | None = None  # (q, k, v) -> attention to a cache, which stores k and v first
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products: that of autocast if it is on, else that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def choose_layout(

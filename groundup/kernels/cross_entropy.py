@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groundup.kernels import compute_dtype
+from groundup.kernels.attention import compute_dtype
 from groundup.tokens import IGNORE
 
 # Elements of the largest block of logits. Constants, because another chunk size rounds differently.

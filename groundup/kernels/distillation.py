@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groundup.kernels import compute_dtype
+from groundup.kernels.attention import compute_dtype
 from groundup.kernels.cross_entropy import (
     HeadGradients,
     chunks,

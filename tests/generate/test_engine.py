@@ -16,7 +16,7 @@ from groundup.generate import decode, engine, kv_cache
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.completion import begin_prompt, generate, never_sampled
 from groundup.generate.decode import to_int8
-from groundup.generate.engine import Engine, Request, Sample, check
+from groundup.generate.engine import Engine, Request, Sample
 from groundup.generate.kv_cache import CacheStep, KVCache
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.training import train
@@ -502,8 +502,8 @@ def test_texts_of_a_model_with_stop_strings(tokenizer):
     params = SamplingParams(max_new_tokens=40, stop=("e", " t"), n=3, eos_ids=tokenizer.stop_ids)
     results = generate(net, tokenizer, texts, params, batch_size=4)
     shown = {}
-    requests = [check(i, ids, params, net.cfg, tokenizer) for i, ids in enumerate(texts)]
-    for sample, token in Engine(net, tokenizer, rows=4).run(requests):
+    writer = Engine(net, tokenizer, rows=4)
+    for sample, token in writer.run([writer.request(i, ids, params) for i, ids in enumerate(texts)]):
         key = sample.request.index, sample.index
         shown[key] = shown.get(key, "") + token.text
     reasons = set()
@@ -760,7 +760,7 @@ def test_ids_are_the_same_alone_and_among_others_that_come_and_go(monkeypatch):
     finished, cancelled = {}, set()
     while order or busy.busy:
         for i in [order.pop() for _ in range(min(len(order), draw.choice([0, 0, 1, 5])))]:
-            requests[i] = check(i, *asked[i], net.cfg, None)
+            requests[i] = busy.request(i, *asked[i])
             busy.add(requests[i])
         if draw.random() < 0.05 and requests:
             i = draw.choice(sorted(requests))
@@ -811,7 +811,7 @@ def test_work_grows_with_the_number_of_rows_not_with_its_square(net, monkeypatch
 def test_a_long_prompt_lets_the_others_go_on(net, monkeypatch):
     monkeypatch.setattr(engine, "CHUNK_TOKENS", 8)
     busy = Engine(net, None, rows=2)
-    short, long = (check(i, prompt(n), SamplingParams(20, temperature=0), net.cfg, None) for i, n in enumerate((3, 44)))
+    short, long = (busy.request(i, prompt(n), SamplingParams(20, temperature=0)) for i, n in enumerate((3, 44)))
     busy.add(short)
     assert len(busy.step()) == 1
     busy.add(long)
@@ -832,7 +832,7 @@ def test_what_requests_share_is_read_once(net, monkeypatch):
     params, system = SamplingParams(6, temperature=0), prompt(20, seed=99)
     texts = [system + prompt(n, seed=n) for n in (5, 9, 2)] + [prompt(12, seed=1)]
     busy = Engine(net, None, rows=4)
-    requests = [check(i, ids, params, net.cfg, None) for i, ids in enumerate(texts)]
+    requests = [busy.request(i, ids, params) for i, ids in enumerate(texts)]
     for request in requests:  # all at once: the others wait for the first to read the system prompt
         busy.add(request)
     while busy.busy:
@@ -842,7 +842,7 @@ def test_what_requests_share_is_read_once(net, monkeypatch):
     assert [only([request.result()])[0] for request in requests] == [greedy_without_cache(net, ids, 6) for ids in texts]
     read.clear()
     answer = requests[1].completions[0].ids
-    later = check(7, texts[1] + answer + prompt(4), params, net.cfg, None)  # the next turn of a chat
+    later = busy.request(7, texts[1] + answer + prompt(4), params)  # the next turn of a chat
     busy.add(later)
     while busy.busy:
         busy.step()
@@ -855,7 +855,7 @@ def test_the_cache_is_as_large_as_what_is_used():
     net = random_model(tiny_config(block_size=2048))
     busy = Engine(net, None, rows=8)
     for i, n in enumerate((1500, 4, 5, 6)):
-        busy.add(check(i, prompt(n, seed=n), SamplingParams(500, temperature=0), net.cfg, None))
+        busy.add(busy.request(i, prompt(n, seed=n), SamplingParams(500, temperature=0)))
     while len(busy.running) < 4:
         busy.step()
     one = kv_cache.cache_bytes(net.cfg, 1, 2048, torch.float32)

@@ -45,7 +45,7 @@ def test_what_is_accepted_is_what_json_loads_takes():
         except (ValueError, ZeroDivisionError):
             fits = False
         state = state_after(text)
-        assert (state is not None and state.mode == "done") == fits, text
+        assert (state is not None and not state.lacks) == fits, text
         accepted += fits
         if fits:
             assert all(state_after(text[:i]) is not None for i in range(len(text)))
@@ -78,7 +78,7 @@ def test_an_untrained_model_writes_json(how):
             state = State()
             for char in raw:
                 state = advance(state, char)
-            assert state is not None and state.mode != "done"
+            assert state is not None and state.lacks
 
 
 def test_the_second_draw_has_the_probabilities_of_those_that_fit():

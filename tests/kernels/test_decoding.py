@@ -10,7 +10,7 @@ from test_model import random_ids, random_model, tiny_config
 from groundup.generate import decode
 from groundup.generate.completion import generate
 from groundup.generate.decode import decode_step, for_inference, to_int8
-from groundup.generate.engine import Engine, check
+from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.decoding import Int8Linear, NativeStep, lay_out, quantize
@@ -141,7 +141,7 @@ def test_bfloat16_ids_are_the_same_alone_and_among_others(int8):
     alone = [generate(net, None, [ids], params)[0].completions[0] for ids in prompts]
     e, found = Engine(net, None, 7), {}
     for i, ids in enumerate(prompts):
-        e.add(check(i, ids, params, net.cfg, None))
+        e.add(e.request(i, ids, params))
         e.step()
     while e.busy:
         found |= {sample.request.index: sample for sample, _ in e.step()}

@@ -181,7 +181,7 @@ def test_generation_without_copies_shares_all_weights_of_training(dtype: torch.d
         p.data = p.data.to(dtype) if p.ndim == 2 and name != "embed_tokens.weight" else p.data
     lora.add_lora(model, LoRAConfig(rank=4))
     shake(model, 1, "lora")
-    view = for_inference(model, dtype, native=False, merged=False)
+    view = for_inference(model, dtype, copies=False)
     held = {p.data_ptr() for p in model.parameters()}
     assert {p.data_ptr() for p in view.parameters()} == held and lora.lora_config_of(view) is not None
     params, prompts = SamplingParams(max_new_tokens=30, temperature=0.0), [[1, 2, 3], [4, 5, 6, 7]]

@@ -1,0 +1,700 @@
+"""The server of serve.py: its routes, who may ask, and a thread for the engine of each model.
+
+A request is read, parsed (openai_api.py) and admitted to the queue as a Job. Its prompts become
+ids and go to the engine of its model; the tokens come back one by one, and are sent as one answer
+or as a stream. The settings, `config`, are serve.py's.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import queue
+import re
+import secrets
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from groundup.errors import UserError
+from groundup.generate import page
+from groundup.generate.completion import never_sampled
+from groundup.generate.decode import to_int8
+from groundup.generate.engine import Engine, Request, Sample, Token
+from groundup.generate.openai_api import (
+    Choice,
+    ParsedRequest,
+    Refused,
+    encode,
+    parse,
+    shown_messages,
+    template_settings,
+)
+from groundup.generate.rendering import Renderer
+from groundup.generate.sampling import SamplingParams
+from groundup.generate.tools import MAX_TURNS, Tools, ToolTurn
+from groundup.train import huggingface
+from groundup.train.device import autocast
+from tokenizer import Tokenizer
+
+# Settings of serve.py that a request may change
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
+BODY_S = 20  # for a client to send its body
+HEAD_S = 10  # for the head of a connection's first request
+# Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
+KEEP_S = 30
+STALL_S = 60  # of a client that does not read what is sent to it
+# Buckets of the time to the first token
+TTFT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+UNICODE_LINE_ENDS = "\x85\u2028\u2029"
+
+# A token of a sample, or instead of its last token a turn that called the server's tools with the
+# request that goes on.
+Event = tuple[Sample, Token | tuple[ToolTurn, Request]] | Exception
+
+
+# ---- a request in the queue ----------------------------------------------------------------------
+
+
+class Job:
+    """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and
+    the choices that they become (n for each prompt).
+
+    Its samples count in `metrics.samples` from here on, each until it has ended. All methods are
+    called in the server's thread."""
+
+    def __init__(self, asked: ParsedRequest, metrics: "Metrics") -> None:
+        self.asked, self.metrics = asked, metrics
+        self.left = asked.n_samples
+        metrics.samples += self.left
+        self.loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.n_new = 0
+
+    def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
+        self.requests, n = requests, self.asked.n
+        self.n_prompt = sum(len(request.ids) for request in requests)
+        each = enumerate(request for request in requests for _ in range(n))
+        self.choices = [Choice(tokenizer, self.asked, i, request) for i, request in each]
+        self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
+
+    def receive(self, event: Event) -> None:
+        if not isinstance(event, Exception) and event[1].finish:
+            self.give_back(1)
+        self.events.put_nowait(event)
+
+    def go_on(self, request: Request) -> None:
+        """Take the request of a further turn, of one sample."""
+        self.requests.append(request)
+        self.left += 1
+        self.metrics.samples += 1
+
+    def give_back(self, n_samples: int) -> None:
+        n_samples = min(n_samples, self.left)
+        self.left -= n_samples
+        self.metrics.samples -= n_samples
+
+    def choices_of(self, sample: Sample) -> list[Choice]:
+        """Return the choices of a sample: greedy ones are copies."""
+        first = self.firsts[sample.request] + sample.index
+        return self.choices[first : first + self.asked.n // self.asked.params.n]
+
+    def push(self, sample: Sample, token: Token | tuple[ToolTurn, Request]) -> list[dict]:
+        """Take a token, or a turn with the next request; return what a stream says of it."""
+        chosen = self.choices_of(sample)
+        self.n_new += 0 if self.asked.scores_only else len(chosen)
+        if isinstance(token, Token):
+            return [said for choice in chosen if (said := choice.push(token))]
+        turn, request = token
+        self.firsts[request] = chosen[0].index
+        self.n_prompt += len(turn.ids)
+        return [choice.go_on(turn, request) for choice in chosen]
+
+    def usage(self) -> dict:
+        counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_new}
+        return counts | {"total_tokens": self.n_prompt + self.n_new}
+
+
+# ---- a model -------------------------------------------------------------------------------------
+
+
+class Model(threading.Thread):
+    """A model and its engine, which runs in this thread; jobs come by `commands`."""
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows: int,
+        compile: bool = False,
+        template_settings: str = "",
+        int8: bool = False,
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        files = huggingface.tokenizer_dir(directory)
+        self.tokenizer = Tokenizer.load(files).with_template_settings(template_settings)
+        # A foreign template may loop for ever, so it runs in a process that can be ended.
+        self.renderer = Renderer(files) if self.tokenizer.foreign_template else None
+        net = huggingface.load_model(directory, device, dtype=dtype)
+        net = to_int8(net) if int8 else net
+        with autocast(device, dtype):
+            self.engine = Engine(net, self.tokenizer, rows, compile)
+        self.cfg = net.cfg
+        self.own = {
+            "eos_ids": self.tokenizer.stop_ids,
+            "banned_ids": never_sampled(self.tokenizer, net.cfg.vocab_size),
+        }
+        self.card = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "groundup",
+            "max_model_len": net.cfg.block_size,
+            "examples": page.examples(directory),
+        }
+        self.jobs: dict[Request, Job] = {}  # that the engine has
+        self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
+        self.drawn: queue.SimpleQueue[list[tuple[Job, Event]]] = queue.SimpleQueue()  # of a step
+
+    # ---- in the thread of the engine
+
+    def run(self) -> None:
+        # Waking the server's thread lets it run, and the engine would wait for it (the GIL) instead
+        # of being in step.c meanwhile. So another thread wakes it.
+        threading.Thread(target=self.hand_over, daemon=True).start()
+        if self.engine.compile:  # in this thread, and before the first request
+            list(self.engine.stream([0], SamplingParams(max_new_tokens=2)))
+        while True:
+            # Without work, wait for a command.
+            while not self.engine.busy or not self.commands.empty():
+                self.handle_command(*self.commands.get())
+            try:
+                drawn = self.engine.step()
+            except Exception as error:
+                # Of the model or its device; the next requests may fare better.
+                traceback.print_exc()
+                self.engine.clear()
+                self.drawn.put([(job, error) for job in set(self.jobs.values())])
+                self.jobs.clear()
+                continue
+            jobs = self.jobs
+            self.drawn.put([(jobs[sample.request], (sample, token)) for sample, token in drawn])
+            for sample, _ in drawn:
+                if sample.last:
+                    del jobs[sample.request]
+
+    def handle_command(self, command: str, job: Job, requests: list[Request]) -> None:
+        for request in requests:
+            if command == "cancel":
+                self.engine.cancel(request)
+                self.jobs.pop(request, None)
+                continue
+            try:
+                self.engine.add(request)
+                self.jobs[request] = job
+            except UserError as error:  # it has no room in the memory
+                self.drawn.put([(job, error)])
+
+    def hand_over(self) -> None:
+        """Give what the engine draws to the jobs, in the server's thread."""
+
+        def receive(events: list[tuple[Job, Event]]) -> None:
+            for job, event in events:
+                job.receive(event)
+
+        while True:
+            if events := self.drawn.get():
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
+                    events[0][0].loop.call_soon_threadsafe(receive, events)
+
+    # ---- in others
+
+    @contextlib.contextmanager
+    def cancelling(self, job: Job) -> Iterator[None]:
+        """At the end, make the engine forget what is left of a job."""
+        try:
+            yield
+        finally:
+            if job.left:
+                self.commands.put(("cancel", job, job.requests))
+                job.give_back(job.left)
+
+    def requests(self, asked: ParsedRequest, system: str) -> list[Request]:
+        """Return a request for each prompt. Raise Refused if one does not fit the context."""
+        every, C = encode(self.tokenizer, self.renderer, asked, system), self.cfg.block_size
+        params = replace(asked.params, **self.own)
+        # Without a limit of its own a request needs room for one token only.
+        n_new = asked.params.max_new_tokens if asked.limited else 1
+        for ids in every:
+            if len(ids) + n_new - 1 > C:
+                words = f"This model's maximum context length is {C} tokens"
+                words += f"; the prompt has {len(ids)}"
+                words += f" and {n_new} more are asked for" if asked.limited else ""
+                where = "messages" if asked.chat else "prompt"
+                raise Refused(400, words, where, "context_length_exceeded")
+        try:
+            return [self.engine.request(i, ids, params) for i, ids in enumerate(every)]
+        except UserError as error:
+            raise Refused(400, str(error).removeprefix("sample: ")) from None
+
+    def use_tools(
+        self, tools: Tools, asked: ParsedRequest, system: str, choice: Choice, sample: Sample
+    ) -> tuple[ToolTurn, Request] | None:
+        """Run what a sample calls. Return the turn and the request of the next one; None if it
+        calls nothing, or no further turn has room."""
+        messages, begun = [*shown_messages(asked, system)], []
+        if asked.proceeds:  # the last message of the request is the beginning of the first turn
+            last = messages.pop()
+            begun = [] if choice.turns else self.tokenizer.encode(last["content"])
+        messages += choice.turns
+        follow = None
+        if self.renderer:
+            settings = template_settings(self.tokenizer, asked.template_settings)
+            follow = partial(self.renderer.render, settings=settings, follows=True)
+        # Another seed for each choice: they may have called the same.
+        request = sample.request
+        seed = (request.params.seed + choice.index) % 2**63
+        own = {"n": 1, "seed": seed}
+        return tools.go_on(self.engine, request, sample.ids, messages, begun, follow, **own)
+
+
+# ---- routes --------------------------------------------------------------------------------------
+
+
+class Server:
+    """The routes. config: the settings. tools: that the server runs."""
+
+    def __init__(self, models: dict[str, Model], config: dict, tools: Tools | None = None) -> None:
+        self.models, self.config, self.metrics = models, config, Metrics()
+        self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
+        self.page = page.read_page()
+        self.defaults = {key: config[key] for key in DEFAULTS}
+
+    def app(self) -> Any:
+        """Return the ASGI application."""
+        routes = [
+            Route("/", self.home),
+            Route("/health", self.health),
+            Route("/metrics", self.counts),
+            Route("/v1/models", self.cards),
+            Route("/v1/models/", self.cards),  # some clients end it so
+            Route("/v1/models/{name:path}", self.one_card),
+            Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
+            Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
+            Route("/v1/preferences", self.prefer, methods=["POST"]),
+            Route("/v1/render", self.render, methods=["POST"]),
+        ]
+        handlers = dict.fromkeys((Refused, HTTPException, Exception), error_response)
+        inner = Starlette(routes=routes, exception_handlers=handlers)
+        guarded = Guard(inner, {route.path for route in routes}, self.config, self.metrics)
+        origins = origins_of(self.config["cors_origins"])
+        cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        return CORSMiddleware(guarded, **cors) if origins else guarded
+
+    async def home(self, _http: Any) -> Response:
+        html, headers = self.page
+        return Response(html, headers=headers, media_type="text/html")
+
+    async def health(self, _http: Any) -> Response:
+        alive = all(model.is_alive() for model in self.models.values())
+        return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+
+    async def counts(self, _http: Any) -> Response:
+        engines = [model.engine for model in self.models.values()]
+        running = sum(len(engine.running) + len(engine.reading) for engine in engines)
+        text = self.metrics.text(running)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def cards(self, _http: Any) -> Response:
+        cards = [model.card | {"defaults": self.defaults} for model in self.models.values()]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def one_card(self, http: Any) -> Response:
+        model = self.named(http.path_params["name"])
+        return JSONResponse(model.card | {"defaults": self.defaults})
+
+    def named(self, name: str) -> Model:
+        """Return the model of this name; "" = the first."""
+        found = self.models.get(name) if name else next(iter(self.models.values()))
+        if found is None:
+            words = f"The model {name[:80]!r} does not exist; there is {', '.join(self.models)}"
+            raise Refused(404, words, "model", "model_not_found")
+        return found
+
+    async def prefer(self, http: Any) -> Response:
+        """Keep which of two answers somebody found better."""
+        raw = await read_body(http, self.config["max_body_kb"])
+        row, unused = page.preference(raw, self.config["system"])
+        path = Path(self.config["preferences"])
+        path = path.with_suffix(".ties" + path.suffix) if unused == "tie" else path
+        try:
+            await asyncio.to_thread(page.append, path, row)
+        except OSError as error:
+            raise Refused(500, f"cannot write {path}: {error.strerror or error}") from None
+        return JSONResponse({"path": str(path), "unused": unused})
+
+    async def render(self, http: Any) -> Response:
+        """Return the HTML of the Markdown of an answer."""
+        raw = await read_body(http, self.config["max_body_kb"])
+        return JSONResponse(await asyncio.to_thread(page.render, raw))
+
+    async def answer(self, http: Any, chat: bool) -> Any:
+        """Answer a request for text, in one piece or as a stream."""
+        began = time.monotonic()
+        own_tools = self.tools.schemas if self.tools else None
+        body = await read_body(http, self.config["max_body_kb"])
+        asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
+        model = self.named(asked.model)
+        job = self.admit(asked)
+        try:
+            # Encoding a long prompt takes time, in which other requests go on.
+            requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
+            job.begin(model.tokenizer, requests)
+        except BaseException:
+            job.give_back(job.left)
+            raise
+        # What every piece of the answer begins with
+        head = {
+            "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model.name,
+            "object": "chat.completion" if chat else "text_completion",
+        }
+        events = self.events(model, job, began)
+        # A client that goes away cancels its job.
+        if asked.stream:
+            texts = self.streamed(job, events, head)
+            response = StreamingResponse(texts, media_type="text/event-stream")
+            response.headers["Cache-Control"] = "no-cache"
+            return CancelOnDisconnect(response, model.cancelling(job))
+        with model.cancelling(job):
+            body = await or_disconnect(self.whole(job, events), http.receive)
+        return Response(status_code=400) if body is None else JSONResponse(head | body)
+
+    def admit(self, asked: ParsedRequest) -> Job:
+        """Return a job. Raise Refused if the queue has no room for its samples."""
+        n_samples, most = asked.n_samples, self.config["max_queue"]
+        if n_samples > most:
+            what = f"{n_samples} samples are asked for at once, max_queue is {most}"
+            raise Refused(400, what, "n")
+        if self.metrics.samples + n_samples > most:
+            raise Refused(429, "The server is busy; try again soon", None, "rate_limit_exceeded")
+        return Job(asked, self.metrics)
+
+    async def events(self, model: Model, job: Job, began: float) -> AsyncIterator[Event]:
+        """Yield the tokens of a job, and its turns that call the server's tools."""
+        n_left, first = job.left, True  # job.left counts what is generated, n_left what is taken
+        self.metrics.tokens["prompt"] += job.n_prompt
+        limit = self.config["max_seconds"]
+        model.commands.put(("add", job, list(job.requests)))
+        while n_left:
+            try:
+                async with asyncio.timeout(limit - (time.monotonic() - began)):
+                    event = await self.event(model, job)
+            except TimeoutError:
+                raise Refused(504, f"the answer was not complete after {limit} s") from None
+            if isinstance(event, UserError):
+                raise Refused(400, str(event).removeprefix("sample: "))
+            if isinstance(event, Exception):
+                raise Refused(500, "The model could not go on")
+            if first:
+                self.metrics.first_token(time.monotonic() - began)
+            first = False
+            self.metrics.tokens["generated"] += 1
+            n_left -= isinstance(event[1], Token) and bool(event[1].finish)
+            yield event
+
+    async def event(self, model: Model, job: Job) -> Event:
+        """Return the next token of a job, or a turn whose last token it is."""
+        event = await job.events.get()
+        if isinstance(event, Exception) or not job.asked.runs_tools:
+            return event
+        sample, token = event
+        choice = job.choices_of(sample)[0]
+        n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
+        if not token.is_end or n_turns == MAX_TURNS - 1:
+            return event
+        # Tools take long, and are one process: another thread runs them, one answer at a time.
+        given = self.tools, job.asked, self.config["system"], choice, sample
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self.tool_thread, model.use_tools, *given)
+        if not found:
+            return event
+        _, request = found
+        job.go_on(request)
+        model.commands.put(("add", job, [request]))
+        return sample, found
+
+    async def whole(self, job: Job, events: AsyncIterator[Event]) -> dict:
+        async for event in events:
+            job.push(*event)
+        return {"choices": [choice.whole() for choice in job.choices], "usage": job.usage()}
+
+    async def streamed(
+        self, job: Job, events: AsyncIterator[Event], head: dict
+    ) -> AsyncIterator[str]:
+        """Yield server-sent events. An error after the first of them is an event too."""
+        asked = job.asked
+        head = head | {"object": "chat.completion.chunk" if asked.chat else "text_completion"}
+        head |= {"usage": None} if asked.include_usage else {}
+        try:
+            # A chat's choices open with a role.
+            for choice in job.choices if asked.chat else ():
+                delta = {"role": "assistant", "content": ""}
+                opening = {"index": choice.index, "delta": delta, "finish_reason": None}
+                yield sse(head | {"choices": [opening]})
+            async for event in events:
+                for said in job.push(*event):
+                    yield sse(head | {"choices": [said]})
+            if asked.include_usage:
+                yield sse(head | {"choices": [], "usage": job.usage()})
+        except Refused as error:
+            yield sse(error.body)
+        yield "data: [DONE]\n\n"
+
+
+async def read_body(http: Any, max_kb: int) -> bytes:
+    """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
+    whole."""
+    most = 1024 * max_kb
+    # A page of another site may send a form without asking, but not this type.
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        what = "send the body as JSON, with the header Content-Type: application/json"
+        raise Refused(400, what)
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in http.stream():
+                raw += chunk
+                if len(raw) > most:
+                    raise Refused(413, f"the body is larger than {most:,} bytes")
+    except TimeoutError:
+        raise Refused(408, f"the body did not come within {BODY_S} s") from None
+    except ClientDisconnect:
+        raise Refused(400, "the client went away") from None
+    return bytes(raw)
+
+
+class CancelOnDisconnect:
+    """A stream that ends when its client goes away, also while it waits for a token."""
+
+    def __init__(self, response: Any, cancelling: contextlib.AbstractContextManager) -> None:
+        self.response, self.cancelling = response, cancelling
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        with self.cancelling:
+            await or_disconnect(self.response.stream_response(send), receive)
+
+
+async def or_disconnect(work: Awaitable, receive: Any) -> Any:
+    """Return what `work` does, None if the client goes away before."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sse(body: dict) -> str:
+    """Return a server-sent event. Escape what some clients take for the end of its line."""
+    text = json.dumps(body, ensure_ascii=False)
+    for char in UNICODE_LINE_ENDS:
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return f"data: {text}\n\n"
+
+
+async def error_response(http: Any, error: Exception) -> Response:
+    """Return the answer to a request that failed: in OpenAI's shape, whatever the error."""
+    if isinstance(error, HTTPException):
+        words = f"{error.detail}: {http.method} {http.url.path[:200]}"
+        error = Refused(error.status_code, words)
+    elif isinstance(error, RecursionError):
+        error = Refused(400, "the body is nested too deeply")
+    elif not isinstance(error, Refused):
+        error = Refused(500, "The server had an error while processing your request")
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    return JSONResponse(error.body, error.status, headers)
+
+
+# ---- who may ask ---------------------------------------------------------------------------------
+
+
+def origins_of(value: str) -> list[str]:
+    """Return the sites that the setting cors_origins names."""
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def check_config(config: dict) -> None:
+    """Raise UserError for settings that would let strangers in."""
+    for origin in origins_of(config["cors_origins"]):
+        # A browser sends it without a path
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            what = f"must be like https://a.example, without a path, got {origin!r}"
+            raise UserError(f"serve: cors_origins {what}")
+    if config["host"] not in THIS_MACHINE and not config["api_key"] and not config["insecure"]:
+        what = f"host={config['host']} lets other machines in"
+        raise UserError(f"serve: {what}; give --api_key=SECRET, or --insecure=True")
+
+
+class Guard:
+    """An ASGI application that checks who asks, and counts the answers of another."""
+
+    def __init__(self, inner: Any, paths: set[str], config: dict, metrics: "Metrics") -> None:
+        self.inner, self.paths, self.config, self.metrics = inner, paths, config, metrics
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.inner(scope, receive, send)
+
+        # Every answer is counted by its path, those of unknown paths together.
+        async def counted(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self.paths else "other"
+                self.metrics.requests[path, message["status"]] += 1
+            await send(message)
+
+        error = auth_error(scope, self.config)
+        answer = JSONResponse(error.body, error.status) if error else self.inner
+        return await answer(scope, receive, counted)
+
+
+def auth_error(scope: dict, config: dict) -> Refused | None:
+    """Return why a request is not answered, None if it is."""
+    headers = dict(scope["headers"])
+    key = config["api_key"]
+    if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if not hmac.compare_digest(given, key.encode()):
+            words = "Incorrect API key provided; send it as Authorization: Bearer KEY"
+            return Refused(401, words, None, "invalid_api_key")
+    # Without a key only this machine is answered, and by its own name: a web page that gives its
+    # host's name this address cannot talk to the server (DNS rebinding).
+    name = headers.get(b"host", b"").decode("latin-1").lower()
+    name = re.sub(r"(?<=.):\d+\Z", "", name)  # without the port
+    own = (*THIS_MACHINE, config["host"].lower())
+    if not key and not config["insecure"] and name not in own:
+        words = f"this server answers to {config['host']}, not to {name[:80]!r}"
+        return Refused(403, words)
+    return None
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP for uvicorn with at most `most` connections without a request; see `bounded_protocol`.
+
+    When one more comes, the oldest of them is closed: a client that sends its request at once is
+    answered, however many others are silent."""
+
+    most: int
+    waiting: dict[H11Protocol, asyncio.TimerHandle]  # without a request, the oldest first
+    stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.expect_request(HEAD_S)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.stop_waiting()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # no other request has come already
+            self.expect_request(KEEP_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.stop_waiting()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def expect_request(self, seconds: float) -> None:
+        self.stop_waiting()
+        self.waiting[self] = self.loop.call_later(seconds, self.transport.abort)
+        if len(self.waiting) > self.most:
+            oldest = next(iter(self.waiting))
+            oldest.stop_waiting()  # at once: many may come before it is closed
+            oldest.transport.abort()
+
+    def stop_waiting(self) -> None:
+        if timer := self.waiting.pop(self, None):
+            timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.stalled = self.loop.call_later(STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self.stalled:
+            self.stalled.cancel()
+            self.stalled = None
+        super().resume_writing()
+
+
+def bounded_protocol(most: int) -> type:
+    """Return the protocol of one server: its connections are counted by themselves."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"most": most, "waiting": {}})
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """What the server counts, in Prometheus's text format."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
+        self.tokens: Counter[str] = Counter()  # prompt | generated
+        self.samples = 0  # that wait or are generated
+        # Requests whose first token came within the bucket
+        self.waits: list[int] = [0] * (len(TTFT_SECONDS) + 1)
+        self.wait_s = 0.0
+
+    def first_token(self, seconds: float) -> None:
+        self.waits[next((i for i, most in enumerate(TTFT_SECONDS) if seconds <= most), -1)] += 1
+        self.wait_s += seconds
+
+    def text(self, running: int) -> str:
+        """running: samples that the engines generate now; the others of `samples` wait."""
+        lines = ["# TYPE groundup_requests_total counter"]
+        for (path, status), count in sorted(self.requests.items()):
+            lines.append(f'groundup_requests_total{{path="{path}",status="{status}"}} {count}')
+        for kind in ("prompt", "generated"):
+            name = f"groundup_{kind}_tokens_total"
+            lines += [f"# TYPE {name} counter", f"{name} {self.tokens[kind]}"]
+        gauges = {"samples_running": running, "samples_waiting": max(0, self.samples - running)}
+        for name, value in gauges.items():
+            lines += [f"# TYPE groundup_{name} gauge", f"groundup_{name} {value}"]
+        name, total = "groundup_time_to_first_token_seconds", 0
+        lines.append(f"# TYPE {name} histogram")
+        for most, count in zip((*TTFT_SECONDS, "+Inf"), self.waits, strict=True):
+            total += count
+            lines.append(f'{name}_bucket{{le="{most}"}} {total}')
+        return "\n".join([*lines, f"{name}_sum {self.wait_s:.6f}", f"{name}_count {total}", ""])
