@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,26 @@ def alone(directory):
         return generate(net, tokenizer, [ids], SamplingParams(**own | changes))[0]
 
     return call
+
+
+@pytest.mark.parametrize(("n_chars", "most"), [(10, 3), (web.BIG_BODY, 1)])
+def test_big_bodies_are_read_one_by_one(directory, monkeypatch, n_chars, most):
+    """So the engine keeps its time; others are not held up."""
+    httpx, reading, seen, requests = library("httpx"), [], [], web.Model.requests
+
+    def slowly(model, *args):
+        reading.append(1)
+        seen.append(len(reading))
+        time.sleep(0.3)
+        reading.pop()
+        return requests(model, *args)
+
+    monkeypatch.setattr(web.Model, "requests", slowly)
+    with serving(directory) as (url, _), ThreadPoolExecutor(3) as pool:
+        body = {"messages": [{"role": "user", "content": "x" * n_chars}], "max_tokens": 1}
+        answers = pool.map(lambda _: httpx.post(url + "/v1/chat/completions", json=body, timeout=60), range(3))
+        assert {answer.status_code for answer in answers} == {400 if most == 1 else 200}
+    assert len(seen) == 3 and max(seen) == most
 
 
 def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):

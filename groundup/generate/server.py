@@ -57,6 +57,8 @@ from tokenizer import Tokenizer
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
 BODY_S = 20  # for a client to send its body
+BIG_BODY = 2**16  # bytes; bodies from here on are read in turn
+BIG_SHARE = 0.2  # of the time, at most, is for reading them
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
 KEEP_S = 30
@@ -288,6 +290,7 @@ class Server:
         self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
+        self.big_bodies = asyncio.Lock()
 
     def app(self) -> Any:
         """Return the ASGI application."""
@@ -362,16 +365,17 @@ class Server:
         began = time.monotonic()
         own_tools = self.tools.schemas if self.tools else None
         body = await read_body(http, self.config["max_body_kb"])
-        asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
-        model = self.named(asked.model)
-        job = self.admit(asked)
-        try:
-            # Encoding a long prompt takes time, in which other requests go on.
-            requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
-            job.begin(model.tokenizer, requests)
-        except BaseException:
-            job.give_back(job.left)
-            raise
+        async with self.in_turn(len(body)):
+            asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
+            model = self.named(asked.model)
+            job = self.admit(asked)
+            try:
+                # Encoding a long prompt takes time, in which other requests go on.
+                requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
+                job.begin(model.tokenizer, requests)
+            except BaseException:
+                job.give_back(job.left)
+                raise
         # What every piece of the answer begins with
         head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
@@ -389,6 +393,20 @@ class Server:
         with model.cancelling(job):
             body = await or_disconnect(self.whole(job, events), http.receive)
         return Response(status_code=400) if body is None else JSONResponse(head | body)
+
+    @contextlib.asynccontextmanager
+    async def in_turn(self, n_bytes: int) -> AsyncIterator[None]:
+        """Keep time for the engine: big bodies are read one by one, with a pause after each."""
+        if n_bytes < BIG_BODY:
+            yield
+            return
+        async with self.big_bodies:
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                pause = (time.monotonic() - began) * (1 / BIG_SHARE - 1)
+                await asyncio.sleep(min(pause, 1))
 
     def admit(self, asked: ParsedRequest) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
