@@ -296,8 +296,8 @@ def test_evaluation_equals_scores_of_one_answer_at_a_time(base, monkeypatch):
 
 def test_a_run_begins_at_ln_2_learns_the_rule_and_opens_in_transformers(run, base, tmp_path):
     """Held-out pairs too; the longer answer would have won half of them. Then the same rows through --score."""
-    flags = ["--max_steps=30", "--learning_rate=6e-3", "--margin_scale=0", "--keep_last=1"]
-    assert run(*flags, "--eval_every=30", "--save_every=30") == 0
+    flags = ["--max_steps=50", "--learning_rate=3e-3", "--margin_scale=0", "--keep_last=1"]
+    assert run(*flags, "--eval_every=50", "--save_every=50") == 0
     out = tmp_path / "out"
     assert tp.events(out, "train")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     first, *_, last = tp.events(out, "eval")

@@ -785,16 +785,16 @@ def test_a_client_that_does_not_read_gives_its_place_back(server):
         assert metrics.samples == 0
 
 
-def test_silent_connections_do_not_keep_others_out(server):
+def test_silent_connections_do_not_keep_others_out(directory):
     """More of them than uvicorn would hold: without a byte, with half a head, with half of a second head."""
     httpx = library("httpx")
-    host, port = server[0].removeprefix("http://").split(":")
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-    with contextlib.ExitStack() as stack:
-        for i in range(4 * server[1].config["max_queue"] + 20):
+    with serving(directory, max_queue=8) as (url, app), contextlib.ExitStack() as stack:
+        host, port = url.removeprefix("http://").split(":")
+        for i in range(4 * app.config["max_queue"] + 20):
             one = stack.enter_context(socket.create_connection((host, int(port))))
             one.sendall((b"", request, request + b"\r\nGET")[i % 3])
-        assert httpx.get(server[0] + "/health", timeout=5).status_code == 200
+        assert httpx.get(url + "/health", timeout=5).status_code == 200
 
 
 def test_this_machines_name_in_capitals(server):
