@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groundup.files import records, row_formats
+from groundup.files import readers, records, row_formats
 from groundup.files.row_formats import Pair, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import renamed
 from groundup.files.turns import call_text, chat_problem, pair_problem
@@ -1553,6 +1553,20 @@ def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "x.parquet")
     (record,) = records.read_records(str(tmp_path / "x.parquet"))
     assert messages_of(record.value) == ([u("2 + 2?"), a(CALL)], "")
+
+
+def test_maps_with_keys_that_are_no_texts(tmp_path: Path) -> None:
+    """They are texts, as in JSON."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for k, (keys, values) in enumerate(((pa.int64(), [(1, "x")]), (pa.binary(), [(b"1", "x")]))):
+        maps = pa.array([values], pa.map_(keys, pa.string()))
+        table = pa.table({"question": ["2 + 2?"], "answer": ["4"], "scores": maps})
+        pq.write_table(table, tmp_path / f"{k}.parquet")
+        (row,) = readers.read_rows(str(tmp_path / f"{k}.parquet"), lambda row: (row, ""))
+        assert row.value == {"question": "2 + 2?", "answer": "4", "scores": {"1": "x"}}
+        assert messages_of(row.value) == (ASKED, "") and unread_keys(row.value, "chat") == ["scores"]
 
 
 def main() -> None:
