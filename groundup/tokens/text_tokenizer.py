@@ -209,11 +209,33 @@ def engine_of(tokenizer_json: bytes) -> tuple:
     A run opens the tokenizer of its data, its start and its checkpoint: most often the same one,
     and checking the merges of 50,000 tokens takes a second."""
     description = parse_object(tokenizer_json)
-    added = description.get("added_tokens") or []
+    # the library ignores empty ones
+    added = [token for token in description.get("added_tokens") or [] if token["content"]]
+    description["added_tokens"] = added
     try:
-        return "bpe", ByteLevelBPE(description), added
+        backend, engine = "bpe", ByteLevelBPE(description)
     except Unsupported as why:
-        return "tokenizers", LibraryTokenizer(description, str(why)), added
+        backend, engine = "tokenizers", LibraryTokenizer(description, str(why))
+    check_ids(added, description["model"]["vocab"])
+    return backend, engine, added
+
+
+def check_ids(added: list[dict], vocab: dict[str, int] | list) -> None:
+    """Raise UserError for an added token that has another id in the library tokenizers.
+
+    That numbers those that are not in the vocabulary on from its size, whatever the file says."""
+    known = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
+    new: dict[str, int] = {}
+    for token in added:
+        name, i = token["content"], token["id"]
+        if name not in known:
+            new.setdefault(name, len(known) + len(new))
+        wanted = known.get(name, new.get(name))
+        if i != wanted:
+            how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes the right ones"
+            raise UserError(
+                f"its token {name!r} has the id {i}, but in transformers {wanted}; {how}"
+            )
 
 
 class Pieces(dict):
@@ -247,7 +269,7 @@ def begins_text(files: dict[str, bytes], config: dict) -> bool:
     processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
     steps = processor.get("processors") or [processor]
     templates = [step for step in steps if step.get("type") == "TemplateProcessing"]
-    return any("SpecialToken" in step["single"][0] for step in templates)
+    return any("SpecialToken" in part for step in templates for part in step["single"][:1])
 
 
 def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
@@ -256,7 +278,7 @@ def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
     if isinstance(found, list):
         named = {one["name"]: one["template"] for one in found}
     else:
-        named = {"default": found}
+        named = found if isinstance(found, dict) else {"default": found}
     if "chat_template.jinja" in files:
         named["default"] = files["chat_template.jinja"].decode()
     return named
