@@ -661,21 +661,20 @@ SPEAKERS = {"Human": "user", "USER": "user", "FUNCTION RESPONSE": "tool"}
 SPEAKERS |= dict.fromkeys(("Assistant", "ASSISTANT", "MOSS"), "assistant")
 
 
-# How prompts begin that a chat template has written; HelpSteer's have a marker before later turns.
-RENDERED = re.compile(
+RENDERED = re.compile(  # how a prompt begins that a chat template has written
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
     r"(<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\]|<start_of_turn>)"
-    r"|(?s:.*)(<extra_id_1>)(?:User|Assistant)\n"
 )
+LATER_TURN = re.compile(r"(<extra_id_1>)(?:User|Assistant)\n")  # HelpSteer's
 
 
 def question_turns(text: str) -> list[dict]:
     """Return a question as the user's turn, or the turns of a dialogue that waits for its answer.
 
     Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
-    if mark := RENDERED.match(text):
+    if mark := RENDERED.match(text) or LATER_TURN.search(text):
         how = "give its turns as messages"
-        raise BadRow(f"the prompt is written by a chat template ({mark[1] or mark[2]}); {how}")
+        raise BadRow(f"the prompt is written by a chat template ({mark[1]}); {how}")
     if "Human:" not in text[:8] or not OPEN_DIALOGUE.fullmatch(text):
         return [message("user", text)]
     pattern = HH_TURN if text.startswith("\n\n") else BELLE_TURN

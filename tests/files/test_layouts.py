@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from groundup.files import readers, records, row_formats
-from groundup.files.row_formats import Pair, messages_of, pair_of, unread_keys
+from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import renamed
 from groundup.files.turns import call_text, chat_problem, pair_problem
 
@@ -1430,6 +1430,10 @@ def test_text_key_names_threads_roles_and_their_keys() -> None:
         == ASKED
     )
     assert unread_keys(renamed({"q": "2 + 2?", "r": "4"}, "question=q,answer=r"), "chat") == []
+    packed = {"q": json.dumps({"text": "2 + 2?", "tag": "x"}), "r": "4"}  # CSV
+    found = renamed(packed, "question=q.text,answer=r")
+    assert messages_of(found) == (ASKED, "") and unread_keys(found, "chat") == ["q"]
+    assert document_of({"meta": '{"body": {"text": "x"}}'}, "meta.body.text") == ("x", "")
     packed = {"log": json.dumps(row["thread_of_mine"])}
     assert messages_of(renamed(packed, names.replace("thread_of_mine", "log"))) == (ASKED, "")
 
