@@ -32,6 +32,7 @@ from groundup.tokens.engines import (
 FAST = "PreTrainedTokenizerFast"  # transformers' class that reads all of tokenizer.json
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a directory has one of them; the first wins
 FILES = (*TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
+REWRITE = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes the right files"
 MOST_IDS = 2**24  # of a tokenizer; a file may give a token any number
 
 # ---- the tokenizer ----------------------------------------------------------------------------
@@ -108,7 +109,8 @@ class TextTokenizer:
         generation_config = files.pop("generation_config.json", b"{}")
         if not set(TOKENIZERS) & set(files):
             nothing = f"no tokenizer.json or tokenizer.model in {directory}"
-            raise UserError(f"tokenizer: {nothing}; train a tokenizer")
+            older = (directory / "vocab.json").exists()
+            raise UserError(f"tokenizer: {nothing}; {REWRITE if older else 'train a tokenizer'}")
         if "tokenizer.json" not in files and "tokenizer_config.json" not in files:
             lacks = f"{directory} has a tokenizer.model but no tokenizer_config.json"
             raise UserError(f"tokenizer: {lacks}; add it")
@@ -232,9 +234,8 @@ def check_ids(added: list[dict], vocab: dict[str, int] | list) -> None:
             new.setdefault(name, len(known) + len(new))
         wanted = known.get(name, new.get(name))
         if i != wanted:
-            how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes the right ones"
             raise UserError(
-                f"its token {name!r} has the id {i}, but in transformers {wanted}; {how}"
+                f"its token {name!r} has the id {i}, but in transformers {wanted}; {REWRITE}"
             )
 
 
