@@ -74,7 +74,8 @@ class Tokenizer(TextTokenizer):
 
     It comes from `Tokenizer.load` or groundup/tokens/training.py.
 
-    foreign_template: whether conversations are written by a chat template that is not ours
+    foreign_template: whether conversations are rendered by a chat template: another's, or ours
+        where a space is put before a text, so that its parts cannot be encoded one by one
     turn_end_id: the id that ends an assistant's turn, -1 if there is no chat template
     """
 
@@ -84,6 +85,9 @@ class Tokenizer(TextTokenizer):
         self.template_source = templates.get("default", "")
         self.tool_template_source = templates.get("tool_use", "")
         self.foreign_template = self.template_source not in ("", CHAT_TEMPLATE)
+        if self.template_source == CHAT_TEMPLATE:
+            inside = self.engine.encode_spans("a", engines.INSIDE)[0]
+            self.foreign_template = self.encode("a") != inside
         self.template_settings = dict(self.config.get("chat_template_kwargs") or {})
         self.recent_ids = lru_cache(maxsize=RECENT)(self._ids)
         self.turn_end_id = self._find_turn_end()
@@ -388,7 +392,8 @@ def with_specials(files: dict[str, bytes], names: list[str], first: int) -> dict
     added += [engines.added_token(name, i) for i, name in numbered]
     # A library that reads the file numbers added tokens on from the size of "vocab", unless they
     # are in it.
-    description["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
+    if isinstance(description["model"]["vocab"], dict):  # Unigram's is a list
+        description["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
     return files | {"tokenizer.json": engines.to_json(description)}
 
 

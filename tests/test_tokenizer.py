@@ -551,6 +551,12 @@ def add_word(d: dict, content: str, **flags: bool) -> None:
     d["added_tokens"].append(d["added_tokens"][0] | {"id": 640, "content": content, "special": False} | flags)
 
 
+def specials_in_vocab(d: dict) -> dict:
+    """Return the vocabulary with the special tokens in it: others would get ids from its size on."""
+    d["model"]["vocab"] |= {token["content"]: token["id"] for token in d["added_tokens"]}
+    return d["model"]["vocab"]
+
+
 def swap_two_merges(d: dict) -> None:
     merges = d["model"]["merges"]
     merges[3], merges[50] = merges[50], merges[3]
@@ -602,13 +608,13 @@ def split_by(*steps: dict) -> dict:
         (lambda d: d.update(pre_tokenizer=None), "tokenizers"),
         (lambda d: d.update(normalizer=LOWER), "tokenizers"),
         (lambda d: d["model"]["merges"].pop(100), "tokenizers"),
-        (lambda d: d["model"]["vocab"].update(zqzq=5000), "tokenizers"),
+        (lambda d: specials_in_vocab(d).update(zqzq=5000), "tokenizers"),
         (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\p{L}+"), "tokenizers"),
         (lambda d: add_word(d, "<x>", lstrip=True), "tokenizers"),
         (lambda d: add_word(d, "<|im_end|>!"), "tokenizers"),
         (swap_two_merges, "tokenizers"),
         (swap_two_ids, "tokenizers"),
-        (lambda d: [d["model"]["vocab"].pop(TO_CHAR[byte]) for byte in (*UNUSED_BYTES, 0, 11, 0xF0)], "bpe"),
+        (lambda d: [specials_in_vocab(d).pop(TO_CHAR[byte]) for byte in (*UNUSED_BYTES, 0, 11, 0xF0)], "bpe"),
     ],
 )
 def test_any_tokenizer_json_gives_the_ids_of_its_library(bpe: Tokenizer, tmp_path: Path, change, backend: str):
@@ -695,6 +701,9 @@ def test_nothing_to_load(tmp_path: Path):
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="no tokenizer.json or tokenizer.model"):
             Tokenizer.load(directory)
+    (tmp_path / "vocab.json").touch()  # as GPT-2 had it
+    with pytest.raises(UserError, match=r"model in .*; AutoTokenizer.*save_pretrained.DIR. writes"):
+        Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(UserError, match="no tokenizer_config.json"):
         Tokenizer.load(tmp_path)

@@ -1,7 +1,8 @@
 """Rows of parquet files, batch by batch. pyarrow is imported where one is opened."""
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ def parquet_records(
         own = [name for name in names if {name, name.lower()} & set(columns or ())]
         batches = file.iter_batches(BATCH_ROWS, row_groups=groups[begin:end], columns=own or None)
         for batch in batches:
+            batch = batch.rename_columns(column_names(batch.schema.names))
             n_bytes += batch.nbytes
             if n_bytes > max(BOMB_BYTES, BOMB_FACTOR * size):
                 detail = f"the rows become over {BOMB_FACTOR} times larger than the file"
@@ -83,13 +85,23 @@ def parquet_records(
         yield Record(None, row + 1, row).fail("truncated_file", str(error), size), size
 
 
+def column_names(row: Sequence[str]) -> list[str]:
+    """Return the names of columns; of two equal ones the second becomes name_2."""
+    names: list[str] = []
+    seen: Counter[str] = Counter()
+    for name in map(str.strip, row):
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
+
+
 def decode_texts(value: Any) -> Any:
-    """Return a value with the bytes in it as text, where they are UTF-8."""
+    """Return a value with the bytes in it as text, where they are UTF-8, and the keys of maps."""
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
     if isinstance(value, dict):
-        return {key: decode_texts(one) for key, one in value.items()}
+        return {str(decode_texts(key)): decode_texts(one) for key, one in value.items()}
     return [decode_texts(one) for one in value] if isinstance(value, list) else value
 
 
@@ -100,7 +112,7 @@ def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
         schema = str(batch.schema)
         # pairs become objects; it takes time, so it is asked for where there are any
         values = batch.to_pylist(maps_as_pydicts="lossy" if "map<" in schema else None)
-        if "binary" in schema:
+        if "binary" in schema or "map<" in schema:
             values = decode_texts(values)
     except (ValueError, OverflowError, LookupError, OSError, UnicodeDecodeError) as error:
         if (plain := without_times(batch)) is not batch:

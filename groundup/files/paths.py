@@ -95,7 +95,7 @@ def list_directory(top: str) -> list[str]:
     """Return the data files of a directory; print how many others it has, and the first names."""
     files, others = [], []
     seen = {os.path.realpath(top)}  # a link to a folder above would never end
-    for folder, folders, names in os.walk(top, followlinks=True):
+    for folder, folders, names in os.walk(top, onerror=stop, followlinks=True):
         if PREPARED.issubset(names):
             folders.clear()
             where = shown_name(folder)
@@ -128,6 +128,10 @@ def list_directory(top: str) -> list[str]:
     return [os.path.join(top, file) for file in sorted(files, key=os.fsencode)]
 
 
+def stop(error: OSError) -> None:
+    raise UserError(f"data: cannot read {shown_name(error.filename)}: {error.strerror}")
+
+
 def is_data(name: str) -> bool:
     """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE,
     a suffix of data."""
@@ -139,7 +143,7 @@ def is_data(name: str) -> bool:
 
 def unpacked_name(path: str) -> str:
     """Return the name of a file in lower case, without the suffix of its compression."""
-    return re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
+    return re.sub(r"\.(gz(ip)?|bz2?|xz|zstd?)$", "", os.path.basename(path).lower())
 
 
 def shown_name(path: str) -> str:
@@ -181,7 +185,7 @@ def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, floa
         named = f"{part!r} in {key}={spec!r}"
         if not path or (number and weight is None):
             raise UserError(f"data: {named} is not 'path' or 'path=weight above 0'")
-        if path in weights:
+        if os.path.realpath(path) in map(os.path.realpath, weights):
             raise UserError(f"data: {path!r} comes twice in {key}={spec!r}; add its weights up")
         weights[path] = weight
     # a share of some and no share of others has no meaning

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from groundup.errors import UserError
 from groundup.files import parquet, streams
 from groundup.files.encodings import Decoder
+from groundup.files.parquet import column_names
 from groundup.files.paths import shown_name, unpacked_name
 from groundup.files.streams import MAX_BYTES, Record, skip_mark, unix_lines
 
@@ -399,7 +400,10 @@ def dialect_of(kind: str, head: bytes) -> dict | None:
         most = widths and 2 * widths.count(widths[0]) > len(widths)
         return widths[0] if most and widths[0] > 1 else 0
 
-    return {"delimiter": max(",;\t|", key=n_fields), "strict": True}  # of equals the first
+    mark = max(",;\t|", key=n_fields)  # of equals the first
+    others = head.partition(b"\n")[0].split(mark.encode())[1:]
+    typed = bool(others) and all(name.startswith(b" ") for name in others)  # by hand: a, b
+    return {"delimiter": mark, "strict": True, "skipinitialspace": typed}
 
 
 def widths_of(head: bytes, delimiter: str, is_cut: bool) -> tuple[list[int], bool]:
@@ -413,16 +417,6 @@ def widths_of(head: bytes, delimiter: str, is_cut: bool) -> tuple[list[int], boo
     except csv.Error:
         return widths, True
     return widths[:-1] if is_cut else widths, False
-
-
-def column_names(row: Sequence[str]) -> list[str]:
-    """Return the names of columns; of two equal ones the second becomes name_2."""
-    names: list[str] = []
-    seen: Counter[str] = Counter()
-    for name in map(str.strip, row):
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return names
 
 
 def size_of(record: Record) -> int:

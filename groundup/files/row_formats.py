@@ -22,6 +22,7 @@ from groundup.files.text_keys import THREADS, as_score, text
 from groundup.files.turns import (
     KTO_LABELS,
     ROW_WEIGHTS,
+    WEIGHTS,
     BadRow,
     Pair,
     are_equal,
@@ -138,6 +139,8 @@ def as_object(row: object) -> dict:
     hint = ""
     if isinstance(row, list) and listed(row):
         hint = "; if the line is an array of rows, give the file a name that ends in .json"
+    if isinstance(row, str):
+        hint = "; if it is a row, let the file's name end in .jsonl, .csv or .tsv"
     raise BadRow(f"{type(row).__name__}, not an object{hint}")
 
 
@@ -166,7 +169,9 @@ def hint_of(row: dict, kind: str) -> str:
     if kind == "chat" and thread and not name and may_be_turns:
         setting = ",".join(filter(None, (f"messages={thread}", names)))
         return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
-    if kind == "text" or other in ("chat", "preference"):
+    if kind == "text":
+        return hint or "; prepare.py --text_key=KEY reads other names"
+    if other in ("chat", "preference"):
         return hint
     setting = (
         "question=KEY,answer=KEY" if kind == "chat" else "question=KEY,chosen=KEY,rejected=KEY"
@@ -233,8 +238,7 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 
 def has_all(row: dict, known: RowFormat) -> bool:
     for key in known.keys.split(","):  # all() takes three times as long
-        value = row.get(key)
-        if value is None or value == "":
+        if row.get(key) in (None, "", [], "[]"):
             return False
     return True
 
@@ -309,7 +313,7 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         return []
     known, others, lists = keys_read(found, kind, tuple(row))
     threads = {key: listing for key in lists if (listing := listed(row[key]))}
-    if left := [key for key in others if has_content(row[key])]:
+    if left := [key for key in others if has_content(row[key]) or is_refusal(key, row[key])]:
         seen = [row[key] for key in known]
         for listing in threads.values():
             seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS]
@@ -321,8 +325,8 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
-    labels = [key for key in KTO_LABELS if key in row and has_content(row[key])]
-    return left + [key for key in labels if math.isnan(as_number(row[key]))]
+    labels = [key for key in KTO_LABELS if str(row.get(key)) not in turns.NOTHING]
+    return left + [key for key in labels if as_number(row[key]) not in (0, 1)]
 
 
 @lru_cache(maxsize=256)  # the rows of a file have the same keys
@@ -344,6 +348,11 @@ def is_about(key: str) -> bool:
     return unnamed or name in ABOUT or name == "id" or name.endswith("_id")
 
 
+def is_refusal(key: str, value: object) -> bool:
+    """Return whether an unknown flag of a row may say not to learn from it."""
+    return value is False and OF_FLAGS.search(key) is not None
+
+
 def unread_settings(settings: object) -> list[str]:
     """Return the keys of smoltalk2's chat_template_kwargs that are not read."""
     if not isinstance(settings, dict):
@@ -354,13 +363,15 @@ def unread_settings(settings: object) -> list[str]:
 
 def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
     """Return the keys of turns that hold content but are not read, each once."""
-    known = turns.keys_read_of(listing)
+    known = turns.keys_read_of(listing) - {*WEIGHTS}
     found: dict[str, None] = {}
     for turn in listing:
         if not turn.keys() <= known:
             for name in turn.keys() - known:
-                is_flag = turn[name] is not None and OF_FLAGS.search(name)
-                if is_flag or (not is_about(name) and has_content(turn[name])):
+                value = turn[name]
+                is_flag = value is not None and OF_FLAGS.search(name)
+                is_obeyed = name in WEIGHTS and not math.isnan(as_number(value))
+                if not is_obeyed and (is_flag or (not is_about(name) and has_content(value))):
                     found[name] = None
     return [f"{key}.{name}" for name in found]
 
@@ -429,9 +440,8 @@ ANSWERED = ",".join(turns.THOUGHT_KEYS)  # by answers
 def one_turn(question: str, answer: str, row: dict) -> list[dict]:
     """Return a question and its answer, from two text_keys, or from turns under their keys."""
     asked = asked_turns(question, row)
-    given = row.get(answer)
-    if is_turns(given) and (not isinstance(given, str) or is_conversation(given)):
-        return with_system([*asked, *read_turns(given)], row)
+    if found := turns_of_answer(row.get(answer)):
+        return with_system([*asked, *read_turns(found)], row)
     said = without_space(question, answer_text(answer, row), row)
     if thoughts := turns.thoughts_of(row):
         said = turns.with_thoughts("\n".join(thoughts), said)
@@ -460,11 +470,19 @@ def is_turns(value: object) -> bool:
     return bool(found) and (not isinstance(value, str) or turns.name_of(found[0]) is not None)
 
 
-def is_conversation(value: str) -> bool:
-    """Return whether the turns in a text have known roles, the last one the assistant's. Another
+def turns_of_answer(value: object) -> list[dict] | None:
+    """Return the turns that an answer is given as, None if there are none.
+
+    A text is turns, or one turn, if all roles are known and the last is the assistant's. Another
     text that looks like turns may be an answer that says them."""
-    roles = [turns.ROLES.get(str(turns.name_of(one))) for one in listed(value)]
-    return all(roles) and roles[-1] == "assistant"
+    found = unpacked(value) if isinstance(value, str) and value.startswith(("[", "{")) else value
+    if isinstance(found, dict) and isinstance(turns.name_of(found), str):
+        found = [found]
+    found = listed(found)
+    if not found or not isinstance(value, str):
+        return found
+    roles = [turns.ROLES.get(str(turns.name_of(one))) for one in found]
+    return found if all(roles) and roles[-1] == "assistant" else None
 
 
 def without_space(question: str, said: str, row: dict) -> str:
@@ -650,14 +668,8 @@ def repeats(answer: list[dict], prompt: list[dict]) -> bool:
 def answer_turns(key: str, row: dict) -> list[dict]:
     """Return an answer given as a text, as a turn, or as a list of turns."""
     value = row[key]
-    if isinstance(value, str) and value.startswith("{"):  # a turn in CSV
-        turn = unpacked(value)
-        is_turn = isinstance(turn, dict) and str(turns.name_of(turn)) in turns.ROLES
-        value = turn if is_turn else value
-    if isinstance(value, dict):
-        value = [value]
-    if listed(value):
-        return read_turns(value)
+    if found := turns_of_answer(value):
+        return read_turns(found)
     if not isinstance(value, str):
         what = "no" if value is None else f"{type(value).__name__}, not an"
         raise BadRow(f"{what} answer under {key!r}")

@@ -19,6 +19,7 @@ from groundup.errors import UserError
 from groundup.files import encodings
 from groundup.files.encodings import Verdict
 from groundup.files.paths import shown_name
+from groundup.files.untrusted import check_regular
 
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 READ_BYTES = 2**20
@@ -51,6 +52,7 @@ NOT_TEXT = {  # first bytes: what it is, and what to do
     b"!<arch>\n": "an ar archive; unpack it: ar x {name}",
     b"\x93NUMPY": "a NumPy array; write its texts as JSON lines: numpy.load({name!r})",
     b"ARROW1": "an Arrow file; write it as parquet: pyarrow.ipc.open_file({name!r}).read_all()",
+    b"Obj\x01": "an Avro file; write its rows as JSON lines, as with fastavro",
     b"SQLite format 3\0": "an SQLite database; export a table: sqlite3 -json {name} 'select ...'",
     b"\x89HDF": "an HDF5 file; write its texts as JSON lines: h5py.File({name!r})",
     b"%PDF-": "a PDF; extract its text: pdftotext {name}",
@@ -135,6 +137,8 @@ def open_stream(
     gzip before anything is read, at the price of unpacking twice. Raise UserError if the file
     cannot be opened."""
     try:
+        if path != "-":
+            check_regular(path)
         file = sys.stdin.buffer if path == "-" else open(path, "rb")
         first = file.read(READ_BYTES)
         if begin:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from groundup.errors import UserError
-from groundup.files.turns import BadRow, keys_of, listed
+from groundup.files.turns import BadRow, keys_of, listed, unpacked
 
 # keys of lists of turns
 THREADS = ("messages", "conversations", "conversation", "thread", "contents")
@@ -112,7 +112,7 @@ def without(row: dict, path: tuple[str, ...]) -> dict:
     first, *rest = path
     if not rest:
         return {key: value for key, value in row.items() if key != first}
-    inner = row.get(first)
+    inner = unpacked(row.get(first))
     return row | {first: without(inner, tuple(rest))} if isinstance(inner, dict) else row
 
 
@@ -139,6 +139,7 @@ def text_at(row: dict, name: Name, lists: bool) -> str:
 def value_at(value: object, path: tuple[str, ...]) -> object:
     """Return what lies under the keys; of a list on the way, what lies there in each element."""
     for i, key in enumerate(path):
+        value = unpacked(value)  # CSV has objects as JSON
         if isinstance(value, list):
             return [value_at(part, path[i:]) for part in value]
         if not isinstance(value, dict):

@@ -119,7 +119,9 @@ SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
 SYSTEM_KEYS += ("systemInstruction", "system_instruction")  # Gemini
 TOOL_KEYS = ("tools", "functions")
 BESIDE_TURNS = {*SYSTEM_KEYS, *TOOL_KEYS, "chat_template_kwargs"}
-MOST_PYTHON = 2**20  # characters of a list in Python's notation, as pandas writes it to CSV
+MOST_PYTHON = 2**20  # characters of objects in Python's notation, as pandas writes them to CSV
+# a text, or the end of an object in an array of NumPy, which has no commas
+NUMPY_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}(?=\s+\{)""")
 NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where there is none
 
 
@@ -127,13 +129,18 @@ NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where 
 
 
 def unpacked(value: object) -> object:
-    """Parse JSON that is stored as a string; return any other value unchanged."""
+    """Parse JSON, or Python's notation of objects, stored as a string; return others unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        return value
+        pass
+    if value.startswith(("[{'", "{'")) and len(value) < MOST_PYTHON:
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            with_commas = NUMPY_GAP.sub(lambda found: found[1] or "},", value)
+            return json.loads(json.dumps(ast.literal_eval(with_commas)))
+    return value
 
 
 def listed(value: object) -> list[dict] | None:
@@ -143,9 +150,6 @@ def listed(value: object) -> list[dict] | None:
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return None
     found = unpacked(value)
-    if isinstance(found, str) and found.startswith("[{'") and len(found) < MOST_PYTHON:
-        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            found = json.loads(json.dumps(ast.literal_eval(found)))
     if isinstance(found, dict) and found and all(isinstance(one, list) for one in found.values()):
         lengths = {len(one) for one in found.values()}
         if len(lengths) == 1:
@@ -330,6 +334,8 @@ def read_turn(turn: dict) -> list[dict]:
 def thoughts_of(holder: dict) -> list[str]:
     """Return the thoughts under the keys of a turn or row; "on" and "off" are a setting."""
     found = [holder.get(key) for key in THOUGHT_KEYS]
+    if odd := next((one for one in found if one and isinstance(one, dict | list)), None):
+        raise BadRow(f"thoughts are {type(odd).__name__}, not text")
     return [one for one in found if isinstance(one, str) and one not in ("", "on", "off")]
 
 
@@ -371,7 +377,10 @@ def with_thoughts(thoughts: str, text: str | None) -> str | None:
 
 
 def tool_message(content: object, call_id: object) -> dict:
-    """Return a tool's message; a result that is no text becomes JSON."""
+    """Return a tool's message; a result that is no text becomes JSON, but for pictures."""
+    for part in content if isinstance(content, list) else []:
+        if MEDIA_PART.match(kind_of(part)):
+            raise BadRow(f"a turn holds {kind_of(part)!r:.40}, not text")
     if isinstance(content, list) and all(
         isinstance(one, dict) and is_text_part(one) for one in content
     ):
@@ -406,6 +415,7 @@ def turn_is_learned(turn: dict) -> bool:
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHT_PARTS = ("thinking", "reasoning")
+MEDIA_PART = re.compile("(input_)?(image|video|audio)")
 
 
 def kind_of(part: object) -> str:
@@ -463,7 +473,7 @@ def call_text(call: object) -> str:
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]  # OpenAI's form has an id and a type around it
     if isinstance(call, dict) and call.get("name") is not None:
-        found = next((call[key] for key in ARGUMENT_KEYS if call.get(key) is not None), {})
+        found = next((call[key] for key in ARGUMENT_KEYS if call.get(key)), {})
         arguments = unpacked(found) if isinstance(found, str) else without_nulls(found)
         call = {"name": call["name"], "arguments": arguments}
     return f"<tool_call>\n{call if isinstance(call, str) else as_json(call)}\n</tool_call>"
@@ -479,8 +489,9 @@ def without_nulls(value: object) -> object:
 
 
 def list_of(value: object) -> list:
+    """Return calls or tools as a list; all of it, or each of them, may be stored as JSON."""
     value = unpacked(value)
-    return value if isinstance(value, list) else [value]
+    return [unpacked(one) for one in value] if isinstance(value, list) else [value]
 
 
 def as_json(value: object) -> str:
@@ -497,7 +508,7 @@ def with_system(turns: list[dict], row: dict) -> list[dict]:
     settings = unpacked(row.get("chat_template_kwargs"))  # smoltalk2's
     settings = settings if isinstance(settings, dict) else {}
     prompts = [*(row.get(key) for key in SYSTEM_KEYS), settings.get("custom_instructions")]
-    prompts = [system_text(prompt) for prompt in prompts if prompt]
+    prompts = [system_text(prompt) for prompt in prompts if prompt and prompt not in NOTHING]
     system = "\n".join(dict.fromkeys(prompts))
     tools = tools_of(row) or list_of(settings.get("xml_tools") or [])
     if not system and not tools:
@@ -525,10 +536,8 @@ def tools_of(row: dict) -> list:
     """Return the tools that a row offers, [] if there are none."""
     for key in TOOL_KEYS:
         found = row.get(key)
-        if isinstance(found, str) and found.strip() not in NOTHING:
-            return [tool for tool in list_of(found) if tool]
-        if found and not isinstance(found, str):
-            return [without_nulls(tool) for tool in list_of(found)]
+        if found and not (isinstance(found, str) and found.strip() in NOTHING):
+            return [without_nulls(tool) for tool in list_of(found) if tool]
     return []
 
 
@@ -652,12 +661,20 @@ SPEAKERS = {"Human": "user", "USER": "user", "FUNCTION RESPONSE": "tool"}
 SPEAKERS |= dict.fromkeys(("Assistant", "ASSISTANT", "MOSS"), "assistant")
 
 
+RENDERED = re.compile(  # how a prompt begins that a chat template has written
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
+    r"(<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\]|<start_of_turn>)"
+)
+LATER_TURN = re.compile(r"(<extra_id_1>)(?:User|Assistant)\n")  # HelpSteer's
+
+
 def question_turns(text: str) -> list[dict]:
     """Return a question as the user's turn, or the turns of a dialogue that waits for its answer.
 
     Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
-    if text.startswith("<|im_start|>"):
-        raise BadRow("the prompt is in ChatML; give its turns as messages")
+    if mark := RENDERED.match(text) or LATER_TURN.search(text):
+        how = "give its turns as messages"
+        raise BadRow(f"the prompt is written by a chat template ({mark[1]}); {how}")
     if "Human:" not in text[:8] or not OPEN_DIALOGUE.fullmatch(text):
         return [message("user", text)]
     pattern = HH_TURN if text.startswith("\n\n") else BELLE_TURN

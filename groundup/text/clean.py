@@ -72,14 +72,15 @@ def clean(text: str, white_space: bool = True, punctuation: bool = False) -> str
 
 def joins(text: str, i: int) -> bool:
     """Return whether the zero-width joiner or non-joiner text[i] is a part of the text: in an
-    emoji, between letters as in Persian and Hindi, or after a virama as in Malayalam."""
+    emoji, between letters or own digits as in Persian, or after a virama as in Malayalam."""
     before, after = text[i - 1 : i], text[i + 1 : i + 2]
     if before and unicodedata.combining(before) == VIRAMA:
         return True
     if not before or not after or is_han(before) or is_han(after):
         return False
     kinds = unicodedata.category(before), unicodedata.category(after)
-    if kinds[0][0] in "LM" and kinds[1][0] in "LM":
+    pairs = zip(kinds, (before, after), strict=True)
+    if all(kind[0] in "LM" or (kind == "Nd" and not one.isascii()) for kind, one in pairs):
         return True
     # An emoji may end in a variation selector, a skin colour or a key cap,
     # and continue with an arrow, which is Sm.

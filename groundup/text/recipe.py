@@ -168,8 +168,8 @@ def make_source(name: str, text: str, general: dict) -> Source:
     for item in filter(None, paths.split_names(text)):
         key, _, value = map(str.strip, item.partition("="))
         if key == "weight":
-            settings[key] = non_negative(value)
-            what = f"{key}={value} of source {name} is not a number, 0 or more"
+            settings[key] = paths.parse_number(value)
+            what = f"{key}={value} of source {name} is not a number above 0"
             refuse(settings[key] is None, f"input: {what}")
         elif key in SOURCE_KEYS:
             settings[key] = value.replace("+", ",")

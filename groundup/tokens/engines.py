@@ -315,7 +315,7 @@ def read_bpe(description: dict) -> ByteLevel:
     if normalizer not in ("", "NFC") and description["normalizer"] != no_steps:
         raise Unsupported(f"its normalizer {normalizer!r} is not supported; none and NFC are")
     pattern = split_pattern(description.get("pre_tokenizer"))
-    others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if model.get("type") != "BPE" or any(model.get(key) for key in others):
         raise Unsupported(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
 
@@ -481,9 +481,10 @@ class LibraryTokenizer(Engine):
         except ImportError:
             raise UserError(f"{why}; to use it: pip install tokenizers==0.23.3") from None
         self.sha256 = hashlib.sha256(to_json(description)).hexdigest()
-        # Its post-processor would add special tokens, and change where tokens begin. Truncation and
-        # padding are for training in other frameworks.
+        # Its post-processor would add special tokens, and change where tokens begin. Truncation,
+        # padding and dropout, which merges at random, are for training in other frameworks.
         plain = description | {"truncation": None, "padding": None, "post_processor": None}
+        plain["model"] = description["model"] | {"dropout": None}
         self.plain, self.make = json.dumps(plain), tokenizers.Tokenizer.from_str
         self.runners: dict[str, Any] = {}
         try:

@@ -32,6 +32,7 @@ from groundup.tokens.engines import (
 FAST = "PreTrainedTokenizerFast"  # transformers' class that reads all of tokenizer.json
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a directory has one of them; the first wins
 FILES = (*TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
+REWRITE = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes the right files"
 MOST_IDS = 2**24  # of a tokenizer; a file may give a token any number
 
 # ---- the tokenizer ----------------------------------------------------------------------------
@@ -108,7 +109,8 @@ class TextTokenizer:
         generation_config = files.pop("generation_config.json", b"{}")
         if not set(TOKENIZERS) & set(files):
             nothing = f"no tokenizer.json or tokenizer.model in {directory}"
-            raise UserError(f"tokenizer: {nothing}; train a tokenizer")
+            older = (directory / "vocab.json").exists()
+            raise UserError(f"tokenizer: {nothing}; {REWRITE if older else 'train a tokenizer'}")
         if "tokenizer.json" not in files and "tokenizer_config.json" not in files:
             lacks = f"{directory} has a tokenizer.model but no tokenizer_config.json"
             raise UserError(f"tokenizer: {lacks}; add it")
@@ -209,11 +211,32 @@ def engine_of(tokenizer_json: bytes) -> tuple:
     A run opens the tokenizer of its data, its start and its checkpoint: most often the same one,
     and checking the merges of 50,000 tokens takes a second."""
     description = parse_object(tokenizer_json)
-    added = description.get("added_tokens") or []
+    # the library ignores empty ones
+    added = [token for token in description.get("added_tokens") or [] if token["content"]]
+    description["added_tokens"] = added
     try:
-        return "bpe", ByteLevelBPE(description), added
+        backend, engine = "bpe", ByteLevelBPE(description)
     except Unsupported as why:
-        return "tokenizers", LibraryTokenizer(description, str(why)), added
+        backend, engine = "tokenizers", LibraryTokenizer(description, str(why))
+    check_ids(added, description["model"]["vocab"])
+    return backend, engine, added
+
+
+def check_ids(added: list[dict], vocab: dict[str, int] | list) -> None:
+    """Raise UserError for an added token that has another id in the library tokenizers.
+
+    That numbers those that are not in the vocabulary on from its size, whatever the file says."""
+    known = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
+    new: dict[str, int] = {}
+    for token in added:
+        name, i = token["content"], token["id"]
+        if name not in known:
+            new.setdefault(name, len(known) + len(new))
+        wanted = known.get(name, new.get(name))
+        if i != wanted:
+            raise UserError(
+                f"its token {name!r} has the id {i}, but in transformers {wanted}; {REWRITE}"
+            )
 
 
 class Pieces(dict):
@@ -247,7 +270,7 @@ def begins_text(files: dict[str, bytes], config: dict) -> bool:
     processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
     steps = processor.get("processors") or [processor]
     templates = [step for step in steps if step.get("type") == "TemplateProcessing"]
-    return any("SpecialToken" in step["single"][0] for step in templates)
+    return any("SpecialToken" in part for step in templates for part in step["single"][:1])
 
 
 def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
@@ -256,7 +279,7 @@ def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
     if isinstance(found, list):
         named = {one["name"]: one["template"] for one in found}
     else:
-        named = {"default": found}
+        named = found if isinstance(found, dict) else {"default": found}
     if "chat_template.jinja" in files:
         named["default"] = files["chat_template.jinja"].decode()
     return named

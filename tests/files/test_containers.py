@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import pickle
 import random
 import sqlite3
@@ -19,6 +20,7 @@ import pytest
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.encodings import check_codec
+from groundup.files.paths import find_files, parse_weights
 from groundup.files.records import Report
 from groundup.text import unit
 
@@ -94,6 +96,7 @@ OTHERS = {
     "a.rtf": (lambda _: b"{\\rtf1\\ansi a text}", "pandoc -t plain"),
     "a.txt.lz4": (lambda _: b"\x04\x22\x4d\x18" + b"text", "packed with lz4; unpack it: lz4 -d "),
     "a.jsonl.gz": (lambda _: gzip.compress(gzip.compress(b"text")), "packed twice; unpack it once"),
+    "a.avro": (lambda _: b"Obj\x01\x02\x16avro.codec\x0edeflate" + b"text\n" * 9, "an Avro file"),
     "random.bin": (
         lambda _: random.Random(1).randbytes(5000),
         "is NUL, and the file is not UTF-16",
@@ -401,6 +404,82 @@ def test_the_head_of_a_large_file_does_not_decide_alone(
     assert report.problems == {"bad_encoding": 900} and report.lost_bytes == len(
         "\n".join(lines).encode("gb18030")
     )
+
+
+def test_columns_of_one_name_in_parquet(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.table([pa.array(["first"]), pa.array(["second"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    (row,) = records.read_records(str(tmp_path / "a.parquet"))
+    assert row.value == {"text": "first", "text_2": "second"}
+    assert read(tmp_path / "a.parquet") == ["first"]
+
+
+@pytest.mark.parametrize("mark", ",;|")
+def test_spaces_behind_the_separators_of_a_table_typed_by_hand(tmp_path: Path, mark: str) -> None:
+    lines = [f"question{mark} answer", f'What?{mark} "Tea{mark} hot"', f"Who?{mark} Ann "]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n", "utf-8")
+    rows = [row.value for row in records.read_records(str(tmp_path / "a.csv"))]
+    assert rows == [
+        {"question": "What?", "answer": f"Tea{mark} hot"},
+        {"question": "Who?", "answer": "Ann "},
+    ]
+    # without them in the first row they belong to the values
+    (tmp_path / "a.csv").write_text(f"question{mark}answer\nWhat?{mark} Tea\n", "utf-8")
+    (row,) = records.read_records(str(tmp_path / "a.csv"))
+    assert row.value == {"question": "What?", "answer": " Tea"}
+
+
+@pytest.mark.parametrize("suffix", ["gz", "gzip", "bz2", "bz", "xz", "zst", "zstd"])
+def test_names_of_packed_files(tmp_path: Path, suffix: str, capsys) -> None:
+    import bz2
+
+    zstandard = pytest.importorskip("zstandard")
+    pack = {"g": gzip.compress, "b": bz2.compress, "x": lzma.compress, "z": zstandard.compress}
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(pack[suffix[0]](ROW.encode()))
+    assert read(path) == [LONG]
+    assert find_files(str(tmp_path)) == [str(path)] and capsys.readouterr().out == ""
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    for path in (tmp_path / "a.jsonl", "/dev/zero", tmp_path):
+        with pytest.raises(UserError, match="cannot read .*: is no regular file"):
+            next(records.read_records(str(path)))
+
+
+def test_a_folder_that_cannot_be_entered_is_named(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a.jsonl").write_text(ROW, "utf-8")
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
+
+    def locked(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)  # root may enter any folder
+    for path in (tmp_path, tmp_path / "locked"):
+        with pytest.raises(UserError, match="cannot read .*locked: Permission denied"):
+            find_files(str(path))
+
+
+def test_a_source_that_is_given_under_two_names_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(ROW, "utf-8")
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    for other in (
+        "./a.jsonl",
+        str(tmp_path / "a.jsonl"),
+        "b.jsonl",
+        "../" + tmp_path.name + "/a.jsonl",
+    ):
+        for spec in (f"a.jsonl,{other}", f"a.jsonl=0.5,{other}=0.5"):
+            with pytest.raises(UserError, match="comes twice"):
+                parse_weights(spec, spec)
 
 
 def test_a_space_before_the_name_of_a_column_is_no_part_of_it(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from groundup.files import records, row_formats
-from groundup.files.row_formats import Pair, messages_of, pair_of, unread_keys
+from groundup.files import readers, records, row_formats
+from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import renamed
 from groundup.files.turns import call_text, chat_problem, pair_problem
 
@@ -43,6 +43,7 @@ def turns(*pairs: tuple[str, str], role: str = "from", content: str = "value") -
 Q, A = ("human", "2 + 2?"), ("gpt", "4")
 ASKED = [u("2 + 2?"), a("4")]
 WEATHER = {"name": "weather", "parameters": {"city": "string"}}
+WEATHER_CALL = {"id": "c1", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOLS = row_formats.turns.with_system([u("?")], {"tools": [WEATHER]})[0]["content"]
 HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: 2 + 2?\n\nAssistant:"
@@ -815,7 +816,107 @@ CHATS = {
         "--text_key='question=KEY,answer=KEY'",
         [],
     ),
+    # ---- what tables and services make of rows
+    "tools and calls in Python's notation (pandas)": (
+        {"tools": str([WEATHER]), "messages": [u("Rome?"), a(None, tool_calls=str([WEATHER_CALL]))]},
+        [s(TOOLS), u("Rome?"), a(CALL, tool_call_ids=["c1"])],
+        [],
+    ),
+    "turns as pandas writes NumPy's arrays": (
+        {
+            "messages": "[{'role': 'user', 'content': '2 + 2?'}\n"
+            """ {'role': 'assistant', 'content': "it's {a} {b}\\n"}"""
+            " {'role': 'user', 'content': 'x'} {'role': 'assistant', 'content': '4'}]"
+        },
+        [u("2 + 2?"), a("it's {a} {b}\n"), u("x"), a("4")],
+        [],
+    ),
+    "tools and calls that are texts, over several lines": (
+        {
+            "tools": [json.dumps(WEATHER, indent=2)],
+            "messages": [
+                u("Rome?"),
+                a(None, tool_calls=['{"name": "weather", "parameters": {"city": "Rome"}}']),
+            ],
+        },
+        [s(TOOLS), u("Rome?"), a(CALL)],
+        [],
+    ),
+    "a list of tools with null (parquet)": (
+        {"tools": [None, WEATHER | {"strict": None}], "messages": [u("2 + 2?"), a("4")]},
+        [s(TOOLS), *ASKED],
+        [],
+    ),
+    "a call whose arguments are an empty text": (
+        {"messages": [u("?"), a(None, tool_calls=[{"function": {"name": "f", "arguments": ""}}])]},
+        [u("?"), a(call("f"))],
+        [],
+    ),
+    "joined tables: turns that are empty": (
+        {"messages": [], "conversations": turns(Q, A)},
+        ASKED,
+        [],
+    ),
+    "joined tables: turns beside a question": (
+        {"conversations": [], "instruction": "2 + 2?", "input": None, "output": "4"},
+        ASKED,
+        [],
+    ),
+    "a system prompt of None": ({"system": "None", "prompt": "2 + 2?", "response": "4"}, ASKED, []),
+    "an answer that is a turn": (
+        {"prompt": [u("2 + 2?")], "completion": a("4")},
+        ASKED,
+        [],
+    ),
+    "a picture in a result (OpenAI)": (
+        {"messages": [u("?"), a(CALL), t(None) | {"content": [{"type": "image_url"}]}, a("4")]},
+        "a turn holds 'image_url', not text",
+        [],
+    ),
+    "a picture in a result (Anthropic)": (
+        {
+            "messages": [
+                u("?"),
+                a([{"type": "tool_use", "id": "c", "name": "f", "input": {}}]),
+                u([{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}]),
+                a("4"),
+            ]
+        },
+        "a turn holds 'image', not text",
+        [],
+    ),
+    "thoughts that are no text": (
+        {"messages": [u("2 + 2?"), a("4", reasoning={"content": "Sum."})]},
+        "thoughts are dict, not text",
+        [],
+    ),
+    "thoughts of a row that are no text": (
+        {"prompt": "2 + 2?", "response": "4", "reasoning_content": ["Sum."]},
+        "thoughts are list, not text",
+        [],
+    ),
+    "flags that say nothing": (
+        {"messages": [u("2 + 2?"), a("4", weight=[0], train="last", loss=True)], "label": -1},
+        ASKED,
+        ["messages.weight", "messages.train", "label"],
+    ),
+    "flags of rows that nobody knows": (
+        {"messages": [u("2 + 2?"), a("4")], "trainable": False, "is_train": True, "ok": False},
+        ASKED,
+        ["trainable"],
+    ),
+    "a line of text": ("A line.", "str, not an object; if it is a row, let the file's name end in", []),
 }
+# how prompts begin that a chat template has written
+RENDERED = (
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "\n<|im_start|>system\nHi",
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>",
+    "<s>[INST] Hi [/INST]",
+    "<|user|>\nHi</s>\n<|assistant|>\n",
+    "<bos><start_of_turn>user\nHi",
+    "Hi\n<extra_id_1>Assistant\nHello\n<extra_id_1>User\n2 + 2?",  # HelpSteer
+)
 
 # name: (row, the contents of answers that are learned, "" if the row is left out)
 FLAGS = {
@@ -1211,6 +1312,39 @@ PAIRS = {
         "these are steps with labels (trl's stepwise)",
         [],
     ),
+    "answers that are JSON": (
+        {"prompt": "Hi", "chosen": '[{"a": 1}]', "rejected": '[{"role": "user", "content": "x"}]'},
+        Pair([u("Hi")], '[{"a": 1}]', '[{"role": "user", "content": "x"}]'),
+        [],
+    ),
+    "an answer that is JSON with a role": (
+        {"prompt": "Hi", "chosen": '{"role": "user"}', "rejected": "{'from': 'admin'}"},
+        Pair([u("Hi")], '{"role": "user"}', "{'from': 'admin'}"),
+        [],
+    ),
+    "answers as pandas writes NumPy's arrays": (
+        {
+            "prompt": "Hi",
+            "chosen": "[{'content': 'Hi', 'role': 'user'}\n {'content': 'good', 'role': 'assistant'}]",
+            "rejected": "[{'content': 'Hi', 'role': 'user'}\n {'content': 'bad', 'role': 'assistant'}]",
+        },
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "answers as pandas writes one turn": (
+        {
+            "conversations": str(turns(("human", "Hi"))),
+            "chosen": "{'from': 'gpt', 'value': 'good'}",
+            "rejected": "{'from': 'gpt', 'value': 'bad'}",
+        },
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
+    "joined tables of pairs": (
+        {"conversations": [], "prompt": "Hi", "chosen": "good", "rejected": "bad"},
+        Pair([u("Hi")], "good", "bad"),
+        [],
+    ),
 }
 
 
@@ -1236,6 +1370,17 @@ def test_a_pair(name: str) -> None:
         assert (pair, problem) == (expected, "")
         assert pair_problem(row, pair) == ""
         assert sorted(unread_keys(row, "preference")) == sorted(unread)
+
+
+@pytest.mark.parametrize("prompt", RENDERED)
+def test_a_prompt_that_a_chat_template_wrote_is_refused(prompt: str) -> None:
+    said = "the prompt is written by a chat template (<"
+    for key, answer in (("prompt", "response"), ("instruction", "output"), ("question", "answer")):
+        assert messages_of({key: prompt, answer: "4"})[1].replace("([", "(<").startswith(said)
+        row = {key: prompt, "chosen": "good", "rejected": "bad"}
+        assert pair_of(row)[1].replace("([", "(<").startswith(said)
+    asked = f"What is this? {prompt}" if "extra_id" not in prompt else "What is <extra_id_1>?"
+    assert messages_of({"prompt": asked, "response": "4"}) == ([u(asked), a("4")], "")
 
 
 def learned(messages: list[dict]) -> list[str]:
@@ -1285,6 +1430,10 @@ def test_text_key_names_threads_roles_and_their_keys() -> None:
         == ASKED
     )
     assert unread_keys(renamed({"q": "2 + 2?", "r": "4"}, "question=q,answer=r"), "chat") == []
+    packed = {"q": json.dumps({"text": "2 + 2?", "tag": "x"}), "r": "4"}  # CSV
+    found = renamed(packed, "question=q.text,answer=r")
+    assert messages_of(found) == (ASKED, "") and unread_keys(found, "chat") == ["q"]
+    assert document_of({"meta": '{"body": {"text": "x"}}'}, "meta.body.text") == ("x", "")
     packed = {"log": json.dumps(row["thread_of_mine"])}
     assert messages_of(renamed(packed, names.replace("thread_of_mine", "log"))) == (ASKED, "")
 
@@ -1408,6 +1557,20 @@ def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "x.parquet")
     (record,) = records.read_records(str(tmp_path / "x.parquet"))
     assert messages_of(record.value) == ([u("2 + 2?"), a(CALL)], "")
+
+
+def test_maps_with_keys_that_are_no_texts(tmp_path: Path) -> None:
+    """They are texts, as in JSON."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for k, (keys, values) in enumerate(((pa.int64(), [(1, "x")]), (pa.binary(), [(b"1", "x")]))):
+        maps = pa.array([values], pa.map_(keys, pa.string()))
+        table = pa.table({"question": ["2 + 2?"], "answer": ["4"], "scores": maps})
+        pq.write_table(table, tmp_path / f"{k}.parquet")
+        (row,) = readers.read_rows(str(tmp_path / f"{k}.parquet"), lambda row: (row, ""))
+        assert row.value == {"question": "2 + 2?", "answer": "4", "scores": {"1": "x"}}
+        assert messages_of(row.value) == (ASKED, "") and unread_keys(row.value, "chat") == ["scores"]
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def test_documents(name: str) -> None:
         ({"prompt": "问", "response": None}, "no text under 'response'"),
         (
             {"文": "一", "来源": "二"},
-            "unknown format: keys 文, 来源; text is known by: text | completion | title,sections",
+            "unknown format: keys 文, 来源; prepare.py --text_key=KEY reads other names; text is known by: text | ",
         ),
         ({"messages": [{"role": "user", "content": "问"}]}, "this is messages (OpenAI), of kind='chat'"),
         ({"prompt": "问", "response": "答", "chosen": "好", "rejected": "坏"}, "of kind='preference'"),
@@ -550,7 +550,7 @@ def test_pairs(name: str) -> None:
         ({"prompt": "问", "chosen": "好"}, "a chosen answer but none under 'rejected' (keys prompt, chosen)"),
         ({"prompt": "问", "response_chosen": "好", "a": 1}, "a chosen answer but none under 'rejected'"),
         ({"prompt": "问", "chosen": 4, "rejected": "坏"}, "int, not an answer under 'chosen'"),
-        ({"prompt": CHATML, "chosen": "好", "rejected": "坏"}, "the prompt is in ChatML"),  # nobody forges turns
+        ({"prompt": CHATML, "chosen": "好", "rejected": "坏"}, "written by a chat template (<|im_start|>)"),
         ({"messages": [{"role": "user", "content": "问"}], "rejected_response": "坏"}, "does not end with a question"),
         ({"instruction": "问", "output": ["甲"]}, "not a list of a chosen and a rejected"),
         ({"instruction": "问", "output": "答"}, "rejected answer; this is instructions (Alpaca), of kind='chat'"),

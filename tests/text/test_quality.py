@@ -39,6 +39,7 @@ CLEANED = {
     "文\u200d字\u200c": "文字",
     EMOJI: EMOJI,
     "می\u200cخواهم": "می\u200cخواهم",
+    "۱۰\u200cهزار و ۵\u200cتایی": "۱۰\u200cهزار و ۵\u200cتایی",  # a number and its unit
     "क्\u200dष": "क्\u200dष",
     "a\u200c\u200cb": "ab",
     "അവന്\u200d അവള്\u200d": "അവന്\u200d അവള്\u200d",  # chillu letters at the ends of words

@@ -18,7 +18,7 @@ from groundup.tokens.engines import added_token, to_json
 from groundup.tokens.pairs import LabelReader, PairReader
 from groundup.tokens.prompts import PromptReader
 from groundup.tokens.training import train
-from tokenizer import Tokenizer, chat_ready
+from tokenizer import CHAT_TEMPLATE, Tokenizer, chat_ready
 
 TEXTS = ["USER: How are you? ASSISTANT: Hello! Café crème ABCD fine user assistant </s>\n\n"] * 3
 # no marker stands between the words of a user and of the assistant
@@ -125,12 +125,17 @@ def with_names(description: dict, names: list[str], **flags: bool) -> dict:
     return description
 
 
-def assert_as_transformers(directory: Path, tagged: str, strips: bool = False) -> None:
+def assert_as_transformers(
+    directory: Path, tagged: str, strips: bool = False, spaces: bool = False
+) -> None:
     """The template without its tags must give the ids and masks of the tagged one.
 
-    strips: a marker that takes in the first characters of an answer is learned by transformers."""
+    strips: a marker that takes in the first characters of an answer is learned by transformers.
+    spaces: texts do not begin with white space, which transformers may join with what is before."""
     ours, theirs = Tokenizer.load(directory), AutoTokenizer.from_pretrained(directory)
     for talk in TALKS:
+        if spaces:
+            talk = [turn | {"content": turn["content"].lstrip()} for turn in talk]
         asked = {"return_dict": True, "return_assistant_tokens_mask": True}
         want = theirs.apply_chat_template(talk, chat_template=tagged, **asked)
         ids, mask = ours.render(talk)
@@ -335,6 +340,76 @@ def test_a_conversation_with_tools_takes_the_template_for_tools(as_files, tmp_pa
     again = Tokenizer.load(tmp_path / "saved")
     assert again.render(messages_of(row)[0])[0] == want
     assert again.chat_fingerprint() == tokenizer.chat_fingerprint()
+
+
+# ---- odd files -------------------------------------------------------------------------------
+
+
+def unigram() -> dict:
+    """A Unigram model, as llm-jp has it."""
+    description = of_pieces(metaspace("always"), byte_fallback=True)
+    pieces = [[piece, -float(i)] for piece, i in description["model"]["vocab"].items()]
+    model = {"type": "Unigram", "unk_id": 0, "byte_fallback": True, "vocab": pieces}
+    return description | {"model": model}
+
+
+BASES = DESCRIPTIONS | {"unigram": unigram}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_a_base_without_a_template_gets_ours_with_the_ids_of_transformers(kind, tmp_path):
+    write(tmp_path, BASES[kind](), None)
+    tokenizer = chat_ready(Tokenizer.load(tmp_path))
+    tokenizer.save(tmp_path / "ready")
+    assert_as_transformers(tmp_path / "ready", CHAT_TEMPLATE, spaces=not tokenizer.foreign_template)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_base_gets_our_template_with_the_ids_of_transformers(prefix, tmp_path):
+    gemma(tmp_path, special=True, add_dummy_prefix=prefix)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_bytes()) | {"legacy": False, "add_prefix_space": prefix}
+    config.pop("chat_template")
+    path.write_bytes(to_json(config))
+    chat_ready(Tokenizer.load(tmp_path)).save(tmp_path / "ready")
+    assert_as_transformers(tmp_path / "ready", CHAT_TEMPLATE, spaces=not prefix)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_an_id_that_transformers_would_change_is_refused(special, tmp_path):
+    """The library tokenizers numbers added tokens on from the size of the vocabulary."""
+    description = with_names(byte_level({}), ["<new>"], special=special)
+    description["added_tokens"][-1]["id"] += 100
+    write(tmp_path, description, CHAT_TEMPLATE)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    wanted = theirs.convert_tokens_to_ids("<new>")
+    with pytest.raises(UserError, match=rf"token '<new>' has the id {wanted + 100}, but .* {wanted}"):
+        Tokenizer.load(tmp_path)
+    theirs.save_pretrained(tmp_path)  # as the message says
+    assert Tokenizer.load(tmp_path).pieces[wanted] == b"<new>"
+
+
+@pytest.mark.parametrize("kind", ["NFC", "first"])
+def test_dropout_of_training_and_empty_tokens_change_nothing(kind, tmp_path):
+    description = DESCRIPTIONS[kind]()
+    write(tmp_path, description, CHAT_TEMPLATE)
+    plain = Tokenizer.load(tmp_path)
+    description["model"]["dropout"] = 0.5
+    description["added_tokens"].append(added_token("", 5))
+    write(tmp_path, description, CHAT_TEMPLATE)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.backend == plain.backend
+    assert all(tokenizer.encode(text) == plain.encode(text) for text in TEXTS + ANSWERS)
+
+
+def test_templates_as_an_object_and_a_post_processor_that_adds_nothing(tmp_path):
+    nothing = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+    description = with_names(byte_level({"post_processor": nothing}), ["<s>", "</s>"])
+    named = {"default": without_tags(VICUNA), "tool_use": "x"}
+    write(tmp_path, description, named)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert not tokenizer.begins and tokenizer.template_source == named["default"]
+    assert tokenizer.tool_template_source == "x"
 
 
 # ---- what is left out, and the date ----------------------------------------------------------
