@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
 
 import asyncio
 import contextlib
+import errno
 import json
 import queue
 import re
@@ -479,6 +480,9 @@ async def read_body(http: Any, max_kb: int) -> bytes:
     if kind != "application/json":
         what = "send the body as JSON, with the header Content-Type: application/json"
         raise Refused(400, what)
+    coding = http.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise Refused(415, f"Content-Encoding {coding!r} is not read; send the body as it is")
     raw = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -535,7 +539,7 @@ def sse(body: dict) -> str:
 def directories(value: str) -> dict[str, Path]:
     """Return the checkpoint of each name: "a=out/sft,b=out/dpo", or one directory, which gives
     the name of its run."""
-    if "=" not in value:
+    if "=" not in value or Path(value).exists():  # "=" may be part of a folder's name
         value = value or str(checkpoint.newest_run())
         return {Path(value).absolute().name: checkpoint.resolve(value)}
     pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
@@ -571,11 +575,21 @@ def bind(host: str, port: int) -> socket.socket:
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
+        listening.bind((host.strip("[]"), port))
     except OSError as error:
-        what = f"cannot listen at {host}:{port}: {error.strerror}; try --port={port + 1}"
-        raise UserError(f"serve: {what}") from None
+        what = f"cannot listen at {host}:{port}: {error.strerror}"
+        hint = "give an address of this machine as --host"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            # Those below 1024 are for root alone.
+            hint = f"try --port={port + 1 if 1024 <= port < 65535 else 8000}"
+        raise UserError(f"serve: {what}; {hint}") from None
     return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Return the address that a browser takes; with port=0 the system has chosen the port."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 if __name__ == "__main__":
@@ -600,7 +614,7 @@ if __name__ == "__main__":
         if toolbox:
             check_template(model.tokenizer, toolbox)
         model.start()
-    print(f"serving {', '.join(models)} at http://{host}:{port} (API: /v1)", file=sys.stderr)
+    print(f"serving {', '.join(models)} at {url_of(listening)} (API: /v1)", file=sys.stderr)
     how = uvicorn.Config(
         Server(models, config, toolbox).app(),
         log_level="warning",

@@ -237,6 +237,8 @@ FORGED = [
     # pickles, where state is, and where weights and text should be
     *[(name, lambda _: pickle.dumps(Bomb()), "") for name in NAMES],
     ("model.bin", lambda _: pickle.dumps(Bomb()), ""),
+    # pointers of Git LFS in their place
+    *[(name, untrusted.LFS_POINTER + b"v1\nsize 9\n", "git lfs pull") for name in NAMES],
     # safetensors
     ("model.safetensors", header(b"", 2**63), "header"),
     ("model.safetensors", header("{}", 10**6), "cannot read"),

@@ -124,7 +124,8 @@ def auth_error(scope: dict, config: dict) -> Refused | None:
     headers = dict(scope["headers"])
     key = config["api_key"]
     if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        # HTTP compares the word without case.
+        given = re.sub(rb"(?i)\Abearer +", b"", headers.get(b"authorization", b""))
         if not hmac.compare_digest(given, key.encode()):
             words = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             return Refused(401, words, None, "invalid_api_key")
@@ -142,12 +143,14 @@ def error_response(http: Any, error: Exception) -> Any:
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
 
+    headers = {}
     if isinstance(error, HTTPException):
         words = f"{error.detail}: {http.method} {http.url.path[:200]}"
+        headers = error.headers or {}  # Allow: of a 405
         error = Refused(error.status_code, words)
     elif not isinstance(error, Refused):
         error = Refused(500, "The server had an error while processing your request")
-    headers = {"Retry-After": "1"} if error.status == 429 else None
+    headers |= {"Retry-After": "1"} if error.status == 429 else {}
     return JSONResponse(error.body, error.status, headers)
 
 

@@ -144,6 +144,7 @@ def parse(
     names = {"max_new_tokens": limit_name} | {ours: name for name, ours in SAMPLING.items()}
 
     options = take(body, "stream_options", dict, {})
+    options = {key: value for key, value in options.items() if value is not None}
     asked = ParsedRequest(
         model=take(body, "model", str, ""),
         prompts=prompts,
@@ -221,17 +222,15 @@ def begun_answer(body: dict, messages: list[dict]) -> bool:
 
 def likeliest(body: dict, chat: bool) -> int:
     """Return how many of the likeliest tokens are to be named at each token; -1 = none."""
-    if chat:
-        wanted, top = take(body, "logprobs", bool, False), take(body, "top_logprobs", int, 0)
-        if top and not wanted:
-            raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        top = top if wanted else -1
-    else:
-        top = take(body, "logprobs", int, -1)
-    if top > MAX_TOP_LOGPROBS:
-        name = "top_logprobs" if chat else "logprobs"
-        raise Refused(400, f"{name} must be at most {MAX_TOP_LOGPROBS}, got {top}", name)
-    return top
+    name = "top_logprobs" if chat else "logprobs"
+    wanted = take(body, "logprobs", bool, False) if chat else name in body
+    top = take(body, name, int, 0)
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        words = f"{name} must be at least 0 and at most {MAX_TOP_LOGPROBS}, got {top}"
+        raise Refused(400, words, name)
+    if top and not wanted:
+        raise Refused(400, "top_logprobs needs logprobs=true", name)
+    return top if wanted else -1
 
 
 def log_unknown(body: dict, where: str) -> None:

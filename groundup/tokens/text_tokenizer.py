@@ -269,7 +269,7 @@ def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
     {"eos_token": name}, and added_tokens.json: {name: id}."""
     config = parse_object(files.get("tokenizer_config.json", b"{}"))
     changes = {}
-    more = sorted(directory.glob("additional_chat_templates/*.jinja"))
+    more = sorted(directory.glob("additional_chat_templates/[!.]*.jinja"))
     if more:
         named = find_templates(files, config) | {
             path.stem: read_bytes(path).decode() for path in more

@@ -187,7 +187,7 @@ def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
     # {run: when it saved last}. Checksums are written at the end of a save.
     saved = {}
     # A reward model's config.json names its kind. An adapter, which writes text, has none.
-    for sums in Path(root).glob("*/step_*/checksums.json"):
+    for sums in Path(root).glob("[!.]*/step_*/checksums.json"):
         config = huggingface.config_path(sums.parent)
         if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:
             saved[sums.parent.parent] = max(sums.stat().st_mtime, saved.get(sums.parent.parent, 0))
@@ -253,7 +253,7 @@ def choose(config: dict) -> Path | None:
     # Another stage's run, or files of the user, are not ours to continue.
     path = None
     if used:
-        check_stage(out, Path(sys.argv[0]).name)
+        check_stage(out, Path(sys.argv[0]).resolve().name)
         repair(out)
     if step and not is_restarted():
         path = find_step(out, step, config["overwrite"])
@@ -274,6 +274,12 @@ def check_resume_settings(config: dict) -> None:
     refuse(step and is_new, f"resume_from={step} continues a run; leave resume='never' out")
     is_file = os.path.exists(out) and not os.path.isdir(out)
     refuse(not out or is_file, f"out_dir={out!r} is not a directory")
+    # The config.py of a run that was moved or copied, or a relative path from another directory.
+    for path in [] if any(w.startswith("--out_dir=") for w in sys.argv) else map(Path, sys.argv[1:]):
+        is_run = path.name == "config.py" and made_by_a_run(path) and step_dirs(path.parent)
+        other = is_run and path.parent.resolve() != Path(out).resolve()
+        text = f"{path} has out_dir={out!r}; to continue the run beside it"
+        refuse(other, f"{text} give --out_dir={path.parent}, else another --out_dir")
 
 
 def resume_mode(config: dict) -> str:
@@ -445,7 +451,9 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
         print(text, flush=True)
     elif state["step"] < max_steps or not config_file.exists():
         again = recorded | {"resume": "auto", "resume_from": 0, "overwrite": False}
-        write_config(again, str(config_file), f"python {Path(script).name} {config_file}")
+        # A link to a script is that script.
+        command = f"python {Path(script).resolve().name} {config_file}"
+        write_config(again, str(config_file), command)
     return recorded
 
 

@@ -345,10 +345,10 @@ def checksums_of_code() -> dict[str, int]:
     files = [*(root / name for name in names), *root.glob("groundup/**/*.py")]
     found = {}
     for path in files:
-        # not an editor's .#model.py; line ends may differ between systems
-        if path.is_file() and not path.name.startswith("."):
-            content = path.read_bytes().replace(b"\r\n", b"\n")
-            found[path.relative_to(root).as_posix()] = zlib.crc32(content)
+        # Not an editor's .#model.py or .ipynb_checkpoints/. Line ends may differ between systems.
+        name = path.relative_to(root).as_posix()
+        if path.is_file() and "/." not in f"/{name}":
+            found[name] = zlib.crc32(path.read_bytes().replace(b"\r\n", b"\n"))
     return found
 
 
