@@ -155,7 +155,8 @@ def resolve(init_from: str | Path) -> Path:
         unchecked = []  # find_latest compares checksums
         path = find_latest(path)
         if path is None:
-            fail(f"{init_from} holds no checkpoint: no config.json, no step_*")
+            hint = "".join(f"; give {p}" for p in Path(init_from).glob("snapshots/*"))  # of the hub
+            fail(f"{init_from} holds no checkpoint: no config.json, no step_*{hint}")
 
     # An adapter without its base should show now.
     if huggingface.is_adapter(path):
@@ -177,8 +178,9 @@ def why_no_model(path: Path) -> str:
         text = "no checkpoint of this run has been evaluated yet, or its disk has no links"
         return f"{text}; --init_from={path.parent} is its newest"
     # Nothing is downloaded from here.
-    if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return f"no such directory; a model of the hub first: hf download {path} --local-dir=DIR"
+    hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?([\w-]+/[\w.-]+)", str(path))
+    if hub and not path.parent.exists():
+        return f"no such directory; a model of the hub first: hf download {hub[1]} --local-dir=DIR"
     return "no such directory"
 
 

@@ -1080,7 +1080,12 @@ def test_a_gguf_file_names_its_converter(tmp_path: Path) -> None:
 def test_init_from_that_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("", encoding="utf-8")
-    assert "'Qwen/Qwen3-0.6B'" in error_line(checkpoint.resolve, "Qwen/Qwen3-0.6B")
+    for name in ("Qwen/Qwen3-0.6B", "https://huggingface.co/Qwen/Qwen3-0.6B"):
+        said = error_line(checkpoint.resolve, name)
+        assert repr(name) in said and "hf download Qwen/Qwen3-0.6B --local-dir" in said
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    assert error_line(checkpoint.resolve, snapshot.parent.parent).endswith(f"; give {snapshot}")
     assert "no such directory" in error_line(checkpoint.resolve, tmp_path / "没有")
     assert "is a file" in error_line(checkpoint.resolve, tmp_path / "file")
     assert "holds no checkpoint" in error_line(checkpoint.resolve, tmp_path / "empty")
