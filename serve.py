@@ -285,6 +285,7 @@ class Server:
         guarded = Guard(inner, {route.path for route in routes}, self.config, self.metrics)
         origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        cors["allow_private_network"] = True  # what a browser asks before a site reaches 127.0.0.1
         return CORSMiddleware(guarded, **cors) if origins else guarded
 
     async def home(self, _http: Any) -> Any:

@@ -113,6 +113,13 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_an_empty_file_is_named(forged, name):
+    """As a copy that was cut short or a power cut leaves it."""
+    (forged / name).write_bytes(b"")
+    assert f"{forged}/{name}" in refusal(lambda: opened(forged))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_damage_is_one_line(good, forged, name):
     """With checksums.json it is always found; without it nothing else happens."""
     names = sorted(path.name for path in good.iterdir())

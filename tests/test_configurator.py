@@ -215,7 +215,7 @@ def test_a_value_behind_a_space_and_dashes_of_a_text_program():
         assert "begins with two hyphens, --, not with a dash" in mistake([flag])
 
 
-@pytest.mark.parametrize("word", ["config/debug.py", "--out_dir=out/x", "--max_steps=5", "--compile=True", "--prompt=a"])
+@pytest.mark.parametrize("word", ["config/debug.py", "--out_dir=out/x", "--max_steps=5", "--prompt=a"])
 def test_a_line_end_of_windows_behind_the_last_word(word):
     """Of a shell script: a directory 'out/x\\r' would look right wherever it is printed."""
     said = mistake(["--grad_clip=2.0", word + "\r"])

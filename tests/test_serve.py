@@ -496,6 +496,8 @@ def test_what_http_allows_and_what_is_said_of_the_rest(server, directory):
     assert packed.status_code == 415 and "Content-Encoding 'gzip'" in packed.json()["error"]["message"]
     as_it_is = head | {"Content-Encoding": "Identity"}
     assert httpx.post(url, content=json.dumps(body), headers=as_it_is).status_code == 200
+    chat = httpx.post(url, json={"messages": ASKED})  # at the wrong address
+    assert chat.status_code == 400 and "/v1/chat/completions" in chat.json()["error"]["message"]
     for options in ({"include_usage": None}, {"include_usage": None, "other": None}):
         assert httpx.post(url, json=body | {"stream": True, "stream_options": options}).status_code == 200
     assert httpx.post(url, json=body | {"logprobs": -1}).status_code == 400

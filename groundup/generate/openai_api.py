@@ -127,6 +127,8 @@ def parse(
         if "reasoning_effort" in body:
             settings = {"reasoning_effort": take(body, "reasoning_effort", str, "")} | settings
     else:
+        if "messages" in body:
+            raise Refused(400, "messages are for /v1/chat/completions", "messages")
         prompts = texts_or_ids(body.pop("prompt", None))
         echo = take(body, "echo", bool, False)
     limit_name, limit = token_limit(body, chat)

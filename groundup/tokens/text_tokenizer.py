@@ -104,6 +104,7 @@ class TextTokenizer:
             except OSError as error:
                 where = directory / name
                 raise UserError(f"tokenizer: cannot read {where}: {error.strerror}") from None
+        read = dict(files)
         # it belongs to the model, and only its special tokens are read
         generation_config = files.pop("generation_config.json", b"{}")
         if not set(TOKENIZERS) & set(files):
@@ -120,7 +121,8 @@ class TextTokenizer:
             raise UserError(f"tokenizer: cannot use {directory}: {error}") from None
         except damage as error:
             what = f"{type(error).__name__}: {error}"
-            raise UserError(f"tokenizer: {directory} is damaged: {what}") from None
+            where = damaged_file(directory, read)
+            raise UserError(f"tokenizer: {where} is damaged: {what}") from None
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read."""
@@ -222,6 +224,17 @@ class Pieces(dict):
     def __missing__(self, token_id: int) -> bytes:
         known = f"the tokenizer's {len(self)} ids"
         raise UserError(f"tokenizer: id {token_id} is not one of {known}")
+
+
+def damaged_file(directory: Path, files: dict[str, bytes]) -> Path:
+    """Return the file of JSON that cannot be read, such as an empty one, else the directory."""
+    for name, content in files.items():
+        try:
+            if name.endswith(".json"):
+                parse_object(content)
+        except ValueError:
+            return directory / name
+    return directory
 
 
 # ---- what the files say beside the ids -------------------------------------------------------

@@ -276,12 +276,16 @@ def check_resume_settings(config: dict) -> None:
     refuse(step and is_new, f"resume_from={step} continues a run; leave resume='never' out")
     is_file = os.path.exists(out) and not os.path.isdir(out)
     refuse(not out or is_file, f"out_dir={out!r} is not a directory")
-    # The config.py of a run that was moved or copied, or a relative path from another directory.
-    for path in [] if any(w.startswith("--out_dir=") for w in sys.argv) else map(Path, sys.argv[1:]):
+
+    # The config.py of a run that was moved or copied would begin another one in the old place, and
+    # so would a relative out_dir from another directory.
+    given = any(word.startswith("--out_dir=") for word in sys.argv)
+    for path in map(Path, sys.argv[1:]):
         is_run = path.name == "config.py" and made_by_a_run(path) and step_dirs(path.parent)
-        other = is_run and path.parent.resolve() != Path(out).resolve()
+        moved = is_run and path.parent.resolve() != Path(out).resolve()
         text = f"{path} has out_dir={out!r}; to continue the run beside it"
-        refuse(other, f"{text} give --out_dir={path.parent}, else another --out_dir")
+        text += f" give --out_dir={path.parent}, else another --out_dir"
+        refuse(moved and not given, text)
 
 
 def resume_mode(config: dict) -> str:

@@ -49,7 +49,7 @@ NEUTRAL_KEYS = (
     "peft_type task_type auto_mapping peft_version base_model_name_or_path revision "
     "inference_mode r lora_alpha lora_dropout target_modules modules_to_save fan_in_fan_out "
     "ensure_weight_tying megatron_core runtime_config qalora_group_size eva_config "
-    "init_lora_weights"
+    "init_lora_weights exclude_modules"
 ).split()
 
 
@@ -266,6 +266,8 @@ def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -
     n_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     if n_layers != cfg.n_layer:
         what = f"have {n_layers} layers, its config has {cfg.n_layer}"
+        # Names as torch.compile or a wrapper leaves them
+        what += "" if n_layers else f"; names are like {listed(list(tensors), 1)}"
         fail(f"the weights in {directory} {what}")
 
     # These matrices have every size of the architecture, (out, in); an adapter lacks some.

@@ -464,6 +464,15 @@ def test_rotary_constants_of_old_conversions_are_passed_over(tmp_path: Path) -> 
     assert same(weights(tiny(1)), weights(huggingface.load_model(path)))
 
 
+def test_names_that_a_wrapper_made_are_shown(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, tiny(1))
+    (path / "checksums.json").unlink()
+    file = path / "model.safetensors"
+    save_file({f"_orig_mod.{name}": t for name, t in load_file(file).items()}, file)
+    said = error_line(huggingface.load_model, path)
+    assert "have 0 layers" in said and "names are like _orig_mod.model." in said
+
+
 def test_a_directory_with_a_bin_only_is_refused(tmp_path: Path) -> None:
     hf_llama().save_pretrained(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
