@@ -79,6 +79,9 @@ def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None =
         if word.endswith("\r"):
             hint = "save the script that starts this with Unix line ends"
             raise UserError(f"config: {word!r} ends with a carriage return; {hint}")
+    # Some launchers (torch.distributed.launch, deepspeed) say it twice.
+    if "LOCAL_RANK" in os.environ:
+        argv = [word for word in argv if not re.match("--local[-_]rank=", word)]
     # Before the files: the 5 of "--max_steps 5" looks like one.
     flags = [parse_flag(flag, keys) for flag in argv if flag.startswith("-")]
     for path in argv:

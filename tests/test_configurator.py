@@ -222,6 +222,15 @@ def test_a_line_end_of_windows_behind_the_last_word(word):
     assert f"{word}\\r' ends with a carriage return" in said and "Unix line ends" in said
 
 
+def test_a_rank_that_a_launcher_gives_twice(monkeypatch):
+    """As torch.distributed.launch and deepspeed do. Without them it is an unknown key."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert "unknown key 'local_rank'" in mistake(["--local_rank=1"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for flag in ("--local_rank=1", "--local-rank=1"):
+        assert changed([flag, "--max_steps=5"]) == {"max_steps": 5}
+
+
 def test_quotes_that_no_shell_took_off():
     """As cmd.exe and the lists of a container's arguments leave them."""
     for quoted in ("'out/x'", '"out/x"'):

@@ -169,9 +169,11 @@ def test_a_port_where_another_program_listens_is_one_line(monkeypatch):
         for name, text in (usual | {"MASTER_PORT": str(port)}).items():
             monkeypatch.setenv(name, text)
         begin = time.monotonic()
-        with pytest.raises(LostRank, match="rank 1: init_process_group failed.*GLOO_SOCKET_IFNAME"):
+        with pytest.raises(LostRank, match="rank 1: init_process_group failed.*is not rank 0.*GLOO_SOCKET_IFNAME"):
             ranks.init("cpu", timeout_s=1)
         assert time.monotonic() - begin < 5
+    with pytest.raises(LostRank, match=f"rank 0 cannot be reached at .*127.0.0.1:{port}: "):  # nobody listens
+        ranks.init("cpu", timeout_s=1)
 
 
 def test_gloo_takes_the_interface_that_leads_to_the_first_machine(monkeypatch):
