@@ -74,6 +74,14 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
 def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None = None) -> dict:
     """Return the defaults `keys`, overridden by the files and then by the flags of `argv`."""
     config = dict(keys)
+    for word in argv:
+        # A shell script with Windows line ends leaves it on the last word of a line.
+        if word.endswith("\r"):
+            hint = "save the script that starts this with Unix line ends"
+            raise UserError(f"config: {word!r} ends with a carriage return; {hint}")
+    # Some launchers (torch.distributed.launch, deepspeed) say it twice.
+    if "LOCAL_RANK" in os.environ:
+        argv = [word for word in argv if not re.match("--local[-_]rank=", word)]
     # Before the files: the 5 of "--max_steps 5" looks like one.
     flags = [parse_flag(flag, keys) for flag in argv if flag.startswith("-")]
     for path in argv:
@@ -138,11 +146,15 @@ def parse_flag(flag: str, keys: Mapping) -> tuple[str, object]:
     # Text needs no quotes. Other values are Python literals; what is none has the wrong type, which
     # `checked` reports.
     if type(keys.get(key)) is str:
+        if key not in TEXTS and re.fullmatch(r"""(['"]).*\1""", text):
+            raise UserError(f"config: {flag} has quotes that no shell took off; leave them out")
         return key, as_utf8(text) if key in TEXTS else text
     try:
-        return key, ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return key, text
+    # The message about 1,000 should not speak of (1, 0).
+    return key, text if type(value) is tuple else value
 
 
 def as_utf8(text: str) -> str:
@@ -156,9 +168,9 @@ def as_utf8(text: str) -> str:
 
 def nearest(key: str, keys: Mapping) -> str:
     """Return a hint at the key that was probably meant."""
-    match = [OTHER_NAMES.get(key, "")]
+    match = [OTHER_NAMES.get(key.lower(), "")]
     if match[0] not in keys:
-        match = difflib.get_close_matches(key, keys, n=1)
+        match = difflib.get_close_matches(key.lower(), keys, n=1)
     return f"; did you mean {match[0]!r}?" if match else "; --help lists the keys"
 
 
@@ -183,7 +195,10 @@ def checked(
     where: the file or "command line", for the message of an error.
     """
     if key not in keys:
-        raise UserError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
+        hint = nearest(key, keys)
+        if where != "command line" and "did you mean" not in hint:
+            hint += "; names of the file's own begin with _"
+        raise UserError(f"config: unknown key {key!r} in {where}{hint}")
 
     # `type(value) is`, because isinstance(True, int) holds. A float may be written as 1.
     want = type(keys[key])
@@ -286,6 +301,8 @@ def load_function(name: str, key: str) -> Callable:
     spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    # It may import files beside it, now or when it is called. Ours come first.
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -301,7 +318,8 @@ def script_of(config_file: Path) -> str:
     if not config_file.is_file():
         return ""
     with open(config_file, encoding="utf-8", errors="replace") as file:
-        found = re.search(r"re-run with: python \S*?(\w+\.py)", file.readline(10_000))
+        # A copy may be called pretrain-zh.py, or "pretrain 2.py".
+        found = re.search(r"re-run with: python (?:\S*/)?([^/]*?\.py)\b", file.readline(10_000))
     return found[1] if found else ""
 
 

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
 
     end_in_one_line()
 
+import errno
 import socket
 import sys
 from importlib.util import find_spec
@@ -64,7 +65,7 @@ LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2ma
 def directories(value: str) -> dict[str, Path]:
     """Return the checkpoint of each name: "a=out/sft,b=out/dpo", or one directory, which gives
     the name of its run."""
-    if "=" in value:
+    if "=" in value and not Path(value).exists():  # "=" may be part of a folder's name
         pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
     else:
         value = value or str(checkpoint.newest_run())
@@ -85,11 +86,21 @@ def bind(host: str, port: int) -> socket.socket:
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
+        listening.bind((host.strip("[]"), port))
     except OSError as error:
-        what = f"cannot listen at {host}:{port}: {error.strerror}; try --port={port + 1}"
-        raise UserError(f"serve: {what}") from None
+        what = f"cannot listen at {host}:{port}: {error.strerror}"
+        hint = "give an address of this machine as --host"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            # Those below 1024 are for root alone.
+            hint = f"try --port={port + 1 if 1024 <= port < 65535 else 8000}"
+        raise UserError(f"serve: {what}; {hint}") from None
     return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Return the address that a browser takes; with port=0 the system has chosen the port."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 if __name__ == "__main__":
@@ -121,7 +132,7 @@ if __name__ == "__main__":
             check_template(model.tokenizer, toolbox)
         model.start()
 
-    print(f"serving {', '.join(models)} at http://{host}:{port} (API: /v1)", file=sys.stderr)
+    print(f"serving {', '.join(models)} at {url_of(listening)} (API: /v1)", file=sys.stderr)
     how = uvicorn.Config(
         Server(models, config, toolbox).app(),
         log_level="warning",

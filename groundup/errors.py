@@ -96,6 +96,11 @@ def end_in_one_line() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
+    # A stream that was closed (>&-) is None, and the next file that is opened would get its number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
     # A pipe may be ASCII, a terminal without emoji: print ? for what it lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         as_is = sys.stdout.isatty() or "PYTHONIOENCODING" in os.environ
@@ -113,7 +118,7 @@ def one_line_excepthook(kind: type, error: BaseException, tb: TracebackType | No
     # Python's own exit waits for threads; those of a rank may wait for other ranks, then abort.
     # In a rank torch also redirects sys.stderr while it calls this hook.
     at_once = "RANK" in os.environ or isinstance(error, Stopped)
-    status = report(error, sys.__stderr__ if at_once else sys.stderr)
+    status = report(error, sys.__stderr__ if at_once and sys.__stderr__ else sys.stderr)
     if at_once:
         flush_output()
         with suppress(KeyboardInterrupt):  # one more Ctrl-C

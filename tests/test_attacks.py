@@ -113,6 +113,13 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_an_empty_file_is_named(forged, name):
+    """As a copy that was cut short or a power cut leaves it."""
+    (forged / name).write_bytes(b"")
+    assert f"{forged}/{name}" in refusal(lambda: opened(forged))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_damage_is_one_line(good, forged, name):
     """With checksums.json it is always found; without it nothing else happens."""
     names = sorted(path.name for path in good.iterdir())
@@ -237,6 +244,8 @@ FORGED = [
     # pickles, where state is, and where weights and text should be
     *[(name, lambda _: pickle.dumps(Bomb()), "") for name in NAMES],
     ("model.bin", lambda _: pickle.dumps(Bomb()), ""),
+    # pointers of Git LFS in their place
+    *[(name, untrusted.LFS_POINTER + b"v1\nsize 9\n", "git lfs pull") for name in NAMES],
     # safetensors
     ("model.safetensors", header(b"", 2**63), "header"),
     ("model.safetensors", header("{}", 10**6), "cannot read"),

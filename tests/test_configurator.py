@@ -201,6 +201,7 @@ def test_text_for_a_number_in_a_file(override):
         ("--no-compile", "compile"),
         ("--lr=3", "learning_rate"),
         ("--max_iters=3", "max_steps"),
+        ("--MAX_STEPS=3", "max_steps"),
     ],
 )
 def test_the_nearest_key_is_named(wrong, right):
@@ -212,6 +213,34 @@ def test_a_value_behind_a_space_and_dashes_of_a_text_program():
         assert mistake(argv).endswith("settings are written --key=value; write --max_steps=VALUE")
     for flag in ("\u2014max_steps=5", "\u2013-max_steps=5", "\uff0d\uff0dmax_steps=5", "\u2212max_steps=5"):
         assert "begins with two hyphens, --, not with a dash" in mistake([flag])
+
+
+@pytest.mark.parametrize("word", ["config/debug.py", "--out_dir=out/x", "--max_steps=5", "--prompt=a"])
+def test_a_line_end_of_windows_behind_the_last_word(word):
+    """Of a shell script: a directory 'out/x\\r' would look right wherever it is printed."""
+    said = mistake(["--grad_clip=2.0", word + "\r"])
+    assert f"{word}\\r' ends with a carriage return" in said and "Unix line ends" in said
+
+
+def test_a_rank_that_a_launcher_gives_twice(monkeypatch):
+    """As torch.distributed.launch and deepspeed do. Without them it is an unknown key."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert "unknown key 'local_rank'" in mistake(["--local_rank=1"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for flag in ("--local_rank=1", "--local-rank=1"):
+        assert changed([flag, "--max_steps=5"]) == {"max_steps": 5}
+
+
+def test_quotes_that_no_shell_took_off():
+    """As cmd.exe and the lists of a container's arguments leave them."""
+    for quoted in ("'out/x'", '"out/x"'):
+        assert f"--out_dir={quoted} has quotes that no shell took off" in mistake([f"--out_dir={quoted}"])
+    assert resolve(KEYS, ["--prompt='a'"])["prompt"] == "'a'"
+
+
+def test_a_number_is_named_as_it_was_written():
+    assert "must be int, got '1,000' in" in mistake(["--max_steps=1,000"])
+    assert "must be float, got '0,001' in" in mistake(["--learning_rate=0,001"])
 
 
 def test_without_a_near_key_help_is_named():
@@ -227,6 +256,8 @@ def test_a_misspelt_key_in_a_file_is_not_a_new_variable(override):
         == f"config: unknown key 'learing_rate' in {path}; did you mean 'learning_rate'?"
     )
     assert "unknown key 'MAX_STEPS'" in mistake([override("MAX_STEPS = 5")])
+    for line in ("from math import pi", "for i in range(3): pass", "from __future__ import annotations"):
+        assert mistake([override(line)]).endswith("; names of the file's own begin with _")
 
 
 def test_of_two_equal_flags_the_last_wins(override):

@@ -175,6 +175,21 @@ def test_a_reader_that_has_gone_is_no_traceback():
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("rank", ["", "RANK=0"])
+def test_closed_streams_are_no_error(tmp_path, closed, rank):
+    """What is printed goes nowhere, and no file gets the number of standard output."""
+    code = "print('out'); print('err', file=sys.stderr); sys.stdout.isatty(), sys.stdin.isatty(), sys.stdin.read()\n"
+    code += "file = open('log', 'w'); file.write(str(file.fileno())); file.flush()\n"
+    code += "raise errors.UserError('the end')"
+    command = [sys.executable, "-c", BEGIN + code, str(ROOT)]
+    line = ["bash", "-c", f'{rank} exec "$@" {closed}', "bash", *command]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1 and int((tmp_path / "log").read_text("utf-8")) > 2
+    assert done.stdout == ("" if " >" in f" {closed}" else "out\n")
+    assert done.stderr == ("" if "2>" in closed else "err\nthe end\n")
+
+
 def test_an_output_that_cannot_be_written_is_one_line():
     with open("/dev/full", "wb") as full:
         env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}

@@ -83,6 +83,9 @@ def test_other_sites_are_answered_only_if_they_are_named(directories, server):
         status, headers, _ = ask(url + "/v1/chat/completions", "OPTIONS", **foreign)
         assert (status, headers[allowed]) == (200, "https://a.example")
         assert "x-stainless-lang" in headers["Access-Control-Allow-Headers"]
+        local = foreign | {"Access_Control_Request_Private_Network": "true"}
+        status, headers, _ = ask(url + "/v1/chat/completions", "OPTIONS", **local)
+        assert (status, headers["Access-Control-Allow-Private-Network"]) == (200, "true")
         status, headers, _ = ask(url + "/v1/models", Origin="https://a.example", Authorization="Bearer sesame")
         assert (status, headers[allowed]) == (200, "https://a.example")
         status, headers, _ = ask(url + "/v1/models", Origin="https://a.example")

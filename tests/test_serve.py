@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
+import gzip
 import json
+import re
 import socket
 import sys
 import threading
@@ -453,6 +456,7 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, alone, server):
     ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [None]}]}, (400, "message 1", "function with a name")),
     ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, (400, "function with a name")),
     ({"logprobs": True, "top_logprobs": 21}, (400, "top_logprobs", "at most 20")),
+    ({"logprobs": True, "top_logprobs": -1}, (400, "top_logprobs", "at least 0")),
     ({"stream": "yes"}, (400, "stream")),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_said_in_openais_form(client, fields, words):
@@ -501,6 +505,28 @@ def test_other_paths_health_and_metrics(server, client):
     for path, status in (("/nothing", 404), ("/v1/completions", 405)):
         done = httpx.get(server[0] + path)
         assert done.status_code == status and done.json()["error"]["message"]
+
+
+def test_what_http_allows_and_what_is_said_of_the_rest(server, directory):
+    httpx = library("httpx")
+    url, body = server[0] + "/v1/completions", {"prompt": "a", "max_tokens": 2}
+    done = httpx.get(url)
+    assert done.status_code == 405 and done.headers["allow"] == "POST"
+    head = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    packed = httpx.post(url, content=gzip.compress(json.dumps(body).encode()), headers=head)
+    assert packed.status_code == 415 and "Content-Encoding 'gzip'" in packed.json()["error"]["message"]
+    as_it_is = head | {"Content-Encoding": "Identity"}
+    assert httpx.post(url, content=json.dumps(body), headers=as_it_is).status_code == 200
+    chat = httpx.post(url, json={"messages": ASKED})  # at the wrong address
+    assert chat.status_code == 400 and "/v1/chat/completions" in chat.json()["error"]["message"]
+    for options in ({"include_usage": None}, {"include_usage": None, "other": None}):
+        assert httpx.post(url, json=body | {"stream": True, "stream_options": options}).status_code == 200
+    assert httpx.post(url, json=body | {"logprobs": -1}).status_code == 400
+    with serving(directory, api_key="sesame") as (other, _):
+        for scheme in ("Bearer", "bearer", "BEARER", "Bearer "):
+            given = {"Authorization": f"{scheme} sesame"}
+            assert httpx.get(other + "/v1/models", headers=given).status_code == 200, scheme
+        assert httpx.get(other + "/v1/models", headers={"Authorization": "bearer no"}).status_code == 401
 
 
 def test_strangers_forms_and_too_much_are_refused(server, directory, monkeypatch):
@@ -568,6 +594,32 @@ def test_a_port_that_is_taken_is_one_line_before_the_models_are_loaded():
         serve.bind("127.0.0.1", port)
     taken.close()
     serve.bind("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize(("number", "host", "port", "hint"), [
+    (errno.EADDRINUSE, "127.0.0.1", 65535, "try --port=8000"), (errno.EACCES, "127.0.0.1", 80, "try --port=8000"),
+    (errno.EADDRNOTAVAIL, "192.0.2.1", 8000, "as --host"), (socket.EAI_NONAME, "no-such-host", 8000, "as --host"),
+])  # fmt: skip
+def test_an_address_that_cannot_be_had_says_what_to_change(monkeypatch, number, host, port, hint):
+    def bind(*args):
+        raise OSError(number, "the system's words")
+
+    monkeypatch.setattr(serve.socket.socket, "bind", bind)
+    with pytest.raises(UserError, match=f"{host}:{port}: the system's words; .*{hint}"):
+        serve.bind(host, port)
+
+
+def test_the_printed_address_is_one_that_a_browser_takes():
+    with serve.bind("127.0.0.1", 0) as listening:
+        assert re.fullmatch(r"http://127.0.0.1:[1-9]\d+", serve.url_of(listening))
+    for host in ("::1", "[::1]") if socket.has_ipv6 else ():
+        with contextlib.suppress(UserError), serve.bind(host, 0) as listening:  # a machine may lack it
+            assert serve.url_of(listening).startswith("http://[::1]:")
+
+
+def test_the_name_of_a_folder_may_hold_an_equals_sign(directory, tmp_path):
+    (tmp_path / "lang=zh").symlink_to(directory.parent)
+    assert list(serve.directories(f"{tmp_path}/lang=zh")) == ["lang=zh"]
 
 
 # ---- fields that vLLM and llama.cpp take -----------------------------------------------------------------------------

@@ -132,7 +132,9 @@ def parse_reward(spec: str) -> dict[str, float]:
         return weights
     for part in map(str.strip, spec.split(",")):
         name, equals, number = part.rpartition("=")
-        name = name.strip() if equals else part
+        if not equals or "/" in number:  # of a folder's name, lang=zh/rules.py:f
+            name, equals = part, ""
+        name = name.strip()
         try:
             weight = float(number) if equals else 1.0
         except ValueError:

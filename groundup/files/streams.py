@@ -19,7 +19,7 @@ from groundup.errors import UserError
 from groundup.files import encodings
 from groundup.files.encodings import Verdict
 from groundup.files.paths import shown_name
-from groundup.files.untrusted import check_regular
+from groundup.files.untrusted import LFS_POINTER, POINTER_HINT, check_regular
 
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 READ_BYTES = 2**20
@@ -35,9 +35,6 @@ PACKED = {  # by suffix: first bytes, the command that unpacks it, what tar need
     "zst": (b"\x28\xb5\x2f\xfd", "zstd -d --long=31 {name}", "--zstd -xf"),
 }
 MAGIC = tuple(magic for magic, _, _ in PACKED.values())
-# Git LFS leaves a small file in place of a large one.
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
 NOT_TEXT = {  # first bytes: what it is, and what to do
     b"PK\x03\x04": "a zip archive; unpack it: unzip {name}",
     b"WARC/": "a web archive; write its texts as JSON lines, as with warcio and trafilatura",

@@ -27,16 +27,23 @@ MANIFEST_BYTES = 2**28  # of what prepare.py writes, which names every input
 STUCK_S = 60
 # What something is tried with, beyond what the process has now: CPU time and memory
 TRIAL_S, TRIAL_MB = 1, 500
+# Git LFS leaves a small file in place of a large one.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
 BYTES_PER_VALUE = 16  # at most one value for so many: Python needs up to 100 bytes for each
 
 
 def check_regular(path: str | Path) -> int:
-    """Return the size of a file. Raise OSError unless it is a regular one.
+    """Return the size of a file. Raise OSError unless it is a regular one, and not a pointer.
 
     A pipe would wait for ever, and a device never end."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "is no regular file", str(path))
+    if status.st_size < 1000:
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise OSError(0, f"it is {POINTER_HINT}", str(path))
     return status.st_size
 
 

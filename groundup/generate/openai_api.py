@@ -124,6 +124,8 @@ def parse(
     refuse_unsupported(body, REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS)
     if chat:
         own = chat_fields(body, None if as_json else own_tools)
+    elif "messages" in body:
+        raise Refused(400, "messages are for /v1/chat/completions", "messages")
     else:
         own = {"prompts": texts_or_ids(body), "echo": take(body, "echo", bool, False)}
     echo = own.get("echo", False)
@@ -143,6 +145,7 @@ def parse(
         values["max_new_tokens"] = 1 if scores_only else limit
 
     options = take(body, "stream_options", dict, {})
+    options = {key: value for key, value in options.items() if value is not None}
     own |= {"limited": limit is not None, "scores_only": scores_only, "n": n, "chat": chat}
     own["params"] = sampling_params(values, limit_name)
     own["model"] = take(body, "model", str, "")
@@ -234,17 +237,15 @@ def sampling_params(values: dict, limit_name: str) -> SamplingParams:
 
 def likeliest(body: dict, chat: bool) -> int:
     """Return how many of the likeliest tokens are to be named at each token; -1 = none."""
-    if chat:
-        wanted, top = take(body, "logprobs", bool, False), take(body, "top_logprobs", int, 0)
-        if top and not wanted:
-            raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        top = top if wanted else -1
-    else:
-        top = take(body, "logprobs", int, -1)
-    if top > MAX_TOP_LOGPROBS:
-        name = "top_logprobs" if chat else "logprobs"
-        raise Refused(400, f"{name} must be at most {MAX_TOP_LOGPROBS}, got {top}", name)
-    return top
+    name = "top_logprobs" if chat else "logprobs"
+    wanted = take(body, "logprobs", bool, False) if chat else name in body
+    top = take(body, name, int, 0)
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        words = f"{name} must be at least 0 and at most {MAX_TOP_LOGPROBS}, got {top}"
+        raise Refused(400, words, name)
+    if top and not wanted:
+        raise Refused(400, "top_logprobs needs logprobs=true", name)
+    return top if wanted else -1
 
 
 def log_unknown(names: Iterable[str], where: str) -> None:

@@ -311,6 +311,7 @@ class Server:
         guarded = Guard(inner, {route.path for route in routes}, self.config, self.metrics)
         origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        cors["allow_private_network"] = True  # what a browser asks before a site reaches 127.0.0.1
         return CORSMiddleware(guarded, **cors) if origins else guarded
 
     async def home(self, _http: Any) -> Response:
@@ -499,6 +500,9 @@ async def read_body(http: Any, max_kb: int) -> bytes:
     if kind != "application/json":
         what = "send the body as JSON, with the header Content-Type: application/json"
         raise Refused(400, what)
+    coding = http.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise Refused(415, f"Content-Encoding {coding!r} is not read; send the body as it is")
     raw = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -551,14 +555,16 @@ def sse(body: dict) -> str:
 
 async def error_response(http: Any, error: Exception) -> Response:
     """Return the answer to a request that failed: in OpenAI's shape, whatever the error."""
+    headers = {}
     if isinstance(error, HTTPException):
         words = f"{error.detail}: {http.method} {http.url.path[:200]}"
+        headers = error.headers or {}  # Allow: of a 405
         error = Refused(error.status_code, words)
     elif isinstance(error, RecursionError):
         error = Refused(400, "the body is nested too deeply")
     elif not isinstance(error, Refused):
         error = Refused(500, "The server had an error while processing your request")
-    headers = {"Retry-After": "1"} if error.status == 429 else None
+    headers |= {"Retry-After": "1"} if error.status == 429 else {}
     return JSONResponse(error.body, error.status, headers)
 
 
@@ -609,7 +615,8 @@ def auth_error(scope: dict, config: dict) -> Refused | None:
     headers = dict(scope["headers"])
     key = config["api_key"]
     if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        # HTTP compares the word without case.
+        given = re.sub(rb"(?i)\Abearer +", b"", headers.get(b"authorization", b""))
         if not hmac.compare_digest(given, key.encode()):
             words = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             return Refused(401, words, None, "invalid_api_key")

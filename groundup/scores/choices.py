@@ -187,7 +187,7 @@ def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str
     notes on what was unusual."""
     exam = task.removesuffix("_text")
     split, words, notes, subjects = QUESTIONS[exam], subjects_file()[exam], defaultdict(list), []
-    files = sorted(Path(path, split).glob("*.csv"))
+    files = sorted(Path(path, split).glob("[!.]*.csv"))
     if not files:
         what = f"no {split}/*.csv in {path}; give the directory that holds dev and {split}"
         raise UserError(f"choices: {task}: {what}")

@@ -24,6 +24,7 @@ from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
 from groundup.files import paths, readers, records, streams
 from groundup.files.paths import find_files, shown_name
+from groundup.files.untrusted import LFS_POINTER, POINTER_HINT
 from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 
@@ -106,8 +107,8 @@ def look(path: str, name: str, number: int, source: Source) -> Input:
             first = f.read(2**16)
     except OSError as error:
         return failed._replace(problem=error.strerror)
-    if first.startswith(streams.LFS_POINTER):
-        return failed._replace(problem=streams.POINTER_HINT)
+    if first.startswith(LFS_POINTER):
+        return failed._replace(problem=POINTER_HINT)
     parts = [(0, None)]
     unit_bytes = min(UNIT_BYTES, max(LEAST_UNIT_BYTES, stat.st_size // UNITS))
     if stat.st_size > unit_bytes or first.startswith(b"PAR1"):

@@ -105,6 +105,7 @@ class TextTokenizer:
             except OSError as error:
                 where = directory / name
                 raise UserError(f"tokenizer: cannot read {where}: {error.strerror}") from None
+        read = dict(files)
         # it belongs to the model, and only its special tokens are read
         generation_config = files.pop("generation_config.json", b"{}")
         if not set(TOKENIZERS) & set(files):
@@ -122,7 +123,8 @@ class TextTokenizer:
             raise UserError(f"tokenizer: cannot use {directory}: {error}") from None
         except damage as error:
             what = f"{type(error).__name__}: {error}"
-            raise UserError(f"tokenizer: {directory} is damaged: {what}") from None
+            where = damaged_file(directory, read)
+            raise UserError(f"tokenizer: {where} is damaged: {what}") from None
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read."""
@@ -247,6 +249,17 @@ class Pieces(dict):
         raise UserError(f"tokenizer: id {token_id} is not one of {known}")
 
 
+def damaged_file(directory: Path, files: dict[str, bytes]) -> Path:
+    """Return the file of JSON that cannot be read, such as an empty one, else the directory."""
+    for name, content in files.items():
+        try:
+            if name.endswith(".json"):
+                parse_object(content)
+        except ValueError:
+            return directory / name
+    return directory
+
+
 # ---- what the files say beside the ids -------------------------------------------------------
 
 
@@ -292,7 +305,7 @@ def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
     {"eos_token": name}, and added_tokens.json: {name: id}."""
     config = parse_object(files.get("tokenizer_config.json", b"{}"))
     changes = {}
-    more = sorted(directory.glob("additional_chat_templates/*.jinja"))
+    more = sorted(directory.glob("additional_chat_templates/[!.]*.jinja"))
     if more:
         named = find_templates(files, config) | {
             path.stem: read_bytes(path).decode() for path in more

@@ -155,7 +155,8 @@ def resolve(init_from: str | Path) -> Path:
         unchecked = []  # find_latest compares checksums
         path = find_latest(path)
         if path is None:
-            fail(f"{init_from} holds no checkpoint: no config.json, no step_*")
+            hint = "".join(f"; give {p}" for p in Path(init_from).glob("snapshots/*"))  # of the hub
+            fail(f"{init_from} holds no checkpoint: no config.json, no step_*{hint}")
 
     # An adapter without its base should show now.
     if huggingface.is_adapter(path):
@@ -177,8 +178,9 @@ def why_no_model(path: Path) -> str:
         text = "no checkpoint of this run has been evaluated yet, or its disk has no links"
         return f"{text}; --init_from={path.parent} is its newest"
     # Nothing is downloaded from here.
-    if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return f"no such directory; a model of the hub first: hf download {path} --local-dir=DIR"
+    hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?([\w-]+/[\w.-]+)", str(path))
+    if hub and not path.parent.exists():
+        return f"no such directory; a model of the hub first: hf download {hub[1]} --local-dir=DIR"
     return "no such directory"
 
 
@@ -187,7 +189,7 @@ def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
     # {run: when it saved last}. Checksums are written at the end of a save.
     saved = {}
     # A reward model's config.json names its kind. An adapter, which writes text, has none.
-    for sums in Path(root).glob("*/step_*/checksums.json"):
+    for sums in Path(root).glob("[!.]*/step_*/checksums.json"):
         config = huggingface.config_path(sums.parent)
         if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:
             saved[sums.parent.parent] = max(sums.stat().st_mtime, saved.get(sums.parent.parent, 0))
@@ -254,7 +256,7 @@ def choose(config: dict) -> Path | None:
     # Another stage's run, or files of the user, are not ours to continue.
     path = None
     if used:
-        check_stage(out, Path(sys.argv[0]).name)
+        check_stage(out, Path(sys.argv[0]).resolve().name)
         repair(out)
     if step and not is_restarted():
         path = find_step(out, step, config["overwrite"])
@@ -275,6 +277,16 @@ def check_resume_settings(config: dict) -> None:
     refuse(step and is_new, f"resume_from={step} continues a run; leave resume='never' out")
     is_file = os.path.exists(out) and not os.path.isdir(out)
     refuse(not out or is_file, f"out_dir={out!r} is not a directory")
+
+    # The config.py of a run that was moved or copied would begin another one in the old place, and
+    # so would a relative out_dir from another directory.
+    given = any(word.startswith("--out_dir=") for word in sys.argv)
+    for path in map(Path, sys.argv[1:]):
+        is_run = path.name == "config.py" and made_by_a_run(path) and step_dirs(path.parent)
+        moved = is_run and path.parent.resolve() != Path(out).resolve()
+        text = f"{path} has out_dir={out!r}; to continue the run beside it"
+        text += f" give --out_dir={path.parent}, else another --out_dir"
+        refuse(moved and not given, text)
 
 
 def resume_mode(config: dict) -> str:
@@ -446,7 +458,9 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
         print(text, flush=True)
     elif state["step"] < max_steps or not config_file.exists():
         again = recorded | {"resume": "auto", "resume_from": 0, "overwrite": False}
-        write_config(again, str(config_file), f"python {Path(script).name} {config_file}")
+        # A link to a script is that script.
+        command = f"python {Path(script).resolve().name} {config_file}"
+        write_config(again, str(config_file), command)
     return recorded
 
 

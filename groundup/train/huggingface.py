@@ -49,7 +49,7 @@ NEUTRAL_KEYS = (
     "peft_type task_type auto_mapping peft_version base_model_name_or_path revision "
     "inference_mode r lora_alpha lora_dropout target_modules modules_to_save fan_in_fan_out "
     "ensure_weight_tying megatron_core runtime_config qalora_group_size eva_config "
-    "init_lora_weights"
+    "init_lora_weights exclude_modules"
 ).split()
 
 
@@ -219,8 +219,10 @@ def tensors_of(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def open_weights(directory: Path) -> dict[str, Stored]:
-    """Return the weights by our names, from one file or from the shards that an index names."""
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files of a directory's weights: an adapter's, one, or the shards of an index."""
+    if is_adapter(directory):
+        return [directory / ADAPTER_WEIGHTS]
     paths = [directory / "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.exists() and not paths[0].exists():
@@ -229,8 +231,14 @@ def open_weights(directory: Path) -> dict[str, Stored]:
         if not isinstance(shards, dict) or not all(map(is_name, shards.values())):
             fail(f"{index} is damaged: weight_map must name files of its directory")
         paths = [directory / shard for shard in sorted(set(shards.values()))]
+    return paths
+
+
+def open_weights(directory: Path) -> dict[str, Stored]:
+    """Return the weights by our names."""
     tensors = {}
-    for path in paths:  # the index is not asked further: check_fit finds what is missing
+    # The index is not asked further: check_fit finds what is missing.
+    for path in weight_files(directory):
         tensors |= tensors_of(path)
     # Conversions of the first Llamas store this constant, which follows from the configuration.
     return {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
@@ -258,6 +266,8 @@ def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -
     n_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     if n_layers != cfg.n_layer:
         what = f"have {n_layers} layers, its config has {cfg.n_layer}"
+        # Names as torch.compile or a wrapper leaves them
+        what += "" if n_layers else f"; names are like {listed(list(tensors), 1)}"
         fail(f"the weights in {directory} {what}")
 
     # These matrices have every size of the architecture, (out, in); an adapter lacks some.
@@ -325,9 +335,10 @@ def checksum_once(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def weights_fingerprint(directory: str | Path) -> str:
-    """Return names and checksums of a directory's safetensors files."""
+    """Return names and checksums of the files of a directory's weights that are there."""
     parts = []
-    for path in sorted(Path(directory).glob("*.safetensors")):
+    # Others may lie beside them, such as the ._model.safetensors of a Mac.
+    for path in filter(Path.exists, weight_files(Path(directory))):
         # Size and time of the last change tell whether the file is still the same.
         status = path.stat()
         parts.append(f"{path.name} {checksum_once(path, status.st_size, status.st_mtime_ns)}")
@@ -341,7 +352,7 @@ shared_fingerprint = ranks.on_rank_0(weights_fingerprint)
 def model_name(directory: Path) -> str:
     """Return the directory's name and a fingerprint of its weights and settings."""
     # adapter_config.json and model_config.json are of LoRA, config.json of a whole model.
-    settings = b"".join(path.read_bytes() for path in sorted(directory.glob("*config.json")))
+    settings = b"".join(path.read_bytes() for path in sorted(directory.glob("[!.]*config.json")))
     digest = hashlib.sha256(weights_fingerprint(directory).encode() + settings)
     return f"{directory.name} {digest.hexdigest()[:16]}"
 

@@ -368,7 +368,8 @@ PACKAGES = {"tensorboard": "tensorboard==2.21.0", "trackio": "trackio", "wandb":
 
 def check_installed(track: str) -> None:
     """Raise UserError if the tracker's package is missing."""
-    if track != "none" and importlib.util.find_spec(track) is None:
+    # A folder of that name in the way (wandb leaves one) is a package without a file.
+    if track != "none" and getattr(importlib.util.find_spec(track), "origin", None) is None:
         fix = f"pip install {PACKAGES[track]}"
         raise UserError(f"config: track={track!r} needs a package; {fix}")
 

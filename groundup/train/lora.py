@@ -34,11 +34,13 @@ class LoRAConfig:
     modules: tuple[str, ...] = ()  # ends of layer names; () = every nn.Linear in the blocks
 
     def __post_init__(self) -> None:
-        # Written so that NaN is refused. adapter_config.json may hold any number.
-        alpha_fits = 0 < self.alpha < MAX_ALPHA
-        if not 1 <= self.rank <= MAX_RANK or not alpha_fits or not 0 <= self.dropout < 1:
-            what = f"rank={self.rank} must be from 1 to {MAX_RANK}, alpha={self.alpha} positive"
-            raise UserError(f"lora: {what}, dropout={self.dropout} from 0 to below 1")
+        # Written so that NaN is refused. adapter_config.json may hold any value.
+        fits = isinstance(self.rank, int) and 1 <= self.rank <= MAX_RANK
+        fits &= isinstance(self.alpha, int | float) and 0 < self.alpha < MAX_ALPHA
+        fits &= isinstance(self.dropout, int | float) and 0 <= self.dropout < 1
+        if not fits:
+            what = f"rank={self.rank!r} must be from 1 to {MAX_RANK}, alpha={self.alpha!r} positive"
+            raise UserError(f"lora: {what}, dropout={self.dropout!r} from 0 to below 1")
 
 
 class LoRALinear(nn.Linear):

@@ -65,7 +65,7 @@ def described_world() -> World:
     absent = ", ".join(key for key in needed if key not in os.environ)
     if absent:
         text = f"RANK is set in the environment but {absent} is not; start with torchrun"
-        raise UserError(f"ddp: {text}")
+        raise UserError(f"ddp: {text}, or unset RANK to train in one process")
     world = World(*(number_in(key) for key in needed[:3]))
     number_in("MASTER_PORT", 1, most=65535)
     if world.rank >= world.world_size:
@@ -197,6 +197,11 @@ def open_store(world_size: int, is_host: bool, timeout_s: float) -> dist.Store:
         return result.result(timeout_s + 1)
     except TimeoutError:
         text = f"what listens at {address}:{port} is not rank 0; use another MASTER_PORT"
+        try:
+            socket.create_connection((address, port), 1).close()
+        except OSError as error:
+            text = f"rank 0 cannot be reached at MASTER_ADDR and MASTER_PORT, {address}:{port}"
+            text += f": {error.strerror or error}"
         raise RuntimeError(text) from None
 
 
@@ -345,10 +350,10 @@ def checksums_of_code() -> dict[str, int]:
     files = [*(root / name for name in names), *root.glob("groundup/**/*.py")]
     found = {}
     for path in files:
-        # not an editor's .#model.py; line ends may differ between systems
-        if path.is_file() and not path.name.startswith("."):
-            content = path.read_bytes().replace(b"\r\n", b"\n")
-            found[path.relative_to(root).as_posix()] = zlib.crc32(content)
+        # Not an editor's .#model.py or .ipynb_checkpoints/. Line ends may differ between systems.
+        name = path.relative_to(root).as_posix()
+        if path.is_file() and "/." not in f"/{name}":
+            found[name] = zlib.crc32(path.read_bytes().replace(b"\r\n", b"\n"))
     return found
 
 

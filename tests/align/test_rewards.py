@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from groundup.align import rewards
 from groundup.align.best_of import drawn_part
-from groundup.align.rewards import Rewards, Rollout
+from groundup.align.rewards import FunctionReward, Rewards, Rollout, parse_reward
 from groundup.errors import UserError
 from groundup.generate.completion import generate
 from groundup.generate.sampling import SamplingParams
@@ -156,6 +156,21 @@ def test_a_function_cannot_change_the_data(home):
     one = answer(more=[])
     Rewards("rules.py:spoils", tokenizer_of(home)).table([one])
     assert one == answer(more=[])
+
+
+def test_the_name_of_a_folder_may_hold_an_equals_sign():
+    spec = "lang=zh/rules.py:f, lang=zh/rm=0.5"
+    assert parse_reward(spec) == {"lang=zh/rules.py:f": 1.0, "lang=zh/rm": 0.5}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_file_may_import_what_lies_beside_it(home, tmp_path, late):
+    """When it is read or when it is called, as the tools of a model may."""
+    (tmp_path / f"beside_{late}.py").write_text("SCORE = 2.5\n", encoding="utf-8")
+    line, function = f"from beside_{late} import SCORE\n", "def f(prompt, answer, row):\n"
+    body = f"{function}    {line}" if late else line + function
+    (tmp_path / "uses.py").write_text(f"{body}    return SCORE\n", encoding="utf-8")
+    assert FunctionReward(f"{tmp_path}/uses.py:f").reward(answer()) == 2.5
 
 
 def test_a_file_may_hold_dataclasses_whose_types_are_texts(home):

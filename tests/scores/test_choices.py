@@ -78,6 +78,7 @@ def write_exam(folder: Path, task: str) -> Path:
                 rows = [[str(k), *row, *["因为如此"] * extra] for k, row in enumerate(rows)]
                 header = ["id", "question", *LETTERS, "answer", *["explanation"] * extra]
                 write_csv(folder / split / f"{subject}_{split}.csv", header, rows)
+    (folder / SPLIT[task] / f"._{subjects[0]}.csv").write_bytes(b"\0\5\x16\7Mac OS X\xff")  # no subject
     return folder
 
 

@@ -35,6 +35,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import ddp
+from configurator import script_of
 from groundup.errors import UserError
 from groundup.tokens.training import train
 from groundup.train import checkpoint, huggingface, lora
@@ -463,6 +464,15 @@ def test_rotary_constants_of_old_conversions_are_passed_over(tmp_path: Path) -> 
     assert same(weights(tiny(1)), weights(huggingface.load_model(path)))
 
 
+def test_names_that_a_wrapper_made_are_shown(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, tiny(1))
+    (path / "checksums.json").unlink()
+    file = path / "model.safetensors"
+    save_file({f"_orig_mod.{name}": t for name, t in load_file(file).items()}, file)
+    said = error_line(huggingface.load_model, path)
+    assert "have 0 layers" in said and "names are like _orig_mod.model." in said
+
+
 def test_a_directory_with_a_bin_only_is_refused(tmp_path: Path) -> None:
     hf_llama().save_pretrained(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
@@ -603,6 +613,27 @@ def test_the_frozen_weights_must_be_there_and_the_same(tmp_path: Path) -> None:
         assert str(path / LORA_FILES[0]) in text and repr(str(base)) in text
     assert "need base" in error_line(lambda: save(tmp_path / "run", 3, with_adapters(tmp_path / "elsewhere")))
     assert names(tmp_path / "run") == ["latest", "step_000002"]
+
+
+def test_files_beside_the_weights_change_nothing(tmp_path: Path) -> None:
+    """Those that desktops and Jupyter write, and copies of one's own."""
+    base = save(tmp_path / "base", 1)
+    path = save(tmp_path / "run", 2, with_adapters(base), base=base)
+    known = huggingface.weights_fingerprint(base), huggingface.model_name(base), weights(huggingface.load_model(path))
+    for directory in (base, path):
+        for name in [*os.listdir(directory), "tool_use.jinja"]:
+            (directory / f"._{name}").write_bytes(b"\0\5\x16\7Mac OS X\xff")
+        (directory / "additional_chat_templates").mkdir()
+        (directory / "additional_chat_templates" / "._a.jinja").write_bytes(b"\0\xff")
+        (directory / ".DS_Store").write_bytes(b"\0\xff")
+        (directory / "model-old.safetensors").write_bytes(b"\0\xff")
+        shutil.copytree(base, directory / ".ipynb_checkpoints", ignore=lambda *_: [".ipynb_checkpoints"])
+    shutil.copytree(tmp_path / "run", tmp_path / ".trash")
+    os.utime(tmp_path / ".trash" / path.name / "checksums.json")
+    assert checkpoint.resolve(path) == path and checkpoint.newest_run(tmp_path) == tmp_path / "run"
+    assert huggingface.weights_fingerprint(base) == known[0] and huggingface.model_name(base) == known[1]
+    assert same(weights(huggingface.load_model(path)), known[2])
+    assert Tokenizer.load(path).fingerprint() == TOKENIZER.fingerprint()
 
 
 def test_a_damaged_adapter_is_passed_over(tmp_path: Path) -> None:
@@ -966,6 +997,38 @@ def test_a_run_of_another_script_is_called_so(begun: Path, monkeypatch: pytest.M
     assert f"{begun} is a run of pretrain.py; use another out_dir for sft.py" in config_error(begun)
 
 
+@pytest.mark.parametrize("name", ["pretrain-zh.py", "pretrain 2.py", "预训练.py", "link-to-it", "p.py"])
+def test_a_copy_of_a_script_or_a_link_to_one_continues_its_run(begun: Path, tmp_path: Path, monkeypatch, name) -> None:
+    script = tmp_path / "scripts" / name
+    script.parent.mkdir()
+    is_link = name in ("link-to-it", "p.py")
+    if is_link:
+        script.symlink_to(tmp_path / "pretrain.py")
+    state = checkpoint.read_state(begun / "step_000003" / "train_state.pt")
+    checkpoint.make_run_dir(settings(begun), str(script), state, 9)
+    assert script_of(begun / "config.py") == ("pretrain.py" if is_link else name)
+    for argv in (str(script), f"./scripts/{name}"):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.argv", [argv])
+        assert find(begun).name == "step_000003"
+
+
+def test_the_config_of_a_run_that_was_moved_does_not_begin_another(begun: Path, tmp_path: Path, monkeypatch) -> None:
+    moved, config = begun.rename(tmp_path / "moved"), str(tmp_path / "moved" / "config.py")
+    checkpoint.LOCKS.clear()  # the run has ended
+    monkeypatch.setattr("sys.argv", ["pretrain.py", config])
+    assert f"give --out_dir={moved}, else another" in config_error(begun)
+    monkeypatch.setattr("sys.argv", ["pretrain.py", config, f"--out_dir={moved}"])
+    assert find(moved).name == "step_000003"
+    checkpoint.LOCKS.clear()
+    (tmp_path / "link").symlink_to(moved)
+    monkeypatch.setattr("sys.argv", ["pretrain.py", config])
+    assert find(tmp_path / "link").name == "step_000003"
+    shutil.copy(config, tmp_path / "config.py")  # as an override file of one's own
+    monkeypatch.setattr("sys.argv", ["pretrain.py", str(tmp_path / "config.py")])
+    assert find(begun) is None
+
+
 def test_the_record_is_of_what_a_run_began_with(begun: Path, tmp_path: Path, monkeypatch) -> None:
     path = begun / "step_000003"
     record = begun / "config.py"
@@ -1026,7 +1089,12 @@ def test_a_gguf_file_names_its_converter(tmp_path: Path) -> None:
 def test_init_from_that_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("", encoding="utf-8")
-    assert "'Qwen/Qwen3-0.6B'" in error_line(checkpoint.resolve, "Qwen/Qwen3-0.6B")
+    for name in ("Qwen/Qwen3-0.6B", "https://huggingface.co/Qwen/Qwen3-0.6B"):
+        said = error_line(checkpoint.resolve, name)
+        assert repr(name) in said and "hf download Qwen/Qwen3-0.6B --local-dir" in said
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    assert error_line(checkpoint.resolve, snapshot.parent.parent).endswith(f"; give {snapshot}")
     assert "no such directory" in error_line(checkpoint.resolve, tmp_path / "没有")
     assert "is a file" in error_line(checkpoint.resolve, tmp_path / "file")
     assert "holds no checkpoint" in error_line(checkpoint.resolve, tmp_path / "empty")

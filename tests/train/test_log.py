@@ -276,8 +276,9 @@ def test_a_card_replaces_no_text_of_ones_own(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("track", ["tensorboard", "trackio", "wandb"])
-def test_a_tracker_without_its_package_is_one_line(track, tmp_path, monkeypatch):
-    monkeypatch.setattr(logs.importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("found", [None, SimpleNamespace(origin=None)], ids=["nothing", "folder of data"])
+def test_a_tracker_without_its_package_is_one_line(track, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(logs.importlib.util, "find_spec", lambda name: found)
     with pytest.raises(UserError, match=f"track='{track}' needs a package; pip install {track}"):
         RunLog(str(tmp_path), 9, 0, World(1, 1, 2), track=track)
 

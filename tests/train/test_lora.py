@@ -414,6 +414,7 @@ def test_our_own_adapter_comes_back_to_the_bit(tmp_path: Path, kind: str) -> Non
 PEFT = {
     "plain": {"target_modules": ["q_proj", "v_proj"]},
     "all-linear": {"target_modules": "all-linear", "lora_dropout": 0.1},
+    "all but": {"target_modules": "all-linear", "exclude_modules": ["up_proj"]},
     "expression": {"target_modules": r".*layers\.\d+\.mlp\.(up|down)_proj"},
     "paths": {"target_modules": ["layers.1.self_attn.k_proj", "layers.0.self_attn.k_proj"]},
     "gaussian": {"target_modules": ["gate_proj"], "init_lora_weights": "gaussian"},
@@ -482,6 +483,11 @@ def test_tied_embeddings_trained_by_peft(tmp_path: Path, both: bool) -> None:
         ({"init_lora_weights": 1}, "init_lora_weights=1"),
         ({"peft_type": "IA3"}, "'IA3'"),
         ({"r": 0}, "rank=0"),
+        ({"r": 4.0}, "rank=4.0 must"),
+        ({"r": "4"}, "rank='4' must"),
+        ({"lora_alpha": "8"}, "alpha='8' positive"),
+        ({"lora_alpha": None}, "alpha=None positive"),
+        ({"lora_dropout": None}, "dropout=None from"),
     ],
 )
 def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, changes: dict, words: str) -> None:

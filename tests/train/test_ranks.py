@@ -111,6 +111,14 @@ def test_another_file_of_the_project_on_a_rank_is_named(monkeypatch):
         ranks.check_equal({"seed": 1})
 
 
+def test_files_that_editors_hide_are_no_code(tmp_path, monkeypatch):
+    for name in ("model.py", "groundup/a.py", "groundup/.#a.py", "groundup/.ipynb_checkpoints/a-checkpoint.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("", encoding="utf-8")
+    monkeypatch.setattr(ranks, "__file__", str(tmp_path / "groundup/train/ranks.py"))
+    assert set(ranks.checksums_of_code()) == {"model.py", "groundup/a.py"}
+
+
 def test_absent_variables_of_torchrun_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for key in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -161,9 +169,11 @@ def test_a_port_where_another_program_listens_is_one_line(monkeypatch):
         for name, text in (usual | {"MASTER_PORT": str(port)}).items():
             monkeypatch.setenv(name, text)
         begin = time.monotonic()
-        with pytest.raises(LostRank, match="rank 1: init_process_group failed.*GLOO_SOCKET_IFNAME"):
+        with pytest.raises(LostRank, match="rank 1: init_process_group failed.*is not rank 0.*GLOO_SOCKET_IFNAME"):
             ranks.init("cpu", timeout_s=1)
         assert time.monotonic() - begin < 5
+    with pytest.raises(LostRank, match=f"rank 0 cannot be reached at .*127.0.0.1:{port}: "):  # nobody listens
+        ranks.init("cpu", timeout_s=1)
 
 
 def test_gloo_takes_the_interface_that_leads_to_the_first_machine(monkeypatch):
