@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from machine import ROOT, commit, processor
 
-from configurator import configure, defaults_of, read_file
+from configurator import configure, defaults_of, read_file, script_of
 from groundup.errors import UserError, refuse
 from groundup.train.log import read_events
 
@@ -75,17 +75,16 @@ class Reference(NamedTuple):
 def settings_of(directory: Path) -> tuple[str, dict]:
     """Return (script, resolved settings) of a run by its config.py."""
     path = directory / "config.py"
-    head = path.read_text(encoding="utf-8")[:300] if path.exists() else ""
-    found = re.search(r"python (\w+)\.py ", head)
-    if not found or not (ROOT / f"{found[1]}.py").exists():
+    script = script_of(path)
+    if not script or not (ROOT / script).exists():
         what = f"{directory} has no config.py of a run; give the directory of a run"
         raise UserError(f"curves: {what}")
-    defaults = defaults_of(ROOT / f"{found[1]}.py")
-    return found[1], defaults | read_file(str(path), defaults)
+    defaults = defaults_of(ROOT / script)
+    return script.removesuffix(".py"), defaults | read_file(str(path), defaults)
 
 
-def script_of(path: Path) -> str:
-    """Return the script of a file of config/, by the command in its docstring."""
+def script_for(path: Path) -> str:
+    """Return the script that a file of config/ is for, by the command in its docstring."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return re.search(rf"(\w+)\.py config/{path.name}", doc)[1]
 
@@ -123,7 +122,7 @@ def keep(directory: Path, name: str, command: str = "", folder: Path = CURVES) -
 
 def thinned(events: Sequence[dict]) -> list[dict]:
     """Return at most MOST training events, each the mean of several in a row at the place of the
-    last, and as many evaluations, with the keys KEPT, four digits each.
+    last, and as many evaluations, with the keys KEPT, five digits each.
     """
     found = []
     for kind in ("train", "eval"):
@@ -154,7 +153,7 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
     found = []
     defaults = defaults_of(ROOT / f"{script}.py")
     for path in sorted((ROOT / "config").glob("*.py")):
-        if script_of(path) != script:  # reading it would make the data of another stage
+        if script_for(path) != script:  # reading it would make the data of another stage
             continue
         file = folder / f"{path.stem}.jsonl"
         about, *events = read_events(file) if file.exists() else [{}]
