@@ -1,4 +1,4 @@
-"""What tools ask of the machine: its processor, the commit, and to run a script and time its lines."""
+"""What tools ask of the machine: its processor, the commit, a script's output line by line."""
 
 import os
 import re
@@ -7,8 +7,9 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from threading import Timer
+from threading import TIMEOUT_MAX, Timer
 
 from groundup.errors import UserError
 
@@ -37,7 +38,7 @@ def commit() -> str:
 def run_script(
     command: Sequence[object],
     directory: str | Path = ROOT,
-    limit_s: float | None = None,
+    limit_s: float = TIMEOUT_MAX,
     n_cores: int = 0,
 ) -> list[tuple[float, str]]:
     """Run a command; return each line that it prints with the seconds since its start.
@@ -45,40 +46,40 @@ def run_script(
     limit_s: seconds until it is killed, with all that it started. n_cores: bind it to the first
     cores of this process, one thread each; 0 = all. Raise UserError with the end of its output if
     it fails or takes too long."""
-    words = [str(word) for word in command]
-    said, bind, env = " ".join(words[1:]), None, None  # without Python's own path
+    words, bound = [str(word) for word in command], {}
     if n_cores:
-        env = os.environ | {"OMP_NUM_THREADS": str(n_cores)}
+        bound["env"] = os.environ | {"OMP_NUM_THREADS": str(n_cores)}
         if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
             cores = sorted(os.sched_getaffinity(0))[:n_cores]
-            bind = lambda: os.sched_setaffinity(0, cores)  # noqa: E731
+            bound["preexec_fn"] = partial(os.sched_setaffinity, 0, cores)
 
     begin = time.perf_counter()
     process = subprocess.Popen(
-        words, cwd=directory, env=env, preexec_fn=bind, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", start_new_session=True,
+        words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
+        errors="replace", start_new_session=True, **bound,
     )  # fmt: skip
-
-    def end() -> None:
-        with suppress(OSError):  # it has ended
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)  # its own processes too: they hold the pipe
-            else:  # Windows
-                process.kill()
-
-    timer = Timer(limit_s or 0.0, end)
-    if limit_s is not None:
-        timer.start()
+    timer = Timer(limit_s, kill, [process])
+    timer.start()
     try:
         lines = [(time.perf_counter() - begin, line) for line in process.stdout]
         status = process.wait()
-        is_late = limit_s is not None and time.perf_counter() - begin >= limit_s
+        is_late = time.perf_counter() - begin >= limit_s
     finally:  # also after Ctrl-C
         timer.cancel()
-        end()
+        kill(process)
+    said = " ".join(words[1:])  # without Python's own path
     text = "".join(line for _, line in lines)
     if is_late:
         raise UserError(f"{said}: no end after {limit_s:.0f} s\n{text[-1500:]}")
     if status:
         raise UserError(f"{said}: exit status {status}\n{text[-9000:]}")
     return lines
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kill a process and all that it started: those hold its output open."""
+    with suppress(OSError):  # it has ended
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:  # Windows
+            process.kill()

@@ -3,7 +3,7 @@
     python tools/plot.py --runs=out/demo                              # plot.png
     python tools/plot.py --runs='out/a,out/b' --x=hours --out=two.png # two runs in one picture
     python tools/plot.py --runs=out/dpo --y='rewards/chosen+rewards/rejected,rewards/margins'
-    python tools/plot.py --runs=out/mine --reference=True    # beside the curve of the nearest config
+    python tools/plot.py --runs=out/mine --reference=True    # beside the nearest config's curve
     watch -n 60 python tools/plot.py --runs=out/big          # while it trains
 
 A run is its directory or its log.jsonl, or a pattern of such names. In y, `+` puts keys into one
