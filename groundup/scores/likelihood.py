@@ -24,7 +24,7 @@ class Scored(NamedTuple):
 def split_over_ranks(n: int, work: Callable[[range], Iterable]) -> list:
     """Return the results for n items, all of them on all ranks. `work` gets a rank's own items
     and gives theirs."""
-    # Neighbours go to one rank. Each result keeps its number, so the order is that of the items.
+    # Each result keeps its number, so the order is that of the items.
     own = ranks.own_part(n)
     found = ranks.merged(dict(zip(own, work(own), strict=True)))
     return [found[i] for i in range(n)]
