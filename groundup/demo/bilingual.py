@@ -140,7 +140,7 @@ def subjects(language: str) -> Iterator[Subject]:
 
 def questions(language: str) -> Iterator[tuple[str, str]]:
     """Yield all questions with their answers, some of them as a part of a longer message."""
-    # the first subject has no facts, but messages around a question: "Hello! {}"
+    # the first subject has no facts, but what is said around a question: "Please tell me: {0}"
     rng, messages = random.Random(f"ask {language}"), next(subjects(language)).questions
     for question, answer in bare_questions(language):
         yield rng.choice(messages).format(question), answer

@@ -6,7 +6,7 @@ Prompts do not describe it: that would be most of what the demo's small model re
 import ast
 import operator
 
-_shown = False  # read by groundup/generate/tools.py: the prompt does not describe the tool
+_shown = False  # groundup/generate/tool_process.py reads it
 # No powers: 2 ** 9 ** 9 would compute for ever.
 _OPERATORS = {
     ast.Add: operator.add,
