@@ -8,10 +8,8 @@ on a CPU (the command of its README). The limit counts the full square of attent
 (flops_per_token), half of which a causal kernel skips: with long texts the share shown is above the
 share of time in which the device multiplies.
 
-head: head and loss alone, forward and backward, beside all logits at once, torch's
-linear_cross_entropy in chunks, and on a GPU Liger and Apple's cut cross-entropy where they are
-installed (pip install liger-kernel cut-cross-entropy). The limit: three products at the device's
-rate.
+head: head and loss alone, forward and backward, beside all logits at once and torch's
+linear_cross_entropy in chunks. The limit: three products at the device's rate.
 
 generate: tokens/s of whole calls, the prompt included, with the same random weights. The limit:
 every step reads each matrix and the cached keys and values once, at the rate at which a sum reads
@@ -66,7 +64,7 @@ SHAPES = {
     "1.1B": ModelConfig(32000, 2048, 22, 32, 4, n_embd=2048, ffn_dim=5632, tie_embeddings=False),
 }
 PEERS = ("transformers", "transformers, compiled", "nanoGPT")
-HEAD_PEERS = "all logits at once", "linear_cross_entropy", "Liger", "cut cross-entropy"
+HEAD_PEERS = "all logits at once", "linear_cross_entropy"
 PROMPT_TOKENS = 16
 
 
@@ -242,14 +240,6 @@ def head_losses(device: torch.device) -> dict[str, Callable]:
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         chunks = torch.nn.LinearCrossEntropyOptions()
         found[HEAD_PEERS[1]] = lambda h, w, t: F.linear_cross_entropy(h, w, t, options=chunks)
-    if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        found[HEAD_PEERS[2]] = liger_fused_linear_cross_entropy
-    if device.type == "cuda" and importlib.util.find_spec("cut_cross_entropy"):
-        from cut_cross_entropy import linear_cross_entropy
-
-        found[HEAD_PEERS[3]] = linear_cross_entropy
     return found
 
 

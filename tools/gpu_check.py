@@ -43,7 +43,7 @@ shapes = "124M,350M,1.1B"  # training: models; decode measures the last
 nanogpt = ""  # beside and peers: checkout of karpathy/nanoGPT; "" = without
 
 PARTS = {  # seconds of each section
-    "first": {"machine": 20, "tests": 90, "training": 100, "profile": 25, "decode": 60},
+    "first": {"machine": 20, "tests": 90, "training": 100, "decode": 60},
     "second": {"beside": 90, "peers": 75, "tuning": 75, "cpu": 30, "resume": 25},
 }
 LIMIT_S = PARTS["first"] | PARTS["second"]
@@ -168,21 +168,6 @@ class Check:
             "GiB planned": plan[1] if plan else "",
             "loss": f"{events[0]['loss']:.3f} to {last['loss']:.3f}",
         }
-
-    def profile(self) -> None:
-        """The most expensive operations of one compiled step."""
-        device, cfg = torch.device(self.device), bench_model.SHAPES[self.shapes[0]]
-        n_rows = 32 if self.gpu else 2
-        tokens = torch.randint(cfg.vocab_size, (n_rows, cfg.block_size), device=device)
-        way, dtype = ("blocks", torch.bfloat16) if self.gpu else ("none", torch.float32)
-        step, _ = bench_model.our_step("adamw", way, dtype, cfg, tokens)
-        for _ in range(3):  # compile and allocate first
-            step()
-        with torch.profiler.profile() as found:
-            step()
-            devices.synchronize(device)
-        by = f"self_{self.device}_time_total".replace("cuda", "device")
-        self.block(found.key_averages().table(sort_by=by, row_limit=30).splitlines())
 
     def beside(self) -> None:
         """nanoGPT's train.py and pretrain.py as they are started, on the same tokens, shape and
