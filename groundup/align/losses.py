@@ -35,14 +35,25 @@ from groundup.train.lora import adapters_off
 from model import Transformer
 
 REFERENCE_FREE = ("simpo", "orpo")
-# trl's names. A reward is beta times a log-ratio; lengths are in tokens; kl is the mean log-ratio
-# per token, an estimate of the divergence from the reference.
+# trl's names and values. A reward is beta times the log-ratio of a whole answer, also where the loss
+# compares means per token (ipo, sigmoid_norm); of simpo and orpo beta times the mean
+# log-probability. Lengths are in tokens. kl/chosen and kl/rejected are the mean log-ratio per
+# token, an estimate of the divergence from the reference.
 METRICS = (
-    "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
-    "logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected", "kl/chosen",
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+    "lengths/chosen",
+    "lengths/rejected",
+    "kl/chosen",
     "kl/rejected",
-)  # fmt: skip
-KTO_METRICS = (*METRICS, "kl", "share/chosen")  # chosen and rejected are good and bad answers
+)
+# Of kto chosen and rejected are good and bad answers, kl is `kl_estimate`, per answer.
+KTO_METRICS = (*METRICS, "kl", "share/chosen")
 
 
 def check_losses(config: Mapping) -> None:
@@ -64,7 +75,7 @@ def check_losses(config: Mapping) -> None:
 
 def pair_logps(model: Transformer, batch: PairBatch) -> tuple[Tensor, Tensor]:
     """Return (logps, n_tokens), each (2, B) float32: of the chosen and the rejected answers the sum
-    of log-probabilities, with gradient, and the number of tokens. Both include <|im_end|>.
+    of log-probabilities, with gradient, and the number of tokens, with the one that ends the turn.
 
     (1, B) for a batch of one side."""
     B, T = len(batch.number), batch.x.shape[1]
