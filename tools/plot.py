@@ -33,7 +33,7 @@ import curves
 import numpy as np
 
 from configurator import configure
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError
 from groundup.train.log import read_events
 
 # ---- config ----------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ out = "plot.png"  # the picture: .png, .svg or .pdf
 x = "steps"  # steps | tokens | hours (of training, without evaluations and saves)
 y = ""  # panels, comma-separated; keys joined by + share one; patterns allowed; "" = the usual
 reference = False  # also draw the curve of the nearest config (docs/curves) and compare
-smooth = 0.05  # a training value is fitted to this share of them on each side; 0 = not smoothed
+smooth = 0.05  # share of the values on each side that a fit uses, from 0 to 0.49; 0 = no fit
 
 X_LABELS = {"steps": "step", "tokens": "tokens", "hours": "hours of training"}
 PANELS = (
@@ -337,7 +337,6 @@ def references(logs: Sequence[str]) -> list[tuple[str, list[dict]]]:
 
 def main(config: dict) -> None:
     x, path, share = config["x"], config["out"], config["smooth"]
-    refuse(not 0 <= share < 0.5, f"smooth must be from 0 to below 0.5, got {share}")
     logs = find_logs(config["runs"])
     names = [Path(log).parent.name for log in logs]
     names = names if len(set(names)) == len(names) else logs

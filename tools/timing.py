@@ -185,28 +185,24 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
 
 def serve(make: Callable, pipe: Connection) -> None:
     """The process of a side: make it, say what is known about it, and take a turn whenever
-    asked.
+    asked. It ends after an error, which it sends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this
-
-    def outcome(call: Callable) -> Any:
+    with suppress(OSError):  # the parent is done, or gone
         try:
-            return call()
+            side, about = make()
+            pipe.send(about)
+            while pipe.recv():
+                pipe.send(side())
         except ImportError as error:
-            return error
+            pipe.send(error)
         except Exception as error:
-            return UserError(f"{type(error).__name__}: {error}")
-
-    with suppress(EOFError, OSError):  # the parent is done, or gone
-        made = outcome(make)
-        pipe.send(made if isinstance(made, Exception) else made[1])
-        while pipe.recv():
-            pipe.send(outcome(made[0]))
+            pipe.send(UserError(f"{type(error).__name__}: {error}"))
 
 
 def ask(name: str, pipe: Connection, what: str = "") -> Any:
     """Return the next answer of a side's process. Raise the ImportError that it sends, UserError
-    for all else.
+    for all else. what: is asked first.
     """
     try:
         if what:
