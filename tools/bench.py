@@ -1,9 +1,9 @@
 """The benchmark: every measurement beside its peer and beside what this machine allows, in one
 table.
 
-    OMP_NUM_THREADS=2 python tools/bench.py --quick=True                                    # about a minute
-    OMP_NUM_THREADS=2 python tools/bench.py --nanogpt=../nanoGPT --out=bench.json           # a checkout of nanoGPT
-    sudo python tools/bench.py --rows=ddp --cases=all --mbit=500                            # over a link of 500 Mbit/s
+    OMP_NUM_THREADS=2 python tools/bench.py --quick=True              # about a minute
+    OMP_NUM_THREADS=2 python tools/bench.py --nanogpt=../nanoGPT --out=bench.json
+    sudo python tools/bench.py --rows=ddp --cases=all --mbit=500      # over a link of 500 Mbit/s
 
 The sides of a row take turns after a warm-up, those of train in processes of their own. A line
 gives the median of the repeats, their spread (most - least) / median, and the speed-up over each
@@ -29,7 +29,7 @@ import timing
 from timing import Line, Options
 
 from configurator import configure, defaults_of
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.train.device import choose_device, choose_dtype, hardware
 
 # ---- config --------------------------------------------------------------------------------------
@@ -56,43 +56,22 @@ checkpoint_dir = "out"  # checkpoint: a temporary directory is made here, on the
 mbit = 0  # ddp: rate of the link, Mbit/s each way, as root by network namespaces; 0 = loopback
 cases = "compute,torch,ours,forward"  # ddp: all, or some of those in bench_ddp.py
 
-MODULES = {
-    "train": "bench_model",
-    "head": "bench_model",
-    "sft": "bench_tune",
-    "dpo": "bench_tune",
-    "ddp": "bench_ddp",
-    "generate": "bench_model",
-    "data": "bench_text",
-    "tokenize": "bench_text",
-    "bpe": "bench_text",
-    "dedup": "bench_text",
-    "checkpoint": "bench_model",
-}
+MODULES = {  # file of each row
+    "train": "bench_model", "head": "bench_model", "sft": "bench_tune", "dpo": "bench_tune",
+    "ddp": "bench_ddp", "generate": "bench_model", "data": "bench_text", "tokenize": "bench_text",
+    "bpe": "bench_text", "dedup": "bench_text", "checkpoint": "bench_model",
+}  # fmt: skip
 QUICK = {  # instead of the defaults
-    "rows": "train,head,ddp,generate,data,tokenize,bpe,dedup,checkpoint",
-    "repeats": 3,
-    "shapes": "10M",
-    "compile": "none",
-    "tokens": 1024,
-    "batch_size": 1,
-    "new_tokens": 32,
-    "corpus_mb": 0.5,
-    "vocab_size": 2048,
+    "rows": ",".join(row for row in MODULES if row not in ("sft", "dpo")), "repeats": 3,
+    "shapes": "10M", "compile": "none", "tokens": 1024, "batch_size": 1, "new_tokens": 32,
+    "corpus_mb": 0.5, "vocab_size": 2048,
+}  # fmt: skip
+LISTS = {  # settings that are lists, with the values that they may have
+    "optimizer": ("adamw", "muon"),
+    "shapes": ("", *bench_model.SHAPES),
+    "rows": ("all", *MODULES),
+    "cases": ("all", *bench_ddp.CASES),
 }
-
-
-def check(config: dict) -> None:
-    """Raise UserError for a value of a list that is not known."""
-    for key, allowed in {
-        "optimizer": ("adamw", "muon"), "shapes": ("", *bench_model.SHAPES),
-        "rows": ("all", *MODULES), "cases": ("all", *bench_ddp.CASES),
-    }.items():  # fmt: skip
-        for value in config[key].split(","):
-            if value not in allowed:
-                raise UserError(
-                    f"config: {key}={value!r} is none of {', '.join(filter(None, allowed))}"
-                )
 
 
 def attempted(row: str, options: Options) -> Iterator[Line]:
@@ -100,12 +79,11 @@ def attempted(row: str, options: Options) -> Iterator[Line]:
     options.folder.mkdir()
     try:
         yield from getattr(importlib.import_module(MODULES[row]), f"{row}_row")(options)
+    except (UserError, ImportError) as error:
+        yield Line(row, note=f"failed: {' '.join(str(error).split())[:300]}", failed=True)
     except Exception as error:
-        if not isinstance(error, UserError | ImportError):
-            traceback.print_exception(error)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300].removeprefix(
-            "UserError: "
-        )
+        traceback.print_exception(error)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         yield Line(row, note=f"failed: {reason}", failed=True)
 
 
@@ -113,10 +91,12 @@ def main(config: dict) -> int:
     """Measure and print all rows; return the exit status."""
     if config["quick"]:
         defaults = defaults_of(Path(__file__))
-        config = config | {
-            key: value for key, value in QUICK.items() if config[key] == defaults[key]
-        }
-    check(config)
+        quick = {key: value for key, value in QUICK.items() if config[key] == defaults[key]}
+        config = config | quick
+    for key, allowed in LISTS.items():
+        for value in config[key].split(","):
+            known = ", ".join(filter(None, allowed))
+            refuse(value not in allowed, f"{key}={value!r} is none of {known}")
     device, found = choose_device(config["device"]), []
     where = {"device": device, "dtype": choose_dtype(config["dtype"], device)}
     machine = ", ".join(dict.fromkeys(map(hardware, [choose_device("cpu"), device])))
@@ -125,8 +105,10 @@ def main(config: dict) -> int:
     print(timing.HEADER)
     try:
         with tempfile.TemporaryDirectory() as name:
-            for row in MODULES if config["rows"] == "all" else config["rows"].split(","):
-                for line in attempted(row, Options(**config | where, folder=Path(name, row))):
+            rows = MODULES if config["rows"] == "all" else config["rows"].split(",")
+            for row in rows:
+                options = Options(**config | where, folder=Path(name, row))
+                for line in attempted(row, options):
                     print(timing.text(line), flush=True)
                     found.append(line)
     finally:  # also after Ctrl-C

@@ -44,9 +44,8 @@ from model import ModelConfig, Transformer
 LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 SEQUENCES, LENGTH = 4, 128  # per rank and step
 STEPS = 3  # timed in a row
-MODEL = ModelConfig(
-    vocab_size=2048, block_size=LENGTH, n_layer=8, n_head=8, n_embd=256
-)  # 7M, ten buckets
+# 7M parameters, ten buckets
+MODEL = ModelConfig(vocab_size=2048, block_size=LENGTH, n_layer=8, n_head=8, n_embd=256)
 CASES = {  # options of our DDP
     "compute": {},  # without communication
     "comm": {},  # without computation
@@ -63,30 +62,23 @@ CASES = {  # options of our DDP
     "powersgd": {"hook": PowerSGD(rank=4, embedding=True)},
     "powersgd_raw": {"hook": PowerSGD(rank=4, embedding=False)},
 }
+OVERLAP = {"sequential", "torch", "torch_same", "ours", "forward", "backward"}  # these get an eta
 
 
 @contextmanager
 def namespaces(mbit: int) -> Iterator[list[tuple[list[str], str]]]:
-    """Two network namespaces, joined by a link of so many Mbit/s.
-
-    Yield (command prefix, interface) of each.
+    """Join two network namespaces by a link of so many Mbit/s; yield (command prefix, interface)
+    of each. They are removed at the end.
     """
-    homes = [
-        f"b{os.getpid()}r{rank}" for rank in range(2)
-    ]  # the interface in a home is called like it
+    # The interface in a namespace is called like it.
+    homes = one, other = [f"b{os.getpid()}r{rank}" for rank in range(2)]
     setup = [f"ip netns add {home}" for home in homes]
-    setup += [
-        f"ip link add {homes[0]} netns {homes[0]} type veth peer name {homes[1]} netns {homes[1]}"
-    ]
+    setup += [f"ip link add {one} netns {one} type veth peer name {other} netns {other}"]
+    limit = f"tbf rate {mbit}mbit burst 64kb latency 100ms"
     for rank, home in enumerate(homes):
-        setup += [
-            f"ip -n {home} addr add 10.77.0.{rank + 1}/24 dev {home}",
-            f"ip -n {home} link set {home} up",
-        ]
-        setup += [f"ip -n {home} link set lo up"]
-        setup += [
-            f"tc -n {home} qdisc add dev {home} root tbf rate {mbit}mbit burst 64kb latency 100ms"
-        ]
+        setup += [f"ip -n {home} addr add 10.77.0.{rank + 1}/24 dev {home}"]
+        setup += [f"ip -n {home} link set {name} up" for name in (home, "lo")]
+        setup += [f"tc -n {home} qdisc add dev {home} root {limit}"]
     try:
         for command in setup:
             subprocess.run(command.split(), check=True, capture_output=True, text=True)
@@ -97,7 +89,8 @@ def namespaces(mbit: int) -> Iterator[list[tuple[list[str], str]]]:
             subprocess.run(["ip", "netns", "del", home], capture_output=True)
 
 
-# ---- cases: step(), flush() what a step has left, buckets, times of a step's begin and of each buc
+# ---- cases ---------------------------------------------------------------------------------------
+# step(); flush() what a step has left; buckets; times: of a step's begin, then of each bucket
 
 
 class Sequential(ddp.DDP):
@@ -138,11 +131,9 @@ def our_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
 
 
 def torch_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
-    cap = (
-        sum(p.nbytes for p in model.layers[0].parameters()) / ddp.MIB
-        if key == "torch_same"
-        else None
-    )
+    cap = None  # torch's own bucket size; torch_same: ours, a block
+    if key == "torch_same":
+        cap = sum(p.nbytes for p in model.layers[0].parameters()) / ddp.MIB
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=cap, gradient_as_bucket_view=True, broadcast_buffers=False
     )
@@ -158,21 +149,16 @@ def torch_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
 
 
 def sent_mib() -> float:
-    """Return the MiB that this process has written until now, sockets included.
-
-    (Others use the loopback too.)
+    """Return the MiB that this process has written until now, sockets included. The counters of
+    the loopback would include other processes.
     """
-    fields = dict(
-        line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    )
-    return int(fields["wchar"]) / 2**20
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["wchar"]) / 2**20
 
 
 def measure(built: dict[str, SimpleNamespace], rounds: int) -> dict[str, dict]:
-    """{case.
-
-    {"ms" of the slowest rank, "sent_mib" of the mean rank: one value per round, "median" ms}}, per
-    step.
+    """Return {case: {"ms": of the slowest rank, "sent_mib": of the mean rank, one value for each
+    round, "median": of ms}}, all per step.
     """
 
     def turn(case: SimpleNamespace) -> list[float]:
@@ -188,39 +174,26 @@ def measure(built: dict[str, SimpleNamespace], rounds: int) -> dict[str, dict]:
     samples = timing.alternate({key: partial(turn, case) for key, case in built.items()}, rounds)
     everyone, results = gather_objects(samples), {}
     for key in built:
-        t = torch.tensor(
-            [theirs[key] for theirs in everyone], dtype=torch.float64
-        )  # (ranks, rounds, 2)
-        ms = t[..., 0].amax(0).tolist()
-        results[key] = {"ms": ms, "median": median(ms), "sent_mib": t[..., 1].mean(0).tolist()}
+        of_ranks = [theirs[key] for theirs in everyone]
+        ms, sent = torch.tensor(of_ranks, dtype=torch.float64).unbind(-1)  # (ranks, rounds)
+        slowest = ms.amax(0).tolist()
+        results[key] = {"ms": slowest, "median": median(slowest), "sent_mib": sent.mean(0).tolist()}
     return results
 
 
 def add_ideal(results: dict[str, dict], compute: SimpleNamespace) -> float:
-    """T_ideal in ms; writes eta into `results`."""
-    t = (
-        1e3
-        * torch.tensor(compute.times, dtype=torch.float64).view(-1, 1 + len(compute.buckets))[
-            1 + STEPS :
-        ]
-    )
-    mine = (t[:, 1:] - t[:, :1]).median(0).values  # when each bucket is ready
-    sent = [bucket.grad.nbytes for bucket in compute.buckets]
-    rate = sum(sent) / results["comm"]["median"]  # bytes per ms
-    last = 0.0
-    for n_bytes, *ready in zip(
-        sent, *(times.tolist() for times in gather_objects(mine)), strict=True
-    ):
-        last = max(last, *ready) + n_bytes / rate
-    ideal, slow = max(results["compute"]["median"], last), results["sequential"]["median"]
-    for key in {
-        "sequential",
-        "torch",
-        "torch_same",
-        "ours",
-        "forward",
-        "backward",
-    } & results.keys():
+    """Return T_ideal in ms, and write eta into `results`: see the head of this file."""
+    times = 1e3 * torch.tensor(compute.times, dtype=torch.float64)  # ms
+    times = times.view(-1, 1 + len(compute.buckets))[1 + STEPS :]  # steps after the warm-up
+    mine = (times[:, 1:] - times[:, :1]).median(0).values  # when each bucket is ready
+    ready = [of_rank.tolist() for of_rank in gather_objects(mine)]
+    sizes = [bucket.grad.nbytes for bucket in compute.buckets]
+    rate = sum(sizes) / results["comm"]["median"]  # bytes per ms
+    sent = 0.0  # until when the link is busy
+    for n_bytes, *ready_at in zip(sizes, *ready, strict=True):
+        sent = max(sent, *ready_at) + n_bytes / rate
+    ideal, slow = max(results["compute"]["median"], sent), results["sequential"]["median"]
+    for key in OVERLAP & results.keys():
         results[key]["eta"] = (slow - results[key]["median"]) / max(slow - ideal, 1e-9)
     return ideal
 
@@ -229,13 +202,12 @@ def run_rank(cases: list[str], rounds: int) -> None:
     """Do one rank's part; rank 0 prints the results as JSON."""
     torch.set_num_threads(1), torch.manual_seed(0)
     world, model = init(timeout_s=60), Transformer(MODEL)
-    tokens = torch.randint(
-        MODEL.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(world.rank)
-    )
-    built = {
-        key: (torch_case if "torch" in key else our_case)(key, deepcopy(model), tokens)
-        for key in cases
-    }
+    rng = torch.Generator().manual_seed(world.rank)
+    tokens = torch.randint(MODEL.vocab_size, (SEQUENCES, LENGTH), generator=rng)
+    built = {}
+    for key in cases:
+        make = torch_case if "torch" in key else our_case
+        built[key] = make(key, deepcopy(model), tokens)
     results = measure(built, rounds)
     if {"compute", "comm", "sequential"} <= built.keys():
         add_ideal(results, built["compute"])
@@ -258,54 +230,41 @@ def launch(cases: list[str], rounds: int, mbit: int) -> dict[str, dict]:
                 host, places = "10.77.0.1", stack.enter_context(namespaces(mbit))
             except (OSError, subprocess.CalledProcessError) as error:
                 said = f"{error} {getattr(error, 'stderr', '')}".strip()
-                raise UserError(
-                    f"bench: mbit={mbit} needs root, ip and tc; or use mbit=0: {said}"
-                ) from None
-        command = [
-            sys.executable,
-            "-W",
-            "ignore::FutureWarning",
-            __file__,
-            json.dumps([cases, rounds]),
-        ]
+                what = f"mbit={mbit} needs root, ip and tc; or use mbit=0: {said}"
+                raise UserError(f"bench: {what}") from None
+        command = [sys.executable, "-W", "ignore::FutureWarning", __file__]
+        command += [json.dumps([cases, rounds])]
         port = f"{20000 + os.getpid() % 12000}"  # below those that the kernel hands out
         env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        env |= {
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # it would warn that namespaces have no DNS
+        # torch would warn that namespaces have no DNS
+        env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         processes = []
         for rank, (prefix, interface) in enumerate(places):
             env |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "GLOO_SOCKET_IFNAME": interface}
             pipe = subprocess.DEVNULL if rank else subprocess.PIPE
-            processes.append(
-                subprocess.Popen([*prefix, *command], env=env, stdout=pipe, start_new_session=True)
+            process = subprocess.Popen(
+                [*prefix, *command], env=env, stdout=pipe, start_new_session=True
             )
-            stack.callback(processes[-1].kill)
-        if any(
-            codes := [process.wait() for process in processes]
-        ):  # a rank that is left alone ends after timeout_s
+            processes.append(process)
+            stack.callback(process.kill)
+        codes = [process.wait() for process in processes]  # a rank left alone ends after timeout_s
+        if any(codes):
             raise UserError(
-                f"bench: a rank of bench_ddp.py ended with status {next(filter(None, codes))}"
+                f"bench: a rank of bench_ddp.py ended with status {max(codes, key=abs)}"
             )
         return json.loads(processes[0].stdout.read())
 
 
 def ddp_row(options: Options) -> Iterator[Line]:
     """Steps/s of each case beside torch DDP; the limit is the step without communication."""
-    cases = (
-        list(CASES)
-        if options.cases == "all"
-        else list(dict.fromkeys(["compute", *options.cases.split(",")]))
-    )
-    results = launch(cases, options.repeats, options.mbit)
-    seconds = {key: [ms / 1e3 for ms in found["ms"]] for key, found in results.items()}
-    notes = {key: f"{median(found['sent_mib']):.2f} MiB sent" for key, found in results.items()}
-    notes |= {
-        key: f"{notes[key]}, eta {found['eta']:.2f}"
-        for key, found in results.items()
-        if "eta" in found
-    }
+    chosen = CASES if options.cases == "all" else ["compute", *options.cases.split(",")]
+    results = launch(list(dict.fromkeys(chosen)), options.repeats, options.mbit)
+    seconds, notes = {}, {}
+    for key, found in results.items():
+        seconds[key] = [ms / 1e3 for ms in found["ms"]]
+        notes[key] = f"{median(found['sent_mib']):.2f} MiB sent"
+        if "eta" in found:
+            notes[key] += f", eta {found['eta']:.2f}"
     peers, limit = ("torch", "torch_same"), 1e3 / results["compute"]["median"]
     case = f"7M, 2 x {SEQUENCES} x {LENGTH}" + f", {options.mbit} Mbit/s" * bool(options.mbit)
     yield from timing.lines("ddp", case, seconds, "step/s", peers, 1, limit, notes)

@@ -8,10 +8,8 @@ on a CPU (the command of its README). The limit counts the full square of attent
 (flops_per_token), half of which a causal kernel skips: with long texts the share shown is above the
 share of time in which the device multiplies.
 
-head: head and loss alone, forward and backward, beside all logits at once, torch's
-linear_cross_entropy in chunks, and on a GPU Liger and Apple's cut cross-entropy where they are
-installed (pip install liger-kernel cut-cross-entropy). The limit: three products at the device's
-rate.
+head: head and loss alone, forward and backward, beside all logits at once and torch's
+linear_cross_entropy in chunks. The limit: three products at the device's rate.
 
 generate: tokens/s of whole calls, the prompt included, with the same random weights. The limit:
 every step reads each matrix and the cached keys and values once, at the rate at which a sum reads
@@ -62,13 +60,15 @@ SHAPES = {
     "25M": ModelConfig(2048, 512, 8, 8, n_embd=512),
     "124M": ModelConfig(50304, 1024, 12, 12, n_embd=768),  # GPT-2
     "350M": ModelConfig(50304, 1024, 24, 16, n_embd=1024),  # GPT-2 medium
-    "1.1B": ModelConfig(
-        32000, 2048, 22, 32, 4, n_embd=2048, ffn_dim=5632, tie_embeddings=False
-    ),  # TinyLlama
+    # TinyLlama
+    "1.1B": ModelConfig(32000, 2048, 22, 32, 4, n_embd=2048, ffn_dim=5632, tie_embeddings=False),
 }
 PEERS = ("transformers", "transformers, compiled", "nanoGPT")
-HEAD_PEERS = "all logits at once", "linear_cross_entropy", "Liger", "cut cross-entropy"
+HEAD_PEERS = "all logits at once", "linear_cross_entropy"
 PROMPT_TOKENS = 16
+
+
+Step = tuple[Callable, list[torch.Tensor]]  # a training step, and what it trains
 
 
 def shapes_of(options: Options, otherwise: str) -> list[str]:
@@ -89,17 +89,12 @@ def train_side(
 
 def our_step(
     kind: str, way: str, dtype: torch.dtype, cfg: ModelConfig, tokens: torch.Tensor
-) -> tuple[Callable, list[torch.Tensor]]:
-    """Return a step of pretrain.py and its parameters: AdamW or Muon; compiled block by block or
-    not.
-    """
+) -> Step:
+    """Return a step of pretrain.py: AdamW or Muon; compiled block by block or not."""
     model = Transformer(cfg).to(tokens.device)
     parallel = ddp.DDP(model)
-    opt = Optimizer(
-        parallel.buckets,
-        kind,
-        muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
-    )
+    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    opt = Optimizer(parallel.buckets, kind, muon_dtype=muon_dtype)
     if way == "blocks":
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward, dynamic=False)
@@ -131,20 +126,20 @@ def plain_step(
     return step
 
 
-def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - transformers is imported where it is used
+def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - imported where it is used
     from transformers import LlamaConfig
 
     return LlamaConfig(
         vocab_size=cfg.vocab_size,
         hidden_size=cfg.n_embd,
         intermediate_size=cfg.ffn_dim,
-        bos_token_id=None,
         num_hidden_layers=cfg.n_layer,
         num_attention_heads=cfg.n_head,
         num_key_value_heads=cfg.n_kv_head,
         max_position_embeddings=cfg.block_size,
         rms_norm_eps=cfg.norm_eps,
         tie_word_embeddings=cfg.tie_embeddings,
+        bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
@@ -152,42 +147,32 @@ def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - transformer
 
 def transformers_step(
     compiled: bool, dtype: torch.dtype, cfg: ModelConfig, tokens: torch.Tensor
-) -> tuple[Callable, list[torch.Tensor]]:
+) -> Step:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM(llama_config(cfg)).to(tokens.device).train()
-    opt = torch.optim.AdamW(
-        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    params = list(model.parameters())
+    opt = torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     run = torch.compile(model, dynamic=False) if compiled else model
-    cast = partial(autocast, tokens.device, dtype)
-    step = plain_step(
-        model, lambda: run(input_ids=tokens, labels=tokens, use_cache=False).loss, opt, cast
-    )
-    return step, list(model.parameters())
+
+    def loss_of() -> torch.Tensor:
+        return run(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    return plain_step(model, loss_of, opt, partial(autocast, tokens.device, dtype)), params
 
 
-def nanogpt_step(
-    directory: str, cfg: ModelConfig, tokens: torch.Tensor
-) -> tuple[Callable, list[torch.Tensor]]:
+def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor) -> Step:
     """Return a step of nanoGPT's train.py on its own model, as it runs on this kind of device."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(directory) / "model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt_model"] = module
     spec.loader.exec_module(module)
-    shape = {
-        "n_layer": cfg.n_layer,
-        "n_head": cfg.n_head,
-        "n_embd": cfg.n_embd,
-        "vocab_size": cfg.vocab_size,
-    }
+    keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
+    shape = {key: getattr(cfg, key) for key in keys}
     with redirect_stdout(io.StringIO()):  # it prints its size
-        model = module.GPT(
-            module.GPTConfig(block_size=cfg.block_size, bias=False, dropout=0.0, **shape)
-        )
-        opt = model.to(tokens.device).configure_optimizers(
-            0.1, 1e-3, (0.9, 0.95), tokens.device.type
-        )
+        model = module.GPT(module.GPTConfig(bias=False, dropout=0.0, **shape)).to(tokens.device)
+        # weight decay, learning rate, betas
+        opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), tokens.device.type)
     run = torch.compile(model) if tokens.device.type == "cuda" else model
     cast = partial(autocast, tokens.device, nanogpt_dtype(tokens.device))
     return plain_step(model, lambda: run(tokens, tokens)[1], opt, cast), list(model.parameters())
@@ -197,35 +182,38 @@ def nanogpt_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def train_steps(options: Options) -> dict[str, Callable]:
+    """Return {side: what makes its step for a shape and tokens}."""
+    steps, ways = {}, options.compile.split(",")
+    for way in ways:
+        name = "transformers" + ", compiled" * (way == "blocks")
+        steps[name] = partial(transformers_step, way == "blocks", options.dtype)
+    if options.nanogpt:
+        steps["nanoGPT"] = partial(nanogpt_step, options.nanogpt)
+    for kind, way in product(options.optimizer.split(","), ways):
+        name = f"ours, {kind}" + ", blocks" * (way == "blocks")
+        steps[name] = partial(our_step, kind, way, options.dtype)
+    return steps
+
+
 def train_row(options: Options) -> Iterator[Line]:
     """Tokens/s of all sides; the limit is the device's rate of matrix products in the same
     rounds.
     """
     device, dtype = options.device, options.dtype
-    default, n_tokens = (
-        ("10M,25M,124M,350M,1.1B", 16384) if device.type == "cuda" else ("10M,25M,124M", 4096)
-    )
+    default, n_tokens = "10M,25M,124M", 4096
+    if device.type == "cuda":
+        default, n_tokens = "10M,25M,124M,350M,1.1B", 16384
     for shape in shapes_of(options, default):
         timing.release()
-        cfg, ways = SHAPES[shape], options.compile.split(",")
+        cfg = SHAPES[shape]
         n_rows = max(1, (options.tokens or n_tokens) // cfg.block_size)
-        steps = {}
-        for way in ways:
-            name = "transformers" + ", compiled" * (way == "blocks")
-            steps[name] = partial(transformers_step, way == "blocks", dtype)
-        if options.nanogpt:
-            steps["nanoGPT"] = partial(nanogpt_step, options.nanogpt)
-        for kind, way in product(options.optimizer.split(","), ways):
-            steps[f"ours, {kind}{', blocks' * (way == 'blocks')}"] = partial(
-                our_step, kind, way, dtype
-            )
-        makers = {
-            name: partial(train_side, step, n_rows, cfg, device) for name, step in steps.items()
-        }
+        makers = {}
+        for name, step in train_steps(options).items():
+            makers[name] = partial(train_side, step, n_rows, cfg, device)
         with timing.apart(makers) if options.apart else nullcontext(timing.build(makers)) as made:
-            sides = {name: side for name, (side, _) in made.items()} | {
-                "matmul": timing.matmul(device, dtype)
-            }
+            sides = {name: side for name, (side, _) in made.items()}
+            sides["matmul"] = timing.matmul(device, dtype)
             found = timing.alternate(sides, options.repeats, warmups=0)
         limit = median(found.pop("matmul")) / flops_per_token(shapes_only(cfg), cfg.block_size)
         notes = {name: f"{made[name][1] / 1e6:.1f}M parameters" for name in found}
@@ -252,14 +240,6 @@ def head_losses(device: torch.device) -> dict[str, Callable]:
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         chunks = torch.nn.LinearCrossEntropyOptions()
         found[HEAD_PEERS[1]] = lambda h, w, t: F.linear_cross_entropy(h, w, t, options=chunks)
-    if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        found[HEAD_PEERS[2]] = liger_fused_linear_cross_entropy
-    if device.type == "cuda" and importlib.util.find_spec("cut_cross_entropy"):
-        from cut_cross_entropy import linear_cross_entropy
-
-        found[HEAD_PEERS[3]] = linear_cross_entropy
     return found
 
 
@@ -271,32 +251,31 @@ def head_row(options: Options) -> Iterator[Line]:
     default, n_tokens = ("124M,1.1B", 16384) if device.type == "cuda" else ("25M,124M", 2048)
     for shape in shapes_of(options, default):
         timing.release()
-        cfg, N = SHAPES[shape], options.tokens or n_tokens
-        inputs = [
-            torch.randn(n, cfg.n_embd, device=device).mul_(0.02).to(dtype)
-            for n in (N, cfg.vocab_size)
-        ]
-        targets, notes = torch.randint(cfg.vocab_size, (N,), device=device), {}
+        N, V, C = options.tokens or n_tokens, SHAPES[shape].vocab_size, SHAPES[shape].n_embd
+        h, w = (torch.randn(n, C, device=device).mul_(0.02).to(dtype) for n in (N, V))
+        targets = torch.randint(V, (N,), device=device)
+        sides, notes = {}, {}
+        for name, loss_of in head_losses(device).items():
+            step = partial(head_step, loss_of, h, w, targets)
+            loss, *gradients = (x.item() for x in step())
+            notes[name] = "loss {:.4f}, gradients {:.3e} {:.3e}".format(loss, *gradients)
+            sides[name] = timing.repeated(step, device)
+        sides["matmul"] = timing.matmul(device, dtype)
+        found = timing.alternate(sides, options.repeats)
+        # three products of 2 V C FLOPs per token
+        limit = median(found.pop("matmul")) / (6 * V * C)
+        case = f"{shape}, {N} tokens"
+        yield from timing.lines("head", case, found, "tok/s", HEAD_PEERS, N, limit, notes)
 
-        def step(
-            loss_of: Callable, inputs: list = inputs, targets: torch.Tensor = targets
-        ) -> list[torch.Tensor]:
-            h, w = (x.detach().requires_grad_() for x in inputs)
-            loss = loss_of(h, w, targets)
-            loss.backward()
-            return [loss, h.grad.norm(), w.grad.norm()]
 
-        steps = {name: partial(step, loss_of) for name, loss_of in head_losses(device).items()}
-        for name in steps:
-            notes[name] = "loss {:.4f}, gradients {:.3e} {:.3e}".format(
-                *(x.item() for x in steps[name]())
-            )
-        sides = {name: timing.repeated(step, device) for name, step in steps.items()}
-        found = timing.alternate(sides | {"matmul": timing.matmul(device, dtype)}, options.repeats)
-        limit = median(found.pop("matmul")) / (6 * cfg.vocab_size * cfg.n_embd)
-        yield from timing.lines(
-            "head", f"{shape}, {N} tokens", found, "tok/s", HEAD_PEERS, N, limit, notes
-        )
+def head_step(
+    loss_of: Callable, h: torch.Tensor, w: torch.Tensor, targets: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the loss and the norms of its gradients. h (N, C), w (V, C), targets (N,)."""
+    h, w = (x.detach().requires_grad_() for x in (h, w))
+    loss = loss_of(h, w, targets)
+    loss.backward()
+    return [loss, h.grad.norm(), w.grad.norm()]
 
 
 # ---- generate ------------------------------------------------------------------------------------
@@ -322,9 +301,7 @@ def their_call(
 
     hf = LlamaForCausalLM(llama_config(model.cfg)).eval()
     state = model.state_dict()
-    hf.load_state_dict({
-        name if name == "lm_head.weight" else f"model.{name}": p for name, p in state.items()
-    })
+    hf.load_state_dict({huggingface.hf_name(name): p for name, p in state.items()})
     hf, idx = hf.to(options.device, options.dtype), torch.tensor(prompts, device=options.device)
     length = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
 
@@ -356,9 +333,8 @@ def generate_row(options: Options) -> Iterator[Line]:
     tokens.
     """
     device, dtype, new_tokens = options.device, options.dtype, options.new_tokens
-    for shape, rows in product(
-        shapes_of(options, "25M,124M"), dict.fromkeys([1, options.batch_size])
-    ):
+    batches = dict.fromkeys([1, options.batch_size])
+    for shape, rows in product(shapes_of(options, "25M,124M"), batches):
         timing.release()
         torch.manual_seed(0)
         cfg = SHAPES[shape]
@@ -372,22 +348,16 @@ def generate_row(options: Options) -> Iterator[Line]:
         texts = {name: call() for name, call in calls.items()}  # also compiles and allocates
         n_bytes = bytes_per_step(cfg, rows, dtype, PROMPT_TOKENS + new_tokens // 2)
         sides = {name: partial(timing.device_seconds, call, device) for name, call in calls.items()}
-        found = timing.alternate(
-            sides | {"memory": timing.reading(n_bytes, device)}, options.repeats, warmups=0
-        )
+        sides["memory"] = timing.reading(n_bytes, device)
+        found = timing.alternate(sides, options.repeats, warmups=0)
         limit, first = rows * median(found.pop("memory")) / n_bytes, next(iter(texts.values()))
-        same = {
-            name: sum(a == b for a, b in zip(first, ids, strict=True))
-            for name, ids in texts.items()
-        }
-        notes = {
-            name: f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal"
-            for name, n in same.items()
-        }
+        notes = {}
+        for name, ids in texts.items():
+            n = sum(a == b for a, b in zip(first, ids, strict=True))
+            notes[name] = f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal"
         case, work = f"{shape}, batch {rows}, {str(dtype)[6:]}", rows * new_tokens
-        yield from timing.lines(
-            "generate", case, found, "tok/s", ["transformers"], work, limit, notes
-        )
+        peers = ["transformers"]
+        yield from timing.lines("generate", case, found, "tok/s", peers, work, limit, notes)
 
 
 # ---- checkpoint ----------------------------------------------------------------------------------
@@ -401,16 +371,13 @@ def checkpoint_row(options: Options) -> Iterator[Line]:
             calls, n_bytes = ways_to_save(SHAPES[shape], Path(folder))
             sides = {name: partial(timing.seconds_of, call) for name, call in calls.items()}
             seconds, mb = timing.alternate(sides, options.repeats), n_bytes / 1e6
-            case, peers, limit = (
-                f"{shape}, {mb:,.0f} MB, CPU",
-                ("disk", "torch.save"),
-                mb / median(seconds["disk"]),
-            )
+            case, peers = f"{shape}, {mb:,.0f} MB, CPU", ("disk", "torch.save")
+            limit = mb / median(seconds["disk"])
             yield from timing.lines("checkpoint", case, seconds, "MB/s", peers, mb, limit)
 
 
-def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], int]:
-    """Return ({side: call that saves}, bytes of a checkpoint) of a model after one step."""
+def after_one_step(cfg: ModelConfig) -> tuple[Transformer, ddp.DDP, Optimizer]:
+    """Return a model whose optimizer has its state."""
     model = Transformer(cfg)
     parallel = ddp.DDP(model)
     opt = Optimizer(parallel.buckets, "adamw")
@@ -419,6 +386,12 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
     (model(tokens, tokens) / tokens.numel()).backward()
     parallel.step(opt, lr=1e-3, clip=1.0)
     parallel.flush()
+    return model, parallel, opt
+
+
+def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], int]:
+    """Return ({side: call that saves}, bytes of a checkpoint) of a model after one step."""
+    model, parallel, opt = after_one_step(cfg)
     run, plain = folder / "run", folder / "plain.pt"
     run.mkdir()
     checkpoint.lock(run)

@@ -8,6 +8,7 @@ shingles ready made, only our times include reading the text.
 import csv
 import importlib.util
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -36,17 +37,12 @@ def corpora(options: Options) -> Iterator[tuple[str, list[str], float]]:
     """
     found = {"docs": python_docs()} | ({} if options.quick else {"zh": chinese_sample()})
     if options.input:
-        files = find_files(options.input)
-        found = {
-            "input": (
-                document.value
-                for path in files
-                for document in readers.read_documents(path, "text")
-            )
-        }
+        of_files = (our_texts(path, "text") for path in find_files(options.input))
+        found = {"input": itertools.chain.from_iterable(of_files)}
     for name, texts in found.items():
-        kept, n_bytes = {}, 0
-        for encoded in (text.encode("utf-8", "replace") for text in texts):
+        kept, n_bytes = {}, 0  # kept: a dict has an order
+        for text in texts:
+            encoded = text.encode("utf-8", "replace")
             n_bytes += len(encoded) * (encoded not in kept)
             kept[encoded] = None
             if n_bytes >= options.corpus_mb * 1e6:
@@ -67,20 +63,34 @@ def data_row(options: Options) -> Iterator[Line]:
     for container, (write, peer, read) in CONTAINERS.items():
         path = options.folder / f"{name}.{container.partition(',')[0]}"
         write(path, texts)
-        calls = {
-            peer: lambda read=read, path=path: list(read(path)),
-            "ours": partial(our_texts, path),
-        }
-        if any(call() != texts for call in calls.values()):
+        calls = {peer: partial(read, path), "ours": partial(our_texts, path)}
+        if any(list(call()) != texts for call in calls.values()):
             raise UserError(f"bench: data: the texts differ, {container}")
-        case = f"{name} {megabytes:.1f} MB, {container}"
-        yield from timing.compare_sides(
-            "data", case, calls, "MB/s", [peer], megabytes, options.repeats
-        )
+        calls = {side: lambda call=call: list(call()) for side, call in calls.items()}
+        case, how = f"{name} {megabytes:.1f} MB, {container}", (megabytes, options.repeats)
+        yield from timing.compare_sides("data", case, calls, "MB/s", [peer], *how)
 
 
-def our_texts(path: Path) -> list[str]:
-    return [document.value for document in readers.read_documents(str(path))]
+def our_texts(path: str | Path, text_key: str = "") -> Iterator[str]:
+    yield from (document.value for document in readers.read_documents(str(path), text_key))
+
+
+def write_json(path: Path, texts: list[str]) -> None:
+    path.write_text(json.dumps([{"text": text} for text in texts]), "utf-8")
+
+
+def read_json(path: Path) -> Iterator[str]:
+    yield from (row["text"] for row in json.loads(path.read_text("utf-8")))
+
+
+def write_jsonl(path: Path, texts: list[str]) -> None:
+    rows = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    path.write_text("".join(f"{row}\n" for row in rows), "utf-8")
+
+
+def read_jsonl(path: Path) -> Iterator[str]:
+    with open(path, encoding="utf-8") as f:
+        yield from (json.loads(row)["text"] for row in f)
 
 
 def write_csv(path: Path, texts: list[str]) -> None:
@@ -106,25 +116,9 @@ def read_parquet(path: Path) -> Iterator[str]:
         yield from (row["text"] for row in batch.to_pylist())
 
 
-def write_jsonl(path: Path, texts: list[str]) -> None:
-    path.write_text(
-        "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8"
-    )
-
-
 CONTAINERS = {  # {name: (write, the module that reads it, read)}
-    "jsonl": (
-        write_jsonl,
-        "json",
-        lambda path: (json.loads(row)["text"] for row in open(path, encoding="utf-8")),
-    ),
-    "json": (
-        lambda path, texts: path.write_text(
-            json.dumps([{"text": text} for text in texts]), "utf-8"
-        ),
-        "json",
-        lambda path: (row["text"] for row in json.loads(path.read_text("utf-8"))),
-    ),
+    "jsonl": (write_jsonl, "json", read_jsonl),
+    "json": (write_json, "json", read_json),
     "csv": (write_csv, "csv", read_csv),
     "parquet": (partial(write_parquet, rows=1000), "pyarrow", read_parquet),
     "parquet, groups of 5 rows": (partial(write_parquet, rows=5), "pyarrow", read_parquet),
@@ -143,30 +137,22 @@ def tokenize_row(options: Options) -> Iterator[Line]:
     for name, texts, megabytes in corpora(options):
         directory = options.folder / name
         training.train(texts, options.vocab_size).save(directory)
-        ours, theirs = (
-            tokenizer.Tokenizer.load(directory),
-            Tokenizer.from_file(str(directory / "tokenizer.json")),
-        )
+        ours = tokenizer.Tokenizer.load(directory)
+        theirs = Tokenizer.from_file(str(directory / "tokenizer.json"))
         encoders = {
             "tiktoken": ours.engine.encoding.encode_ordinary,
-            "tokenizers": lambda text, theirs=theirs: (
-                theirs.encode(text, add_special_tokens=False).ids
-            ),
+            "tokenizers": lambda text, of=theirs: of.encode(text, add_special_tokens=False).ids,
             "ours": ours.encode,
             "ours, arrays": ours.encode_array,
         }
+        calls = {}
         for side, encode in encoders.items():
             if any(list(encode(text)) != ours.encode(text) for text in texts):
                 raise UserError(f"bench: tokenize: the ids of {side} are not those of ours, {name}")
-        calls = {side: lambda encode=encode, texts=texts: [encode(text) for text in texts]
-                 for side, encode in encoders.items()}  # fmt: skip
-        case, peers = (
-            f"{name} {megabytes:.1f} MB, {options.vocab_size} ids",
-            ("tiktoken", "tokenizers"),
-        )
-        yield from timing.compare_sides(
-            "tokenize", case, calls, "MB/s", peers, megabytes, options.repeats
-        )
+            calls[side] = lambda encode=encode, texts=texts: list(map(encode, texts))
+        case = f"{name} {megabytes:.1f} MB, {options.vocab_size} ids"
+        peers, how = ("tiktoken", "tokenizers"), (megabytes, options.repeats)
+        yield from timing.compare_sides("tokenize", case, calls, "MB/s", peers, *how)
 
 
 def bpe_row(options: Options) -> Iterator[Line]:
@@ -177,17 +163,17 @@ def bpe_row(options: Options) -> Iterator[Line]:
     trainers = {"tokenizers": train_hugging_face, "sentencepiece": train_sentencepiece}
     if importlib.util.find_spec("rustbpe"):
         trainers = {"rustbpe": train_rustbpe} | trainers
-    trainers["ours"] = lambda texts, vocab_size: bpe.train_bpe(
-        bpe.count_chunks(texts), vocab_size - 256
-    )
+    peers = list(trainers)
+    trainers["ours"] = train_ours
     for name, texts, megabytes in corpora(options):
-        calls = {
-            side: partial(train, texts, options.vocab_size) for side, train in trainers.items()
-        }
-        case = f"{name} {megabytes:.1f} MB, {options.vocab_size} ids"
-        yield from timing.compare_sides(
-            "bpe", case, calls, "s", list(trainers)[:-1], 0.0, options.repeats
-        )
+        V = options.vocab_size
+        calls = {side: partial(train, texts, V) for side, train in trainers.items()}
+        case = f"{name} {megabytes:.1f} MB, {V} ids"
+        yield from timing.compare_sides("bpe", case, calls, "s", peers, 0.0, options.repeats)
+
+
+def train_ours(texts: list[str], vocab_size: int) -> None:
+    bpe.train_bpe(bpe.count_chunks(texts), vocab_size - 256)
 
 
 def train_rustbpe(texts: list[str], vocab_size: int) -> None:
@@ -200,11 +186,9 @@ def train_hugging_face(texts: list[str], vocab_size: int) -> None:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     theirs = Tokenizer(models.BPE())
-    steps = [
-        pre_tokenizers.Split(Regex(bpe.PATTERN), "isolated"),
-        pre_tokenizers.ByteLevel(False, use_regex=False),
-    ]
-    theirs.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    split = pre_tokenizers.Split(Regex(bpe.PATTERN), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=bpe.MIN_COUNT, **options)
     theirs.train_from_iterator(texts, trainer)
@@ -247,19 +231,14 @@ def dedup_row(options: Options) -> Iterator[Line]:
             raise UserError(f"bench: dedup: survivors differ, {name}")
         # What bulk() hashes
         shingles = [[number.to_bytes(4, "little") for number in numbers] for numbers in sets]
+        bulk = partial(MinHash.bulk, shingles, num_perm=128, seed=1)
         for case, theirs, ours in (
-            (
-                "signatures",
-                partial(MinHash.bulk, shingles, num_perm=128, seed=1),
-                lambda texts: dedup.signatures(dedup.units(texts)),
-            ),
+            ("signatures", bulk, our_signatures),
             ("texts to survivors", partial(plain_survivors, sets), our_survivors),
         ):
             calls = {"datasketch": theirs, "ours": partial(ours, texts)}
-            case, repeats = f"{case}, {name}", options.repeats
-            yield from timing.compare_sides(
-                "dedup", case, calls, "doc/s", ["datasketch"], len(texts), repeats
-            )
+            case, how = f"{case}, {name}", (["datasketch"], len(texts), options.repeats)
+            yield from timing.compare_sides("dedup", case, calls, "doc/s", *how)
 
 
 def pieces(texts: list[str], most: int) -> list[str]:
@@ -275,9 +254,10 @@ def with_copies(texts: list[str]) -> list[str]:
     """Return as many documents, every fifth a near copy of the one before: without its first
     hundredth.
     """
-    return [
-        texts[i - 1][len(texts[i]) // 100 :] if i % 5 == 4 else text for i, text in enumerate(texts)
-    ]
+    found = list(texts)
+    for i in range(4, len(texts), 5):
+        found[i] = texts[i - 1][len(texts[i]) // 100 :]
+    return found
 
 
 def elements(texts: list[str]) -> list[list[int]]:
@@ -290,10 +270,14 @@ def elements(texts: list[str]) -> list[list[int]]:
     return found
 
 
+def our_signatures(texts: list[str]) -> np.ndarray:
+    return dedup.signatures(dedup.units(texts))
+
+
 def our_survivors(texts: list[str]) -> list[int]:
-    return dedup.near_duplicates(
-        dedup.signatures(dedup.units(texts)), THRESHOLD, BANDS, ROWS
-    ).dropped.tolist()
+    """Return the numbers of the documents that are dropped."""
+    found = dedup.near_duplicates(our_signatures(texts), THRESHOLD, BANDS, ROWS)
+    return found.dropped.tolist()
 
 
 def plain_survivors(sets: list[list[int]]) -> list[int]:

@@ -67,13 +67,13 @@ def sft_row(options: Options) -> Iterator[Line]:
 def layouts(
     shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Options
 ) -> list[Line]:
+    """Return the lines of a shape: the same conversations in padded and in packed rows."""
     model = huggingface.load_model(base, options.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     B, columns = options.batch_size, options.block_size
-    corpora = {
-        name: ChatCorpus(data, tokenizer, columns, seed=1, pack=name == "packed")
-        for name in ("padded", "packed")
-    }
+    corpora = {}
+    for name in ("padded", "packed"):
+        corpora[name] = ChatCorpus(data, tokenizer, columns, seed=1, pack=name == "packed")
 
     def load(name: str, step: int) -> tuple:
         numbers = (step * B + np.arange(B)) % corpora[name].train[0].n_rows
@@ -99,9 +99,8 @@ def layouts(
         n_places = sum(load(name, k).x.numel() for k in range(-(-corpus.train[0].n_rows // B)))
         notes[name] = f"padding {100 * max(0.0, 1 - n_used / n_places):.1f} %"
     found = timing.alternate({name: partial(side, name) for name in corpora}, options.repeats)
-    return timing.lines(
-        "sft", f"{shape}, batch {B} x {columns}", found, "label/s", ["padded"], 1.0, notes=notes
-    )
+    case = f"{shape}, batch {B} x {columns}"
+    return timing.lines("sft", case, found, "label/s", ["padded"], 1.0, notes=notes)
 
 
 def dpo_row(options: Options) -> Iterator[Line]:
@@ -113,31 +112,29 @@ def dpo_row(options: Options) -> Iterator[Line]:
         corpus = PairCorpus(data, tokenizer, options.block_size, seed=1, val_fraction=0.0)
         n_pairs, n_used = corpus.train[0].n_rows, STEPS * options.batch_size
         if n_pairs < n_used:
-            raise UserError(
-                f"bench: {data} has {n_pairs} pairs, fewer than the {n_used} of a round"
-            )
-        args = base, corpus, options
-        makers = {
-            f"trl{', precomputed' * ready}": partial(trl_side, *args, ready)
-            for ready in (True, False)
-        }
+            what = f"{data} has {n_pairs} pairs, fewer than the {n_used} of a round"
+            raise UserError(f"bench: {what}")
+        args, makers = (base, corpus, options), {}
+        for ready in (True, False):
+            makers[f"trl{', precomputed' * ready}"] = partial(trl_side, *args, ready)
         for way in options.compile.split(","):
             makers[f"ours{', blocks' * (way == 'blocks')}"] = partial(our_side, *args, way)
         made = timing.build(makers)
         rng = np.random.default_rng(0)
-        # The same for every side
+        # Numbers of the pairs of each round, the warm-up included; the same for every side
         rounds = [rng.permutation(n_pairs)[:n_used] for _ in range(options.repeats + 1)]
-        sides = {name: partial(lambda run, turns: run(next(turns)), run, iter(rounds))
-                 for name, (run, _) in made.items()}  # fmt: skip
+        sides = {}
+        for name, (run, _) in made.items():
+            turns = iter(rounds)
+            sides[name] = lambda run=run, turns=turns: run(next(turns))
         found, notes = timing.alternate(sides, options.repeats), {}
+        _, theirs = made.get("trl, precomputed", (None, None))
         for name, (_, table) in made.items():
-            if name.startswith("ours") and "trl, precomputed" in made:
-                far = (table[:n_pairs] - made["trl, precomputed"][1][:n_pairs]).abs().max().item()
+            if name.startswith("ours") and theirs is not None:
+                far = (table[:n_pairs] - theirs[:n_pairs]).abs().max().item()
                 notes[name] = f"log-probabilities of the reference within {far:.0e} nats of trl's"
-        case, peers = (
-            f"{shape}, {options.batch_size} pairs",
-            [name for name in made if name.startswith("trl")],
-        )
+        case = f"{shape}, {options.batch_size} pairs"
+        peers = [name for name in made if name.startswith("trl")]
         yield from timing.lines("dpo", case, found, "pair/s", peers, n_used, notes=notes)
 
 
@@ -164,9 +161,8 @@ def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side
         parallel.step(opt, lr=LEARNING_RATE, clip=1.0)
 
     def seconds(numbers: np.ndarray) -> float:
-        batches = numbers[np.argsort(corpus.train[0].columns[numbers], kind="stable")].reshape(
-            -1, batch_size
-        )
+        by_length = numbers[np.argsort(corpus.train[0].columns[numbers], kind="stable")]
+        batches = by_length.reshape(-1, batch_size)
         return timing.device_seconds(lambda: list(map(step, batches)), device)
 
     return seconds, table
@@ -176,18 +172,38 @@ def trl_side(base: Path, corpus: PairCorpus, options: Options, precomputed: bool
     """Return DPOTrainer.train, from its first step to its last."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOTrainer
 
     class SameIds(DPOTrainer):
         def _prepare_dataset(self, dataset: Dataset, *_: object) -> Dataset:
             return dataset
 
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    ids = (corpus.train[0].ids(i) for i in range(corpus.train[0].n_rows))
-    rows = Dataset.from_list([
-        dict(zip(names, map(np.ndarray.tolist, parts), strict=True)) for parts in ids
-    ])
-    args = DPOConfig(
+    names, rows = ("prompt_ids", "chosen_ids", "rejected_ids"), []
+    for i in range(corpus.train[0].n_rows):
+        ids = [part.tolist() for part in corpus.train[0].ids(i)]
+        rows.append(dict(zip(names, ids, strict=True)))
+    rows = Dataset.from_list(rows)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer, args = AutoTokenizer.from_pretrained(base), trl_config(options, precomputed)
+    trainer = SameIds(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    trainer.remove_callback(PrinterCallback)
+    rows = trainer.train_dataset
+
+    def seconds(numbers: np.ndarray) -> float:
+        trainer.train_dataset = rows.select(numbers)
+        return timing.device_seconds(trainer.train, options.device)
+
+    table = None
+    if precomputed:
+        table = torch.tensor([rows["ref_chosen_logps"], rows["ref_rejected_logps"]]).T
+    return seconds, table
+
+
+def trl_config(options: Options, precomputed: bool) -> "DPOConfig":  # noqa: F821 - of trl
+    """Return what makes trl's steps those of `our_side`."""
+    from trl import DPOConfig
+
+    return DPOConfig(
         tempfile.gettempdir(),
         save_strategy="no",
         per_device_train_batch_size=options.batch_size,
@@ -205,18 +221,3 @@ def trl_side(base: Path, corpus: PairCorpus, options: Options, precomputed: bool
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    trainer = SameIds(
-        model, args=args, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(base)
-    )
-    trainer.remove_callback(PrinterCallback)
-    rows = trainer.train_dataset
-
-    def seconds(numbers: np.ndarray) -> float:
-        trainer.train_dataset = rows.select(numbers)
-        return timing.device_seconds(trainer.train, options.device)
-
-    return seconds, torch.tensor([
-        rows["ref_chosen_logps"],
-        rows["ref_rejected_logps"],
-    ]).T if precomputed else None

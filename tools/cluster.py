@@ -57,7 +57,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import prepare
 from configurator import configure, is_key, write_config
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.files import paths
 from groundup.files.paths import is_data
 from groundup.files.splits import FEW, SPLITS, split_of
@@ -176,10 +176,8 @@ def make_plan(config: dict) -> Job:
     checked = replace(checked, sources=tuple(map(with_absolute_paths, checked.sources)))
     tokenizer = prepare.existing_tokenizer(config["tokenizer_dir"], "text")
     if tokenizer is None:
-        hint = "make one with prepare.py on a part of the text"
-        raise UserError(
-            f"cluster: no tokenizer in tokenizer_dir={config['tokenizer_dir']!r}; {hint}"
-        )
+        what = f"no tokenizer in tokenizer_dir={config['tokenizer_dir']!r}"
+        raise UserError(f"cluster: {what}; make one with prepare.py on a part of the text")
     out_dir, work = Path(config["out_dir"]).absolute(), work_path(config["out_dir"])
     (work / "units").mkdir(parents=True, exist_ok=True)
     inputs = list_inputs(checked, out_dir, work)
@@ -211,9 +209,9 @@ def make_plan(config: dict) -> Job:
 def with_absolute_paths(source: Source) -> Source:
     """Return the source with the whole path of the function in its rules: tasks run elsewhere."""
     keep = parse_rules(source.rules).keep
-    return (
-        replace(source, rules=source.rules.replace(keep, os.path.abspath(keep))) if keep else source
-    )
+    if not keep:
+        return source
+    return replace(source, rules=source.rules.replace(keep, os.path.abspath(keep)))
 
 
 def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
@@ -416,13 +414,13 @@ def cut(job: Job, rank: int, tasks: int) -> None:
                 room[of] -= own[end - 1] - used
                 begin = end
     if not shards:
-        raise UserError(
-            "cluster: no document is kept; prepare.py --show=5 prints how rows are read"
-        )
-    plan = [
-        {"source": source, "split": split, "number": k, "texts": texts, "last": k == len(own) - 1}
-        for (source, split), own in sorted(shards.items()) for k, texts in enumerate(own)
-    ]  # fmt: skip
+        what = "no document is kept; prepare.py --show=5 prints how rows are read"
+        raise UserError(f"cluster: {what}")
+    plan = []
+    for (source, split), own in sorted(shards.items()):
+        for k, texts in enumerate(own):
+            shard = {"source": source, "split": split, "number": k, "texts": texts}
+            plan.append(shard | {"last": k == len(own) - 1})
     write_json(job.work / "shards.json", {"shards": plan})
 
 
@@ -545,9 +543,8 @@ class Step(PipelineStep):
         # several arrays.
         for name, n in job.stages[: job.stages.index((self.name, world_size))]:
             if len(list(job.work.glob(f"log/{name}/completions/*"))) < n:
-                raise UserError(
-                    f"cluster: {self.name} needs all tasks of {name}; give the command again"
-                )
+                what = f"{self.name} needs all tasks of {name}; give the command again"
+                raise UserError(f"cluster: {what}")
         STAGES[self.name](job, rank, world_size)
 
 
@@ -556,32 +553,26 @@ def executors(job: Job, exported: dict[str, str]) -> list:
     from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 
     config, made = job.config, []
-    options = config["sbatch"].split(",")
+    options = filter(None, config["sbatch"].split(","))
+    of_slurm = {
+        "time": str(round(config["hours"] * 60)),  # minutes
+        "partition": config["partition"],
+        "qos": "",
+        "env_command": "export " + " ".join(f"{k}={shlex.quote(v)}" for k, v in exported.items()),
+        "sbatch_args": dict(option.partition("=")[::2] for option in options),
+    }
     for name, tasks in job.stages:
-        settings = {
-            "pipeline": [Step(job.work, name)], "tasks": tasks, "workers": config["workers"] or -1,
-            "logging_dir": str(job.work / "log" / name),
-        }  # fmt: skip
+        settings = {"pipeline": [Step(job.work, name)], "tasks": tasks}
+        settings |= {"workers": config["workers"] or -1}
+        settings |= {"logging_dir": str(job.work / "log" / name)}
         memory = {"mem_per_cpu_gb": config["large_gb" if name in LARGE else "memory_gb"]}
         if config["executor"] == "local":
             made.append(LocalPipelineExecutor(**settings))
         elif config["executor"] == "ray":
             made.append(RayPipelineExecutor(**settings, **memory, time=int(config["hours"] * 3600)))
         else:
-            made.append(
-                SlurmPipelineExecutor(
-                    **settings,
-                    **memory,
-                    time=str(round(config["hours"] * 60)),
-                    partition=config["partition"],
-                    qos="",
-                    job_name=f"{job.out_dir.name}-{name}",
-                    env_command="export "
-                    + " ".join(f"{k}={shlex.quote(v)}" for k, v in exported.items()),
-                    sbatch_args=dict(option.partition("=")[::2] for option in options if option),
-                    depends=made[-1] if made else None,
-                )
-            )
+            order = {"job_name": f"{job.out_dir.name}-{name}", "depends": (made or [None])[-1]}
+            made.append(SlurmPipelineExecutor(**settings, **memory, **of_slurm, **order))
     return made
 
 
@@ -589,11 +580,8 @@ def environment() -> dict[str, str]:
     """Return what a task needs to find Python, datatrove and this file on any machine."""
     packages = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
     programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    return {
-        "PYTHONPATH": ":".join(filter(None, packages)),
-        "PATH": ":".join(programs),
-        "OMP_NUM_THREADS": "1",
-    }
+    found = {"PYTHONPATH": ":".join(filter(None, packages)), "PATH": ":".join(programs)}
+    return found | {"OMP_NUM_THREADS": "1"}
 
 
 def run_local(executor: object, workers: int, work: Path) -> None:
@@ -626,11 +614,10 @@ def main(config: dict) -> int:
     if PipelineStep is object:
         hint = "run: pip install -r requirements-cluster.txt"
         raise UserError(f"cluster: datatrove is not installed; {hint}")
-    if not config["out_dir"]:
-        raise UserError("config: out_dir is empty; give --out_dir=...")
+    refuse(not config["out_dir"], "out_dir is empty; give --out_dir=...")
     if config["executor"] == "slurm":
-        if not config["partition"]:
-            raise UserError("config: executor=slurm needs partition; the command sinfo lists them")
+        what = "executor=slurm needs partition; the command sinfo lists them"
+        refuse(not config["partition"], what)
         return run(config)  # its jobs go on when this process ends
     handle = lock(work_path(config["out_dir"]), Path(config["out_dir"]))
     try:
@@ -685,9 +672,8 @@ def run(config: dict) -> int:
     shutil.rmtree(job.work)
     manifest = read_prepared(out_dir)
     if manifest["info"].get("key") != job.key:
-        raise UserError(
-            f"cluster: {out_dir} holds something else; remove it, or use another out_dir"
-        )
+        what = f"{out_dir} holds something else; remove it, or use another out_dir"
+        raise UserError(f"cluster: {what}")
     report.print_report(manifest, time.perf_counter() - start)
     return report.exit_status(manifest["info"], len(job.inputs), config["max_bad_fraction"])
 

@@ -1,6 +1,6 @@
 """Curves to compare one's own with: docs/curves/NAME.jsonl for each file of config/ that has run.
 
-    python tools/curves.py --run=out/demo --name=demo                    # after a run of config/demo.py: keep its curve
+    python tools/curves.py --run=out/demo --name=demo   # keep the curve of a run of config/demo.py
     python tools/plot.py --runs=out/mine --reference=True                # compare
 
 A curve is the log of a run, thinned, behind a line about its machine, versions, command, commit and
@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,8 +24,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configurator import configure, defaults_of, read_file
-from groundup.errors import UserError
+from machine import ROOT, commit, processor
+
+from configurator import configure, defaults_of, read_file, script_of
+from groundup.errors import UserError, refuse
 from groundup.train.log import read_events
 
 # ---- config --------------------------------------------------------------------------------------
@@ -34,52 +35,30 @@ run = ""  # directory of a finished run
 name = ""  # of the file in config/ that it ran, without .py
 command = ""  # that made it; "" = python SCRIPT.py config/NAME.py
 
-ROOT = Path(__file__).parent.parent
 CURVES = ROOT / "docs" / "curves"
 MOST = 60  # training and as many evaluation events of a curve
-KEPT = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "tokens_per_s",
-    "step_ms",
-    "val_loss",
-    "val_bpb",
-    "reward",
-    "accuracy",
-    "rewards/accuracies",
-    "rewards/margins",
-    "mean_token_accuracy",
-)
-NO_CAUSE = {  # settings that do not change what is learnt per token, but for rounding
-    "out_dir",
-    "resume",
-    "resume_from",
-    "overwrite",
-    "device",
-    "dtype",
-    "compile",
-    "activation_checkpointing",
-    "parallel",
-    "overlap_step",
-    "zero1",
-    "timeout_s",
-    "peak_tflops",
-    "plan_only",
-    "eval_every",
-    "log_every",
-    "track",
-    "save_every",
-    "keep_last",
-    "sample_prompts",
-    "batch_size",
-    "seed",
-    "eval_steps",
-}
-MARGIN = 0.02  # of the loss, as a median; single ones of three seeds of config/shakespeare.py differ by up to 2.2 %
+# Keys of an event that are kept
+KEPT = """loss lr grad_norm tokens tokens_per_s step_ms val_loss val_bpb reward accuracy
+rewards/accuracies rewards/margins mean_token_accuracy""".split()
+# Settings that do not change what is learned per token, except for rounding
+NO_CAUSE = """out_dir resume resume_from overwrite device dtype compile activation_checkpointing
+parallel overlap_step zero1 timeout_s peak_tflops plan_only eval_every log_every track save_every
+keep_last sample_prompts batch_size seed eval_steps""".split()
+# Of the loss, as a median; single losses of three seeds of config/shakespeare.py differ by up to
+# 2.2 %.
+MARGIN = 0.02
 # Bits per byte of untrained models that differ by a larger share: another text or tokenizer.
 SAME_START = 0.05
+RATE_MARGIN = 1.5  # learning rates are alike up to this ratio
+HINTS = {  # what a setting does to the curve
+    "total_batch_tokens": ": another number of steps for the same tokens",
+    "dropout": ": slower at first",
+    "max_steps": ": the schedule ends elsewhere; compare at the ends",
+    "schedule": ": compare at the ends",
+    "data_dir": ": another text, or another name of it",
+    "init_from": ": another start",
+    "warmup_steps": ": differs at the beginning only",
+}
 NAN = float("nan")
 
 
@@ -96,21 +75,16 @@ class Reference(NamedTuple):
 def settings_of(directory: Path) -> tuple[str, dict]:
     """Return (script, resolved settings) of a run by its config.py."""
     path = directory / "config.py"
-    found = (
-        re.search(r"python (\w+)\.py ", path.read_text(encoding="utf-8")[:300])
-        if path.exists()
-        else None
-    )
-    if not found or not (ROOT / f"{found[1]}.py").exists():
-        raise UserError(
-            f"curves: {directory} has no config.py of a run; give the directory of a run"
-        )
-    defaults = defaults_of(ROOT / f"{found[1]}.py")
-    return found[1], defaults | read_file(str(path), defaults)
+    script = script_of(path)
+    if not script or not (ROOT / script).exists():
+        what = f"{directory} has no config.py of a run; give the directory of a run"
+        raise UserError(f"curves: {what}")
+    defaults = defaults_of(ROOT / script)
+    return script.removesuffix(".py"), defaults | read_file(str(path), defaults)
 
 
-def script_of(path: Path) -> str:
-    """Return the script of a file of config/, by the command in its docstring."""
+def script_for(path: Path) -> str:
+    """Return the script that a file of config/ is for, by the command in its docstring."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return re.search(rf"(\w+)\.py config/{path.name}", doc)[1]
 
@@ -120,36 +94,27 @@ def keep(directory: Path, name: str, command: str = "", folder: Path = CURVES) -
     script, settings = settings_of(directory)
     if not (ROOT / "config" / f"{name}.py").exists():
         raise UserError(f"curves: name={name!r}: there is no config/{name}.py")
-    card = (
-        (directory / "README.md").read_text(encoding="utf-8")
-        if (directory / "README.md").exists()
-        else ""
-    )
+    readme, log = directory / "README.md", directory / "log.jsonl"
+    card = readme.read_text(encoding="utf-8") if readme.exists() else ""
     machine, _, versions = card.partition("## Machine\n\n")[2].strip().partition("\n")
     if not machine or not card.partition("\n\n")[2].startswith("Complete"):
         raise UserError(f"curves: {directory} is no complete run: its README.md does not say so")
     usual = defaults_of(ROOT / f"{script}.py")
+    settings = {key: settings[key] for key in usual if settings[key] != usual[key]}
     about = {
         "event": "run",
         "step": 0,
         "command": command or f"python {script}.py config/{name}.py",
         "commit": commit(),
-        "date": time.strftime(
-            "%Y-%m-%d", time.localtime((directory / "log.jsonl").stat().st_mtime)
-        ),
+        "date": time.strftime("%Y-%m-%d", time.localtime(log.stat().st_mtime)),
         "script": script,
         "machine": f"{machine.strip()}, {processor()}".rstrip(", "),
         "versions": versions.strip(),
-        "settings": {
-            key: value for key, value in settings.items() if key in usual and value != usual[key]
-        },
+        "settings": settings,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.jsonl"
-    lines = [
-        json.dumps(event, ensure_ascii=False)
-        for event in (about, *thinned(read_events(directory / "log.jsonl")))
-    ]
+    path, events = folder / f"{name}.jsonl", [about, *thinned(read_events(log))]
+    lines = [json.dumps(event, ensure_ascii=False) for event in events]
     path.with_suffix(".tmp").write_text("\n".join(lines) + "\n", encoding="utf-8")
     os.replace(path.with_suffix(".tmp"), path)
     return path
@@ -157,7 +122,7 @@ def keep(directory: Path, name: str, command: str = "", folder: Path = CURVES) -
 
 def thinned(events: Sequence[dict]) -> list[dict]:
     """Return at most MOST training events, each the mean of several in a row at the place of the
-    last, and as many evaluations, with the keys KEPT, four digits each.
+    last, and as many evaluations, with the keys KEPT, five digits each.
     """
     found = []
     for kind in ("train", "eval"):
@@ -166,39 +131,15 @@ def thinned(events: Sequence[dict]) -> list[dict]:
         # evaluations are taken from the end, so that the last one stays
         parts = [of_kind[max(0, end - size) : end] for end in range(len(of_kind), 0, -size)][::-1]
         for part in parts:
-            values = {key: part[-1][key] for key in KEPT if type(part[-1].get(key)) in (int, float)}
+            last = part[-1]
+            values = {key: last[key] for key in KEPT if type(last.get(key)) in (int, float)}
             if kind == "train" and "loss" in values:
-                values["loss"] = fmean(
-                    event["loss"] for event in part if event.get("loss") is not None
-                )
-            rounded = {
-                key: value if key == "tokens" else float(f"{value:.5g}")
-                for key, value in values.items()
-            }
-            found.append({"event": kind, "step": part[-1]["step"], **rounded})
+                losses = [event.get("loss") for event in part]
+                values["loss"] = fmean(loss for loss in losses if loss is not None)
+            for key in values.keys() - {"tokens"}:
+                values[key] = float(f"{values[key]:.5g}")
+            found.append({"event": kind, "step": last["step"], **values})
     return sorted(found, key=lambda event: (event["step"], event["event"] == "eval"))
-
-
-def commit() -> str:
-    """Return the commit of this checkout, and whether files differ from it; "" without git."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    changed = git("diff", "HEAD", "--stat", "--", "*.py")
-    return git("rev-parse", "--short=10", "HEAD") + (" with changes" if changed else "")
-
-
-def processor() -> str:
-    """Return the name of the processor, "" where the system does not tell."""
-    info = Path("/proc/cpuinfo")
-    found = (
-        re.search(r"model name\s*: (.+)", info.read_text(encoding="utf-8"))
-        if info.exists()
-        else None
-    )
-    return found[1].strip() if found else ""
 
 
 # ---- which curve ---------------------------------------------------------------------------------
@@ -212,7 +153,7 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
     found = []
     defaults = defaults_of(ROOT / f"{script}.py")
     for path in sorted((ROOT / "config").glob("*.py")):
-        if script_of(path) != script:  # reading it would make the data of another stage
+        if script_for(path) != script:  # reading it would make the data of another stage
             continue
         file = folder / f"{path.stem}.jsonl"
         about, *events = read_events(file) if file.exists() else [{}]
@@ -225,10 +166,9 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
     nearest = min(found, key=lambda reference: len(reference.differ))
     if not nearest.about:
         ran = ", ".join(reference.name for reference in found if reference.about) or "none"
-        raise UserError(
-            f"curves: {directory} is nearest to config/{nearest.name}.py, which has not run: there is no "
-            f"curve of it (of {script}.py there are: {ran})"
-        )
+        what = f"{directory} is nearest to config/{nearest.name}.py, which has not run"
+        what = f"{what}: there is no curve of it (of {script}.py there are: {ran})"
+        raise UserError(f"curves: {what}")
     return nearest
 
 
@@ -248,44 +188,52 @@ def series(events: Sequence[dict], key: str, axis: str) -> np.ndarray:
     return at
 
 
+def within(own: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the points of `own` (n, 2) at places that `theirs` covers, and its values there."""
+    inside = (own[:, 0] >= theirs[0, 0]) & (own[:, 0] <= theirs[-1, 0])
+    own = own[inside]
+    return own, np.interp(own[:, 0], *theirs.T)
+
+
+def recent(off: np.ndarray) -> float:
+    """Return the median of the last third."""
+    return float(np.median(off[-max(1, len(off) // 3) :]))
+
+
 def compare(own: Sequence[dict], reference: Reference) -> list[str]:
     """Return the lines that say where the run is beside its reference, and the usual causes, the
     likeliest first.
     """
-    logs = own, reference.events
-    keys = ("val_bpb", "val_loss", "loss")
-    both = [key for key in keys if all(any(e["step"] and key in e for e in log) for log in logs)]
-    axis = "tokens" if all(any("tokens" in e for e in log) for log in logs) else "steps"
-    head = (
-        f"reference: {reference.name} ({reference.about['command']}; {reference.about['machine']})"
-    )
-    text = another_text(own, reference)
-    if text:
+    logs, about = (own, reference.events), reference.about
+    head = f"reference: {reference.name} ({about['command']}; {about['machine']})"
+    if text := another_text(own, reference):
         return [head, text]
-    for key in both:
-        mine, theirs = series(own, key, axis), series(reference.events, key, axis)
-        mine = mine[(mine[:, 0] <= theirs[-1, 0]) & (mine[:, 0] >= theirs[0, 0])]
-        if len(mine):
-            break
+    axis = "tokens" if all(any("tokens" in e for e in log) for log in logs) else "steps"
+    for key in ("val_bpb", "val_loss", "loss"):
+        mine, theirs = (series(log, key, axis) for log in logs)
+        if len(mine) and len(theirs):
+            mine, expected = within(mine, theirs)
+            if len(mine):
+                break
     else:
-        return [
-            head,
-            "nothing to compare yet: the two have no loss at a common place after the first step",
-        ]
-    expected = np.interp(mine[:, 0], *theirs.T)
+        nothing = "the two have no loss at a common place after the first step"
+        return [head, f"nothing to compare yet: {nothing}"]
+
     off = np.nan_to_num((mine[:, 1] - expected) / np.abs(expected), nan=math.inf)
-    now = float(np.median(off[-max(1, len(off) // 3) :]))
+    now = recent(off)
     word = "on" if abs(now) <= MARGIN else "above" if now > 0 else "below"
-    tail = f"{key} {mine[-1, 1]:.4g} against {expected[-1]:.4g} at {mine[-1, 0]:,.0f} {axis} ({100 * off[-1]:+.1f} %)"
-    lines = [head, f"the run is {word} its reference: {tail}"]
+    found = f"{key} {mine[-1, 1]:.4g} against {expected[-1]:.4g} at {mine[-1, 0]:,.0f} {axis}"
+    line = f"the run is {word} its reference: {found} ({100 * off[-1]:+.1f} %)"
+    lines = []
     if word != "on":
-        outside = np.abs(off) > MARGIN
-        begin = 0 if outside.all() else len(off) - int(np.argmin(outside[::-1]))
+        # After the last place at which it was within the margin
+        inside = np.flatnonzero(np.abs(off) <= MARGIN)
+        begin = inside[-1] + 1 if len(inside) else 0
         since = mine[min(begin, len(off) - 1), 0]
-        lines[-1] += f"; by more than the usual {100 * MARGIN:.0f} % from {since:,.0f} {axis} on"
-        lines += ["usual causes, the likeliest first:"]
+        line += f"; by more than the usual {100 * MARGIN:.0f} % from {since:,.0f} {axis} on"
+        lines = ["usual causes, the likeliest first:"]
         lines += [f"  {cause}" for cause in causes(own, reference, mine, word, axis, key)]
-    return lines + speed(own, reference)
+    return [head, line, *lines, *speed(own, reference)]
 
 
 def first_bpb(events: Sequence[dict]) -> float:
@@ -294,81 +242,82 @@ def first_bpb(events: Sequence[dict]) -> float:
     return next(filter(None, found), 0.0)
 
 
+def starts_apart(own: Sequence[dict], reference: Reference) -> str:
+    """Return the bits per byte of both before the first step; "" if they are alike or unknown."""
+    ours, other = first_bpb(own), first_bpb(reference.events)
+    if not ours or not other or abs(ours / other - 1) <= SAME_START:
+        return ""
+    return f"{ours:.3g} before the first step, the reference's {other:.3g}"
+
+
 def another_text(own: Sequence[dict], reference: Reference) -> str:
     """Return why the losses cannot be compared: another text or tokenizer. "" if they can."""
-    data = reference.differ.get("data_dir")
-    ours, other = first_bpb(own), first_bpb(reference.events)
-    if not (data and ours and other) or abs(ours / other - 1) <= SAME_START:
+    apart, differ = starts_apart(own, reference), reference.differ.get("data_dir")
+    if not apart or not differ:
         return ""
-    return (
-        f"no comparison: data_dir={data[0]!r} is another text or tokenizer than {data[1]!r}: "
-        f"{ours:.3g} bits per byte before the first step, the reference's {other:.3g}"
-    )
+    ours, other = differ
+    apart = apart.replace(" before", " bits per byte before", 1)
+    return f"no comparison: data_dir={ours!r} is another text or tokenizer than {other!r}: {apart}"
 
 
 def causes(
     own: Sequence[dict], reference: Reference, mine: np.ndarray, word: str, axis: str, key: str
 ) -> list[str]:
-    """Return what usually makes such a difference."""
-    found, differ = [], dict(reference.differ)
-    logs = own, reference.events
-    begin_own, begin = map(first_bpb, logs)
+    """Return what usually makes such a difference. mine (n, 2): the run's `key` where it was
+    compared; word: above | below.
+    """
+    found, is_above = [], word == "above"
     ratio = rate_ratio(own, reference.events, axis)
-    rate = differ.pop("learning_rate", None)
-    if ratio > 1.5 or ratio < 1 / 1.5:
-        said = (
-            f": learning_rate={rate[0]:g}, the reference's {rate[1]:g}"
-            if rate
-            else ", by the schedule"
-        )
-        times = f"{ratio:.3g} times" if ratio > 1 else f"1/{1 / ratio:.3g} of"
-        wrong = f" is too {'high' if ratio > 1 else 'low'}" if word == "above" else ""
-        found.append(f"the learning rate{wrong}: {times} the reference's at the same {axis}{said}")
+    found += [wrong_rate(ratio, reference, is_above, axis)]
     if any(event["event"] == "train" and event.get("loss", 0.0) is None for event in own):
-        found.append(
-            "the loss is not finite at some steps: a learning rate too high, float16, or a damaged text"
-        )
-    if word == "above" and ratio <= 1.5:
-        lowest = int(np.nanargmin(mine[:, 1])) if not np.isnan(mine[:, 1]).all() else 0
-        if mine[lowest:, 1].max(initial=0.0) > 1.1 * mine[lowest, 1]:
-            found.append(
-                "the loss has risen again: a learning rate too high for this model, or too little warm-up, or "
-                "too many epochs of a small text"
-            )
-    for setting, (ours, other) in differ.items():
-        found.append(f"{setting}={ours!r}, the reference's {other!r}{HINTS.get(setting, '')}")
-    if begin and begin_own and abs(begin_own / begin - 1) > SAME_START:
-        found.append(
-            f"val_bpb is {begin_own:.3g} before the first step, the reference's {begin:.3g}: another "
-            "text, tokenizer or starting weights"
-        )
-    trained, usual = (series(log, "loss", axis) for log in logs)
-    if word == "above" and len(trained) and len(usual) and key != "loss":
-        at = trained[:, 0] <= usual[-1, 0]
-        off = trained[at, 1] / np.interp(trained[at, 0], *usual.T) - 1
-        if len(off) and np.median(off[-max(1, len(off) // 3) :]) < MARGIN:  # NaN is not
-            found.append(
-                "the training loss is not above the reference's: too little text, seen too often, or "
-                "validation text of another kind"
-            )
-    rest = "the data (python prepare.py --show=20 ...), changed code, other versions"
-    rest = (
-        rest
-        if word == "above"
-        else "easier text, validation text among the training data, code that learns faster"
-    )
-    return found or [f"settings and learning rate are the reference's: {rest}"]
+        why = "a learning rate too high, float16, or a damaged text"
+        found.append(f"the loss is not finite at some steps: {why}")
+    if is_above and ratio <= RATE_MARGIN and has_risen(mine[:, 1]):
+        why = "a learning rate too high for this model, or too little warm-up"
+        found.append(f"the loss has risen again: {why}, or too many epochs of a small text")
+    for setting, (ours, other) in reference.differ.items():
+        if setting != "learning_rate":
+            hint = HINTS.get(setting, "")
+            found.append(f"{setting}={ours!r}, the reference's {other!r}{hint}")
+    if apart := starts_apart(own, reference):
+        found.append(f"val_bpb is {apart}: another text, tokenizer or starting weights")
+    if is_above and key != "loss" and trains_as_well(own, reference.events, axis):
+        why = "too little text, seen too often, or validation text of another kind"
+        found.append(f"the training loss is not above the reference's: {why}")
+    rest = "easier text, validation text among the training data, code that learns faster"
+    if is_above:
+        rest = "the data (python prepare.py --show=20 ...), changed code, other versions"
+    last = f"settings and learning rate are the reference's: {rest}"
+    return list(filter(None, found)) or [last]
 
 
-HINTS = {
-    "total_batch_tokens": ": another number of steps for the same tokens",
-    "dropout": ": slower at first",
-    "max_steps": ": the schedule ends elsewhere; compare at the ends",
-    "schedule": ": compare at the ends",
-    "data_dir": ": another text, or another name of it",
-    "init_from": ": another start",
-    "warmup_steps": ": differs at the beginning only",
-}
+def wrong_rate(ratio: float, reference: Reference, is_above: bool, axis: str) -> str:
+    """Return what to say of a learning rate `ratio` times the reference's; "" if they are alike."""
+    if 1 / RATE_MARGIN <= ratio <= RATE_MARGIN:
+        return ""
+    wrong = f" is too {'high' if ratio > 1 else 'low'}" if is_above else ""
+    times = f"{ratio:.3g} times" if ratio > 1 else f"1/{1 / ratio:.3g} of"
+    source = ", by the schedule"
+    if rates := reference.differ.get("learning_rate"):
+        source = f": learning_rate={rates[0]:g}, the reference's {rates[1]:g}"
+    return f"the learning rate{wrong}: {times} the reference's at the same {axis}{source}"
+
+
+def has_risen(losses: np.ndarray) -> bool:
+    """Return whether the losses are later more than a tenth above their lowest."""
+    if np.isnan(losses).all():
+        return False
+    lowest = int(np.nanargmin(losses))
+    return bool(losses[lowest:].max(initial=0.0) > 1.1 * losses[lowest])
+
+
+def trains_as_well(own: Sequence[dict], others: Sequence[dict], axis: str) -> bool:
+    """Return whether the training loss is not above the reference's."""
+    trained, usual = (series(log, "loss", axis) for log in (own, others))
+    if not len(trained) or not len(usual):
+        return False
+    trained, expected = within(trained, usual)
+    return len(trained) > 0 and recent(trained[:, 1] / expected - 1) < MARGIN  # NaN is not
 
 
 def rate_ratio(own: Sequence[dict], others: Sequence[dict], axis: str) -> float:
@@ -378,21 +327,15 @@ def rate_ratio(own: Sequence[dict], others: Sequence[dict], axis: str) -> float:
     mine, theirs = series(own, "lr", axis), series(others, "lr", axis)
     if not len(mine) or not len(theirs):
         return 1.0
-    usual = np.interp(mine[:, 0], *theirs.T)
-    kept = (
-        (mine[:, 0] <= theirs[-1, 0])
-        & (mine[:, 0] >= theirs[0, 0])
-        & (usual > 0.05 * theirs[:, 1].max())
-    )
+    mine, usual = within(mine, theirs)
+    kept = usual > 0.05 * theirs[:, 1].max()  # at the end of a schedule ratios mean little
     return float(np.median(mine[kept, 1] / usual[kept])) if kept.any() else 1.0
 
 
 def speed(own: Sequence[dict], reference: Reference) -> list[str]:
     """Return a line about tokens per second, which depend on the machine."""
-    rates = [
-        [e["tokens_per_s"] for e in events if e.get("tokens_per_s")]
-        for events in (own, reference.events)
-    ]
+    logs = own, reference.events
+    rates = [[e["tokens_per_s"] for e in log if e.get("tokens_per_s")] for log in logs]
     if not all(rates):
         return []
     mine, theirs = map(median, rates)
@@ -400,10 +343,8 @@ def speed(own: Sequence[dict], reference: Reference) -> list[str]:
 
 
 def main(config: dict) -> None:
-    if not config["run"] or not config["name"]:
-        raise UserError(
-            "curves: give --run=DIR --name=NAME, the run and the file of config/ that it ran"
-        )
+    what = "give --run=DIR --name=NAME, the run and the file of config/ that it ran"
+    refuse(not config["run"] or not config["name"], what)
     print(f"wrote {keep(Path(config['run']), config['name'], config['command'])}")
 
 

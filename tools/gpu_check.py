@@ -1,22 +1,21 @@
 """What a GPU does with this project, in two parts of at most five minutes, the most valuable first:
 make gpu.
 
-    python tools/gpu_check.py --sections=first                      # tests, speed of training and decoding
-    python tools/gpu_check.py --sections=second --nanogpt=../nanoGPT    # beside others, the other trainers
-    python tools/gpu_check.py --sections=training,decode            # only these
+    python tools/gpu_check.py --sections=first               # tests, speed of training and decoding
+    python tools/gpu_check.py --sections=second --nanogpt=../nanoGPT  # beside others, the trainers
+    python tools/gpu_check.py --sections=training,decode     # only these
 
-Each section has a limit of time; what takes long in it is a process of its own. What it finds is
-written as it comes to out_dir/first.md and .json (second.md; gpu_check.md for a list of sections);
-a section that fails leaves the end of its output there, and the next one begins. Without a GPU all
-of it runs on tiny shapes, which tests the tool, and the figures mean nothing. The exit status is 1
-if a section failed on a GPU.
+Each section has a time limit; what takes long in it is a process of its own. What it finds is
+written as it comes to out_dir/first.md and .json (second.md; gpu_check.md for a list of sections).
+A section that fails leaves the end of its output there, and the next one begins. Without a GPU
+everything runs on tiny shapes, which tests the tool, and the figures mean nothing. The exit status
+is 1 if a section failed on a GPU.
 """
 
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,26 +28,29 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import bench_model
-import curves
 import timing
+from machine import ROOT, commit, run_script
 
 from configurator import configure
-from groundup.errors import UserError, end_in_one_line
+from groundup.errors import UserError, end_in_one_line, refuse
 from groundup.tokens.token_files import TokenData
 from groundup.train import device as devices
 
 # ---- config --------------------------------------------------------------------------------------
 out_dir = "out/gpu_check"  # what was found; the runs, which are deleted
-sections = "first"  # first, second, or some of machine,tests,training,profile,decode,beside,peers,tuning,cpu,resume
+sections = "first"  # first, second, or some of the names in PARTS, comma-separated
 shapes = "124M,350M,1.1B"  # training: models; decode measures the last
 nanogpt = ""  # beside and peers: checkout of karpathy/nanoGPT; "" = without
 
-ROOT = Path(__file__).parent.parent
 PARTS = {  # seconds of each section
-    "first": {"machine": 20, "tests": 90, "training": 100, "profile": 25, "decode": 60},
+    "first": {"machine": 20, "tests": 90, "training": 100, "decode": 60},
     "second": {"beside": 90, "peers": 75, "tuning": 75, "cpu": 30, "resume": 25},
 }
 LIMIT_S = PARTS["first"] | PARTS["second"]
+# Settings that give pretrain.py the shape of a model
+SIZES = "n_layer n_head n_kv_head n_embd ffn_dim block_size vocab_size tie_embeddings".split()
+PRETRAIN = ("pretrain.py", "config/debug.py", "--sample_prompts=")
+RARELY = ("--eval_every=1000000", "--save_every=1000000")  # only at the beginning and the end
 
 
 @dataclass
@@ -65,11 +67,10 @@ class Check:
 
     def __init__(self, out: Path, gpu: bool, shapes: str, nanogpt: str = "") -> None:
         self.out, self.gpu, self.nanogpt = out, gpu, nanogpt
-        self.device, self.compiles, self.dtype = (
-            ("cuda", "True", "bfloat16") if gpu else ("cpu", "False", "float32")
-        )
+        self.device, self.dtype = ("cuda", "bfloat16") if gpu else ("cpu", "float32")
+        self.on_device = [f"--device={self.device}", f"--compile={gpu}"]
         self.shapes = shapes.split(",") if gpu else ["tiny"]
-        self.section, self.end = Section(""), 0.0
+        self.section, self.end = Section(""), 0.0  # end: of the section's time, by the clock
 
     def run(self, *command: str, directory: str | Path = ROOT) -> str:
         """Return what a Python script prints. Raise UserError with the end of its output if it
@@ -78,35 +79,17 @@ class Check:
         left = self.end - time.monotonic()
         if left <= 1:
             raise UserError("no time left")
-        try:
-            done = subprocess.run(
-                [sys.executable, *command],
-                cwd=directory,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
-                timeout=left,
-            )
-        except subprocess.TimeoutExpired as error:
-            said = (error.stdout or b"").decode("utf-8", "replace")[-1500:]
-            raise UserError(f"{' '.join(command)}: no end after {left:.0f} s\n{said}") from None
-        if done.returncode:
-            raise UserError(
-                f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-9000:]}"
-            )
-        return done.stdout
+        lines = run_script([sys.executable, *command], directory, left)
+        return "".join(line for _, line in lines)
 
     def train(self, name: str, *flags: str, log_every: int = 1) -> tuple[list[dict], str]:
-        """Return the events of a run and what it printed. flags: a script, its config,
+        """Return the training events of a run and what it printed. flags: a script, its config,
         --key=value.
         """
         out = self.out / "runs" / name
-        text = self.run(
-            *flags, f"--out_dir={out}", f"--log_every={log_every}", "--save_every=1000000"
-        )
-        lines = (out / "log.jsonl").read_text("utf-8").splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == "train"], text
+        text = self.run(*flags, *RARELY, f"--out_dir={out}", f"--log_every={log_every}")
+        events = map(json.loads, (out / "log.jsonl").read_text("utf-8").splitlines())
+        return [event for event in events if event["event"] == "train"], text
 
     def tried(self, name: str, *flags: str, log_every: int = 1) -> tuple[list[dict], str]:
         """`train`, but a run that fails is noted and the section goes on."""
@@ -117,31 +100,30 @@ class Check:
             return [], ""
 
     def table(self, rows: list[dict]) -> None:
+        """Add a Markdown table, whose columns are the keys of the first row."""
         if rows:
             keys = list(rows[0])
-            lines = [
-                keys,
-                ["---"] * len(keys),
-                *([str(row.get(key, "")) for key in keys] for row in rows),
-            ]
+            lines = [keys, ["---"] * len(keys)]
+            lines += [[str(row.get(key, "")) for key in keys] for row in rows]
             self.section.text += [f"| {' | '.join(line)} |" for line in lines]
             self.section.figures += rows
 
-    # ---- sections --------------------------------------------------------------------------------
+    def block(self, lines: list[str]) -> None:
+        """Add lines as they are."""
+        self.section.text += ["```", *lines, "```"]
+
+    # ---- sections: the docstring is the text below the heading -----------------------------------
 
     def machine(self) -> None:
         """Versions; the measured ceilings."""
         device = torch.device(self.device)
-        rows = [{"what": name, "found": version} for name, version in timing.versions().items()]
-        rows.insert(0, {"what": "device", "found": devices.hardware(device)})
+        found = {"device": devices.hardware(device)} | timing.versions()
         for dtype in (torch.bfloat16, torch.float32):
-            found = timing.matmul(device, dtype)()
-            rows.append({
-                "what": f"matrix product, {str(dtype)[6:]}",
-                "found": f"{found / 1e12:.2f} TFLOP/s",
-            })
-        found = timing.reading(2**30 if self.gpu else 2**24, device)()
-        self.table([*rows, {"what": "reading memory", "found": f"{found / 1e9:.0f} GB/s"}])
+            rate = timing.matmul(device, dtype)() / 1e12
+            found[f"matrix product, {str(dtype)[6:]}"] = f"{rate:.2f} TFLOP/s"
+        rate = timing.reading(2**30 if self.gpu else 2**24, device)() / 1e9
+        found["reading memory"] = f"{rate:.0f} GB/s"
+        self.table([{"what": name, "found": value} for name, value in found.items()])
 
     def tests(self) -> None:
         """Every test that is marked gpu; a failure stops none of the others."""
@@ -152,66 +134,40 @@ class Check:
             processes = ["-n", "8"]
         options = ["-q", "-m", "gpu", "-rfs", "--show-capture=no", "--tb=short", "--timeout=70"]
         said = self.run("-m", "pytest", *options, *processes, *where)
-        self.section.text += ["```", *said.splitlines()[-40:], "```"]
+        self.block(said.splitlines()[-40:])
 
     def training(self) -> None:
         """pretrain.py itself, compiled: tokens/s, share of the data sheet's FLOP/s, memory beside
         the plan.
         """
-        rows, steps = [], 30 if self.gpu else 3
-        for kind in ("adamw", "muon"):
-            for shape in self.shapes:
-                cfg = bench_model.SHAPES[shape]
-                flags = [f"--{key}={getattr(cfg, key)}" for key in SIZES]
-                batch = {"124M": 32, "350M": 16, "1.1B": 4}.get(shape, 2)
-                flags += [f"--batch_size={batch}", f"--total_batch_tokens={batch * cfg.block_size}"]
-                flags += [
-                    f"--optimizer={kind}",
-                    f"--max_steps={steps}",
-                    "--eval_every=1000000",
-                    "--eval_steps=1",
-                ]
-                flags += [f"--warmup_steps={min(5, steps)}"]
-                flags += [
-                    f"--device={self.device}",
-                    f"--compile={self.compiles}",
-                    "--sample_prompts=",
-                ]
-                flags += ["--dtype=bfloat16"] if self.gpu else []
-                script = ("pretrain.py", "config/debug.py")
-                events, said = self.tried(
-                    f"{shape}_{kind}", *script, *flags, log_every=max(1, steps // 3)
-                )
-                if events:
-                    last, plan = events[-1], re.search(r"memory +([\d.]+) GiB", said)
-                    mfu = f"{100 * last['mfu']:.1f} %" if "mfu" in last else ""
-                    rows.append({
-                        "model": shape, "optimizer": kind, "batch": f"{batch} x {cfg.block_size}",
-                        "tokens/s": f"{last['tokens_per_s']:,.0f}", "MFU": mfu,
-                        "GiB": f"{last['memory_gib']:.1f}", "GiB planned": plan[1] if plan else "",
-                        "loss": f"{events[0]['loss']:.3f} to {last['loss']:.3f}",
-                    })  # fmt: skip
-        self.table(rows)
+        pairs = [(shape, kind) for kind in ("adamw", "muon") for shape in self.shapes]
+        rows = [self.training_row(*pair, steps=30 if self.gpu else 3) for pair in pairs]
+        self.table([row for row in rows if row])
 
-    def profile(self) -> None:
-        """The most expensive operations of one compiled step."""
-        device, cfg = torch.device(self.device), bench_model.SHAPES[self.shapes[0]]
-        tokens = torch.randint(
-            cfg.vocab_size, (32 if self.gpu else 2, cfg.block_size), device=device
-        )
-        way, dtype = ("blocks", torch.bfloat16) if self.gpu else ("none", torch.float32)
-        step, _ = bench_model.our_step("adamw", way, dtype, cfg, tokens)
-        for _ in range(3):
-            step()
-        with torch.profiler.profile() as found:
-            step()
-            devices.synchronize(device)
-        by = f"self_{self.device}_time_total".replace("cuda", "device")
-        self.section.text += [
-            "```",
-            *found.key_averages().table(sort_by=by, row_limit=30).splitlines(),
-            "```",
-        ]
+    def training_row(self, shape: str, optimizer: str, steps: int) -> dict:
+        """Return a line of `training`; {} if the run fails."""
+        cfg = bench_model.SHAPES[shape]
+        batch = {"124M": 32, "350M": 16, "1.1B": 4}.get(shape, 2)
+        flags = [f"--{key}={getattr(cfg, key)}" for key in SIZES]
+        flags += [f"--batch_size={batch}", f"--total_batch_tokens={batch * cfg.block_size}"]
+        flags += [f"--optimizer={optimizer}", f"--max_steps={steps}", "--eval_steps=1"]
+        flags += [f"--warmup_steps={min(5, steps)}"]
+        flags += ["--dtype=bfloat16"] if self.gpu else []
+        command = [*PRETRAIN, *flags, *self.on_device]
+        events, said = self.tried(f"{shape}_{optimizer}", *command, log_every=max(1, steps // 3))
+        if not events:
+            return {}
+        last, plan = events[-1], re.search(r"memory +([\d.]+) GiB", said)
+        return {
+            "model": shape,
+            "optimizer": optimizer,
+            "batch": f"{batch} x {cfg.block_size}",
+            "tokens/s": f"{last['tokens_per_s']:,.0f}",
+            "MFU": f"{100 * last['mfu']:.1f} %" if "mfu" in last else "",
+            "GiB": f"{last['memory_gib']:.1f}",
+            "GiB planned": plan[1] if plan else "",
+            "loss": f"{events[0]['loss']:.3f} to {last['loss']:.3f}",
+        }
 
     def beside(self) -> None:
         """nanoGPT's train.py and pretrain.py as they are started, on the same tokens, shape and
@@ -219,16 +175,16 @@ class Check:
         """
         cfg = bench_model.SHAPES["124M" if self.gpu else "tiny"]
         batch, steps = (16, 100) if self.gpu else (2, 4)
-        both = [f"--{key}={getattr(cfg, key)}" for key in ("n_layer", "n_head", "n_embd")]
-        both += [f"--block_size={cfg.block_size}", f"--batch_size={batch}"]
-        both += [f"--device={self.device}", f"--compile={self.compiles}", f"--dtype={self.dtype}"]
-        ours = ["pretrain.py", "config/debug.py", f"--vocab_size={cfg.vocab_size}", "--n_kv_head=0"]
-        ours += [f"--total_batch_tokens={batch * cfg.block_size}", f"--max_steps={steps}"]
-        ours += ["--optimizer=adamw", "--warmup_steps=2", "--sample_prompts="]
-        ours += ["--eval_every=1000000", "--eval_steps=1"]
+        sizes = ("n_layer", "n_head", "n_embd", "block_size")
+        both = [f"--{key}={getattr(cfg, key)}" for key in sizes]
+        both += [f"--batch_size={batch}", f"--dtype={self.dtype}", *self.on_device]
+        ours = [f"--vocab_size={cfg.vocab_size}", "--n_kv_head=0", f"--max_steps={steps}"]
+        ours += [f"--total_batch_tokens={batch * cfg.block_size}", "--optimizer=adamw"]
+        ours += ["--warmup_steps=2", "--eval_steps=1"]
 
         begin = time.monotonic()
-        events, _ = self.train("beside", *ours, *both, log_every=max(1, steps // 20))
+        command = [*PRETRAIN, *ours, *both]
+        events, _ = self.train("beside", *command, log_every=max(1, steps // 20))
         ms, loss = [event["step_ms"] for event in events], events[-1]["loss"]
         self.script_row("pretrain.py", steps, begin, ms, loss)
         if self.nanogpt:
@@ -265,111 +221,67 @@ class Check:
     def peers(self) -> None:
         """transformers' and nanoGPT's training steps on the same shape, in turns with ours."""
         more = [f"--nanogpt={self.nanogpt}"] if self.nanogpt else []
-        shape, tokens = (self.shapes[0], 16384) if self.gpu else ("tiny", 128)
-        more += [
-            f"--compile={'blocks' if self.gpu else 'none'}",
-            f"--tokens={tokens}",
-            "--apart=False",
-        ]
-        self.bench("train", f"--shapes={shape}", *more)
+        more += ["--tokens=16384" if self.gpu else "--tokens=128", "--apart=False"]
+        self.bench("train", self.shapes[0], *more)
 
-    def bench(self, row: str, *flags: str) -> None:
+    def decode(self) -> None:
+        """Tokens/s of generation, and the share of reading weights and cache once per token."""
+        for batch in (8, 64) if self.gpu else (2,):  # beside 1
+            more = [] if self.gpu else ["--new_tokens=4"]
+            self.bench("generate", self.shapes[-1], f"--batch_size={batch}", *more)
+
+    def bench(self, row: str, shape: str, *flags: str) -> None:
+        """Add the lines of a row of tools/bench.py."""
         out, rows = self.out / f"{row}.json", []
-        self.run(
-            "tools/bench.py",
-            f"--rows={row}",
-            "--repeats=3",
-            f"--out={out}",
-            f"--device={self.device}",
-            *flags,
-        )
+        way = "blocks" if self.gpu else "none"
+        command = ["tools/bench.py", f"--rows={row}", f"--shapes={shape}", f"--compile={way}"]
+        self.run(*command, "--repeats=3", f"--out={out}", f"--device={self.device}", *flags)
         for line in json.loads(out.read_text("utf-8"))["lines"]:
-            ratios = "; ".join(f"{ratio[0]:.2f} x {peer}" for peer, ratio in line["ratios"].items())
-            share = (
-                f"{100 * line['median'] / line['limit']:.0f} %"
-                if line["limit"] and line["samples"]
-                else ""
-            )
-            found = f"{line['median']:,.0f} {line['unit']}" if line["samples"] else line["note"]
-            rows.append({
-                "case": line["case"],
-                "side": line["side"],
-                "found": found,
-                "of the limit": share,
-                "": ratios,
-            })
+            found, share = line["note"], ""  # why it could not be measured
+            if line["samples"]:
+                found = f"{line['median']:,.0f} {line['unit']}"
+                if line["limit"]:
+                    share = f"{100 * line['median'] / line['limit']:.0f} %"
+            ratios = [f"{ratio[0]:.2f} x {peer}" for peer, ratio in line["ratios"].items()]
+            row = {"case": line["case"], "side": line["side"], "found": found}
+            rows.append(row | {"of the limit": share, "": "; ".join(ratios)})
         self.table(rows)
         out.unlink()
+
+    def tuning(self) -> None:
+        """sft packed, dpo and GRPO on the debug data, compiled."""
+        rows, steps = [], 20 if self.gpu else 2
+        for stage, more in (("sft", "--pack=True"), ("dpo", ""), ("rl", "--eval_prompts=1")):
+            command = [f"{stage}.py", f"config/debug_{stage}.py", *more.split(), *self.on_device]
+            command += [f"--max_steps={steps}", "--warmup_steps=2"]
+            events, _ = self.tried(stage, *command)
+            if events:
+                loss, ms = (f"{events[-1][key]:.4g}" for key in ("loss", "step_ms"))
+                rows.append({"stage": stage, "steps": steps, "loss": loss, "ms": ms})
+        self.table(rows)
 
     def cpu(self) -> None:
         """The losses of config/debug.py on both, in float32."""
         steps, found = (200 if self.gpu else 4), {}
         for device in ("cpu", self.device):
-            flags = [
-                "--eval_every=1000000",
-                f"--max_steps={steps}",
-                f"--device={device}",
-                "--sample_prompts=",
-            ]
-            flags += [f"--warmup_steps={min(5, steps)}"]
-            found[device] = self.train(f"debug_{device}", "pretrain.py", "config/debug.py", *flags)[
-                0
-            ]
-        at = sorted({0, steps // 4 - 1, steps // 2 - 1, steps - 1})
-        rows = [
-            {device: f"{events[i]['loss']:.5f}" for device, events in found.items()} for i in at
-        ]
-        self.table([{"step": i + 1} | row for i, row in zip(at, rows, strict=True)])
-
-    def tuning(self) -> None:
-        """sft packed, dpo and GRPO on the debug data, compiled."""
-        rows, steps = [], 20 if self.gpu else 2
-        for script, more in (("sft", ["--pack=True"]), ("dpo", []), ("rl", ["--eval_prompts=1"])):
-            flags = [
-                f"--device={self.device}",
-                f"--compile={self.compiles}",
-                f"--max_steps={steps}",
-                *more,
-            ]
-            flags += ["--warmup_steps=2"]
-            events, _ = self.tried(
-                script, f"{script}.py", f"config/debug_{script}.py", "--eval_every=1000000", *flags
-            )
-            if events:
-                loss, ms = (f"{events[-1][key]:.4g}" for key in ("loss", "step_ms"))
-                rows.append({"stage": script, "steps": steps, "loss": loss, "ms": ms})
+            flags = [f"--max_steps={steps}", f"--warmup_steps={min(5, steps)}"]
+            flags += [f"--device={device}"]
+            found[device], _ = self.train(f"debug_{device}", *PRETRAIN, *flags)
+        rows = []
+        for i in sorted({0, steps // 4 - 1, steps // 2 - 1, steps - 1}):
+            losses = {device: f"{events[i]['loss']:.5f}" for device, events in found.items()}
+            rows.append({"step": i + 1} | losses)
         self.table(rows)
-
-    def decode(self) -> None:
-        """Tokens/s of generation, and the share of reading weights and cache once per token."""
-        shape = self.shapes[-1]
-        for batch in (8, 64) if self.gpu else (2,):  # beside 1
-            more = ["--compile=blocks"] if self.gpu else ["--compile=none", "--new_tokens=4"]
-            self.bench("generate", f"--shapes={shape}", f"--batch_size={batch}", *more)
 
     def resume(self) -> None:
         """Eight steps at once, and four with four more after a restart."""
-        flags = ["pretrain.py", "config/debug.py", "--schedule=constant", f"--device={self.device}"]
-        flags += ["--eval_every=1000000", "--warmup_steps=4"]
-        straight = self.train("straight", *flags, "--max_steps=8", "--sample_prompts=")[0]
-        self.train("resumed", *flags, "--max_steps=4", "--sample_prompts=")
-        resumed = self.train("resumed", *flags, "--max_steps=8", "--sample_prompts=")[0]
+        flags = [*PRETRAIN, "--schedule=constant", f"--device={self.device}", "--warmup_steps=4"]
+        straight, _ = self.train("straight", *flags, "--max_steps=8")
+        self.train("resumed", *flags, "--max_steps=4")
+        resumed, _ = self.train("resumed", *flags, "--max_steps=8")
         pairs = list(zip(straight, resumed, strict=True))[4:]
-        self.table([
-            {"step": a["step"], "straight": a["loss"], "resumed": b["loss"]} for a, b in pairs
-        ])
-
-
-SIZES = (
-    "n_layer",
-    "n_head",
-    "n_kv_head",
-    "n_embd",
-    "ffn_dim",
-    "block_size",
-    "vocab_size",
-    "tie_embeddings",
-)
+        rows = [{"step": a["step"], "straight": a["loss"], "resumed": b["loss"]} for a, b in pairs]
+        self.table(rows)
 
 
 def results(check: Check, names: list[str]) -> Iterator[Section]:
@@ -384,36 +296,32 @@ def results(check: Check, names: list[str]) -> Iterator[Section]:
         yield check.section
 
 
+def markdown(section: Section) -> str:
+    what = getattr(Check, section.name).__doc__ or ""
+    failed = ["", "Failed:", "```", section.failed, "```"] if section.failed else []
+    title = f"## {section.name}, {section.seconds} s"
+    return "\n".join(["", title, "", what, "", *section.text, *failed, ""])
+
+
 def main(config: dict) -> int:
     part = config["sections"]
     names = list(PARTS[part]) if part in PARTS else part.split(",")
-    if unknown := [name for name in names if name not in LIMIT_S]:
-        raise UserError(
-            f"config: sections={unknown[0]!r} is none of {', '.join([*PARTS, *LIMIT_S])}"
-        )
+    unknown = [name for name in names if name not in LIMIT_S]
+    known = ", ".join([*PARTS, *LIMIT_S])
+    refuse(unknown, f"sections={''.join(unknown[:1])!r} is none of {known}")
     part = part if part in PARTS else "gpu_check"
     out, gpu, found = Path(config["out_dir"]).absolute(), torch.cuda.is_available(), []
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "runs", ignore_errors=True)
     hardware = devices.hardware(torch.device("cuda" if gpu else "cpu"))
-    head = f"# {hardware}, {time.strftime('%Y-%m-%d')}, commit {curves.commit()}\n"
+    head = f"# {hardware}, {time.strftime('%Y-%m-%d')}, commit {commit()}\n"
     if not gpu:
-        head += "\nThere is no GPU: every section ran on tiny shapes on the CPU, and the figures mean nothing.\n"
+        head += "\nThere is no GPU: every section ran on tiny shapes on the CPU, and the figures"
+        head += " mean nothing.\n"
     (out / f"{part}.md").write_text(head, "utf-8")
     print(head)
     for section in results(Check(out, gpu, config["shapes"], config["nanogpt"]), names):
-        what = getattr(Check, section.name).__doc__ or ""
-        failed = ["", "Failed:", "```", section.failed, "```"] if section.failed else []
-        text = "\n".join([
-            "",
-            f"## {section.name}, {section.seconds} s",
-            "",
-            what,
-            "",
-            *section.text,
-            *failed,
-            "",
-        ])
+        text = markdown(section)
         print(text, flush=True)
         with open(out / f"{part}.md", "a", encoding="utf-8") as f:
             f.write(text)

@@ -9,7 +9,6 @@ looks like; questions.jsonl and held_out.jsonl are for rl.py: it sees no answer,
 its own. No three numbers are in two of the files, in whatever order.
 """
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
-from groundup.errors import UserError
+from groundup.errors import refuse
 
 # ---- config: override with a config file or --key=value; see --help ------------------------------
 out_dir = "data/demo_largest"  # where the three files go
@@ -32,23 +31,22 @@ ANSWERS = {"en": "The largest is {}.", "zh": "{}最大。"}
 
 
 def correct(prompt: list[dict], answer: str, row: dict) -> float:
-    """1 if the answer is the right one to the letter, else 0. row: of `question`."""
+    """Return 1 if the answer is the right one to the letter, else 0. row: of `question`."""
     return float(answer == row["right"])
 
 
 def question(numbers: list[int], language: str, answered: bool) -> dict:
-    """The conversation, and the answer that `correct` looks for."""
+    """Return the conversation, and the answer that `correct` looks for."""
     right = ANSWERS[language].format(max(numbers))
     messages = [{"role": "user", "content": QUESTIONS[language].format(*numbers)}]
-    return {
-        "messages": messages + [{"role": "assistant", "content": right}] * answered,
-        "right": right,
-    }
+    if answered:
+        messages.append({"role": "assistant", "content": right})
+    return {"messages": messages, "right": right}
 
 
 def draw_numbers(n: int, most: int, seed: int) -> list[list[int]]:
-    """n times three different numbers from 0 to `most`; no two times the same three. Always the
-    same ones.
+    """Return n times three different numbers from 0 to `most`, never the same three twice; the
+    same for the same seed.
     """
     rng, found = random.Random(seed), {}
     while len(found) < n:
@@ -58,17 +56,15 @@ def draw_numbers(n: int, most: int, seed: int) -> list[list[int]]:
 
 
 if __name__ == "__main__":
+    from sums import write_task  # here, because rl.py loads this file from elsewhere
+
     config = configure(globals())
-    sizes = {"examples": n_examples, "questions": n_questions, "held_out": n_held_out}
-    n_rows, n_sets = sum(sizes.values()), (most + 1) * most * (most - 1) // 6
-    if n_rows > n_sets:
-        raise UserError(
-            f"config: {n_rows} questions in all, but most={most} gives three numbers in {n_sets} ways"
-        )
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    n_rows, n_sets = n_examples + n_questions + n_held_out, (most + 1) * most * (most - 1) // 6
+    ways = f"most={most} gives three numbers in {n_sets} ways"
+    refuse(n_rows > n_sets, f"{n_rows} questions in all, but {ways}")
     numbers = iter(draw_numbers(n_rows, most, seed))
-    for name, n in sizes.items():
-        rows = [question(next(numbers), ("en", "zh")[i % 2], name == "examples") for i in range(n)]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        Path(out_dir, f"{name}.jsonl").write_text(text, encoding="utf-8")
-        print(f"{out_dir}/{name}.jsonl: {n:,} questions")
+
+    def row(i: int, answered: bool) -> dict:
+        return question(next(numbers), ("en", "zh")[i % 2], answered)
+
+    write_task(out_dir, (n_examples, n_questions, n_held_out), row)

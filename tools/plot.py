@@ -1,9 +1,9 @@
 """Curves of training runs, from their log.jsonl, in one picture.
 
-    python tools/plot.py --runs=out/demo                                 # plot.png
-    python tools/plot.py --runs='out/a,out/b' --x=hours --out=two.png    # two runs in one picture
+    python tools/plot.py --runs=out/demo                              # plot.png
+    python tools/plot.py --runs='out/a,out/b' --x=hours --out=two.png # two runs in one picture
     python tools/plot.py --runs=out/dpo --y='rewards/chosen+rewards/rejected,rewards/margins'
-    python tools/plot.py --runs=out/mine --reference=True    # beside the curve of the nearest config
+    python tools/plot.py --runs=out/mine --reference=True    # beside the nearest config's curve
     watch -n 60 python tools/plot.py --runs=out/big          # while it trains
 
 A run is its directory or its log.jsonl, or a pattern of such names. In y, `+` puts keys into one
@@ -42,7 +42,7 @@ out = "plot.png"  # the picture: .png, .svg or .pdf
 x = "steps"  # steps | tokens | hours (of training, without evaluations and saves)
 y = ""  # panels, comma-separated; keys joined by + share one; patterns allowed; "" = the usual
 reference = False  # also draw the curve of the nearest config (docs/curves) and compare
-smooth = 0.05  # a training value is fitted to this share of them on each side; 0 = not smoothed
+smooth = 0.05  # share of the values on each side that a fit uses, from 0 to 0.49; 0 = no fit
 
 X_LABELS = {"steps": "step", "tokens": "tokens", "hours": "hours of training"}
 PANELS = (
@@ -74,7 +74,8 @@ REFERENCE = "reference "  # how the name of a curve in docs/curves begins
 MARKERS = "osv^Dp*"  # of their evaluations
 # Fonts with Chinese characters, by their names and by their files' names.
 CHINESE_FONTS = re.compile(
-    r"CJK|Source ?Han|WenQuanYi|wqy|PingFang|YaHei|msyh|Sim(Hei|Sun)|Heiti|Hiragino|Droid ?Sans ?Fallback",
+    "CJK|Source ?Han|WenQuanYi|wqy|PingFang|YaHei|msyh|Sim(Hei|Sun)|Heiti|Hiragino"
+    "|Droid ?Sans ?Fallback",
     re.IGNORECASE,
 )
 
@@ -160,9 +161,13 @@ def run_of(name: str, events: Sequence[dict], kind: str) -> Run:
     """Return the run with its numbers, null as NaN."""
     events, kept = without_repeats(events), []
     for event, x in zip(events, x_of(events, kind).tolist(), strict=True):
-        numbers = {key: math.nan if value is None else float(value) for key, value in event.items()
-                   if value is None or type(value) in (int, float)}  # fmt: skip
-        kept.append(numbers | {"event": event["event"], "x": x})
+        found = {"event": event["event"], "x": x}
+        for key, value in event.items():
+            if value is None:
+                found[key] = math.nan
+            elif type(value) in (int, float):
+                found[key] = float(value)
+        kept.append(found)
     return Run(name, kept)
 
 
@@ -251,8 +256,8 @@ def chinese_font() -> str:
     return min(names, key=lambda name: ("SC" not in name, "Sans" not in name, name), default="")
 
 
-def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821 - imported below
-    """Return the panels as a figure, up to three in a row. names: of the runs."""
+def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821
+    """Return the panels as a figure of matplotlib, up to three in a row. names: of the runs."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -273,18 +278,22 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
         right = max((curve.x.max() for panel in panels for curve in panel.curves), default=1.0)
         for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)
-            for curve in panel.curves:
-                draw_curve(axes, curve, names[curve.run], label_of(curve, panel, names))
-            axes.set_title(TITLES.get(panel.title, panel.title.replace("+", ", ")), fontsize=10)
             axes.set_xlabel(x_label, fontsize=9)
             axes.set_xlim(-0.03 * right, 1.03 * right + 1e-9)
-            values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in panel.curves])
-            if values.any() and np.ptp(values) == 0:  # flat: from 0, not a window around it
-                axes.set_ylim(*sorted([0, 1.1 * values[0]]))
-            axes.grid(alpha=0.25)
-            if axes.get_legend_handles_labels()[1]:
-                axes.legend(fontsize=7)
+            draw_panel(axes, panel, names)
     return figure
+
+
+def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str]) -> None:  # noqa: F821
+    for curve in panel.curves:
+        draw_curve(axes, curve, names[curve.run], label_of(curve, panel, names))
+    axes.set_title(TITLES.get(panel.title, panel.title.replace("+", ", ")), fontsize=10)
+    values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in panel.curves])
+    if values.any() and np.ptp(values) == 0:  # flat: from 0, not a window around it
+        axes.set_ylim(*sorted([0, 1.1 * values[0]]))
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=7)
 
 
 def label_of(curve: Curve, panel: Panel, names: Sequence[str]) -> str:
@@ -296,7 +305,7 @@ def label_of(curve: Curve, panel: Panel, names: Sequence[str]) -> str:
     return " ".join(parts)
 
 
-def draw_curve(axes: "Axes", curve: Curve, name: str, label: str) -> None:  # noqa: F821 - imported in draw
+def draw_curve(axes: "Axes", curve: Curve, name: str, label: str) -> None:  # noqa: F821
     """Draw the values, and a thick line of what is smoothed."""
     behind = name.startswith(REFERENCE)
     style = {
@@ -320,35 +329,22 @@ def references(logs: Sequence[str]) -> list[tuple[str, list[dict]]]:
     for log in logs:
         directory = Path(log).parent
         beside = curves.reference_of(directory)
-        print(
-            "\n".join([
-                f"{directory}:",
-                *curves.compare(without_repeats(read_events(Path(log))), beside),
-            ])
-        )
+        said = curves.compare(without_repeats(read_events(Path(log))), beside)
+        print(f"{directory}:", *said, sep="\n")
         found[REFERENCE + beside.name] = beside.events
     return list(found.items())
 
 
 def main(config: dict) -> None:
-    if not 0 <= config["smooth"] < 0.5:
-        raise UserError(f"config: smooth must be from 0 to below 0.5, got {config['smooth']}")
+    x, path, share = config["x"], config["out"], config["smooth"]
     logs = find_logs(config["runs"])
     names = [Path(log).parent.name for log in logs]
     names = names if len(set(names)) == len(names) else logs
-    drawn = [
-        run_of(name, read_events(Path(log)), config["x"])
-        for log, name in zip(logs, names, strict=True)
-    ]
-    for events in references(logs) if config["reference"] else ():
-        drawn.append(run_of(events[0], events[1], config["x"]))
-        names.append(events[0])
-    panels, label, path = (
-        panels_of(config["y"], drawn, config["smooth"]),
-        X_LABELS[config["x"]],
-        config["out"],
-    )
-    figure = draw(panels, names, label)
+    found = [(name, read_events(Path(log))) for log, name in zip(logs, names, strict=True)]
+    if config["reference"]:
+        found += references(logs)
+    drawn = [run_of(name, events, x) for name, events in found]
+    figure = draw(panels_of(config["y"], drawn, share), [run.name for run in drawn], X_LABELS[x])
     try:
         figure.savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)
         os.replace(path + ".tmp", path)  # a viewer sees the old picture or the new one

@@ -112,9 +112,8 @@ def text_row(name: str, paths: list[Path]) -> str:
     sources = [path.read_text(encoding="utf-8") for path in paths]
     lines = [line for source in sources for line in source.splitlines()]
     lengths = [len(line) for line in lines if line.strip()]
-    tenths = quantiles(
-        lengths, n=10, method="inclusive"
-    )  # [4] is the median, [8] the 90th percentile
+    # [4] is the median, [8] the 90th percentile
+    tenths = quantiles(lengths, n=10, method="inclusive")
     comments = 100 * sum(map(n_comments, sources)) / len(lengths)
     too_long = sum(length > MOST for length in lengths)
     kb = sum(path.stat().st_size for path in paths) / 1000
@@ -140,16 +139,9 @@ def text_table(root: Path) -> list[str]:
 # ---- settings and functions ----------------------------------------------------------
 
 
-def n_settings(path: Path, root: Path) -> int:
-    """Return the number of settings of a trainer, with those that it imports with a *."""
-    keys = {name for name, value in defaults_of(path).items() if is_key(name, value)}
-    modules = modules_in(root)
-    for node in parse(path).body:
-        is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-        if is_star and node.module in modules:
-            shared = defaults_of(modules[node.module])
-            keys |= {name for name, value in shared.items() if is_key(name, value)}
-    return len(keys)
+def n_settings(path: Path) -> int:
+    """Return the number of settings of a trainer."""
+    return sum(is_key(name, value) for name, value in defaults_of(path).items())
 
 
 def long_functions(root: Path) -> list[tuple[int, str]]:
@@ -170,13 +162,10 @@ def report(root: Path, script: str) -> str:
     lines = [f"{script} imports, itself included: {len(files)} files, {sum(sizes):,} lines"]
     for size, path in sorted(zip(sizes, files, strict=True), reverse=True):
         lines.append(f"  {size:>5}  {path.relative_to(root)}")
-    lines += [
-        "",
-        "length of non-blank lines in columns; comments per 100 of them",
-        *text_table(root),
-    ]
+    lines += ["", "length of non-blank lines in columns; comments per 100 of them"]
+    lines += text_table(root)
     trainers = [name for name in TRAINERS if (root / name).exists()]
-    settings = [f"{name} {n_settings(root / name, root)}" for name in trainers]
+    settings = [f"{name} {n_settings(root / name)}" for name in trainers]
     lines += ["", f"settings: {', '.join(settings)}"]
     functions = long_functions(root)
     lines += ["", f"functions over {LONG} lines: {len(functions)}"]

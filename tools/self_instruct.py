@@ -1,8 +1,8 @@
 """Instruction data from a few seed tasks and a model behind an OpenAI-compatible endpoint
 (Self-Instruct, Alpaca).
 
-    python tools/self_instruct.py --seeds=seed_tasks.jsonl --out=data/grown.jsonl --model=Qwen3-8B --n_tasks=1000
-    python tools/self_instruct.py ... --base_url=https://api.example.com/v1 --api_key_env=EXAMPLE_KEY --language=zh
+    python tools/self_instruct.py --seeds=seed_tasks.jsonl --out=data/grown.jsonl --model=Qwen3-8B
+    python tools/self_instruct.py ... --base_url=https://api.example.com/v1 --api_key_env=NAME
 
 Replies are kept in <out>.journal, and `out`, lines of {"messages": [user, assistant], "request":
 i}, is made from them: after a kill at any moment the same command goes on. A request shows tasks of
@@ -31,7 +31,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.files import readers, records, row_formats
 from groundup.files.paths import find_files
 from groundup.scores.client import Endpoint, Journal, Reply, read_key
@@ -40,53 +40,55 @@ from groundup.text import dedup
 # ---- config: override with a config file or --key=value; see --help --------------------------
 seeds = ""  # files, directories, globs of chats; the first turn of each is a task
 out = ""  # the jsonl file to make or to go on with; <out>.journal beside it keeps the answers
-n_tasks = 1000  # to make; raise it to go on
+n_tasks = 1000  # to make, at least 1; raise it to go on
 base_url = "http://localhost:8000/v1"  # of vLLM, llama.cpp, Ollama; /chat/completions is added
 model = ""  # as the endpoint calls it
 api_key_env = ""  # name of the environment variable with the key; "" = none is sent
 fields = '{"temperature": 1.0, "max_tokens": 4096}'  # what else a request holds, a JSON object
 language = "en"  # en | zh | both (requests take turns): of the new tasks
-tasks_per_request = 10  # asked for
-demos = 4  # tasks shown in a request
-rouge = 0.7  # ROUGE-L from which on an instruction is too similar to a seed or an earlier one
-parallel = 8  # requests at once, at most 32
-timeout = 300.0  # seconds without a byte of an answer
-max_retries = 8  # of a request, after HTTP 429, 5xx, a timeout, a broken connection
-retry_wait = 1.0  # seconds before the first retry, doubled each time; Retry-After if longer
-patience = 20  # stop after so many requests in a row that gave no new task
+tasks_per_request = 10  # asked for, at least 1
+demos = 4  # tasks shown in a request, at least 1
+rouge = 0.7  # ROUGE-L (from 0.01 to 1) at which an instruction is too similar to an earlier one
+parallel = 8  # requests at once, from 1 to 32
+timeout = 300.0  # seconds without a byte of an answer, at least 0.1
+max_retries = 8  # at least 0; after HTTP 429, 5xx, a timeout, a broken connection
+retry_wait = 1.0  # seconds before the first retry, at least 0, then doubled; Retry-After if longer
+patience = 20  # stop after so many requests in a row without a new task, at least 1
 seed = 1337  # decides which tasks are shown
 
-LAG = 32  # requests
-# Words or single Chinese characters of an instruction; Alpaca takes 4 to 150 words
-MIN_UNITS, MAX_UNITS = (3, 150)
+LAG = 32  # requests: the most that may be on their way, see Growth.prompts
+# Words or single Chinese characters of an instruction; Alpaca takes 4 to 150 words.
+MIN_UNITS, MAX_UNITS = 3, 150
 DEMO_CHARS = 1500  # longer tasks are not shown
-BLOCKED = re.compile(  # what an instruction must not ask for: the model can only read and write text
-    r"(?<![A-Za-z0-9])(image|pictures?|photo|video|audio|draw|attached)(?![A-Za-z0-9])|图片|图像|照片|视频|音频|附件",
+# What an instruction must not ask for: the model can only read and write text.
+BLOCKED = re.compile(
+    r"(?<![A-Za-z0-9])(image|pictures?|photo|video|audio|draw|attached)(?![A-Za-z0-9])"
+    "|图片|图像|照片|视频|音频|附件",
     re.IGNORECASE,
 )
-REFUSALS = (
-    "as an ai",
-    "i'm sorry",
-    "i am sorry",
-    "i cannot",
-    "作为一个ai",
-    "作为人工智能",
-    "抱歉",
-    "我无法",
-)
-FORM = {
+# How an output begins that is no answer
+REFUSALS = ("as an ai", "i'm sorry", "i am sorry", "i cannot")
+REFUSALS += ("作为一个ai", "作为人工智能", "抱歉", "我无法")
+FORM = {  # the three marks, and what stands for no input
     "en": ("Instruction: ", "Input: ", "Output: ", "<noinput>"),
     "zh": ("指令：", "输入：", "输出：", "<无>"),
 }
+# A line may go on after a backslash: the model sees the line breaks that are left.
 PROMPT = {
-    "en": """You write tasks to train a language model with. It reads and writes text and can do nothing else.
-Below are {shown} tasks. Write {asked} new ones, numbered {first} to {last}, in exactly this form, in English.
-- Vary verb, subject, length and kind: questions, rewriting, classes, extraction, summaries, plans, letters, arithmetic,
+    "en": """You write tasks to train a language model with. It reads and writes text and can do \
+nothing else.
+Below are {shown} tasks. Write {asked} new ones, numbered {first} to {last}, in exactly this \
+form, in English.
+- Vary verb, subject, length and kind: questions, rewriting, classes, extraction, summaries, \
+plans, letters, arithmetic,
   explanations, code, role play. No task says another, or one below, in other words.
-- Instruction: an order or a question, one or two sentences, that can be carried out with text alone.
-- Input: the very material that it is about, at most 100 words, no placeholder; <noinput> if none is needed.
+- Instruction: an order or a question, one or two sentences, that can be carried out with text \
+alone.
+- Input: the very material that it is about, at most 100 words, no placeholder; <noinput> if \
+none is needed.
 - Output: the right and complete answer, at most 150 words.
-- Each of the three marks carries the number of its task; after each task comes a line ###. Write nothing else.\n\n""",
+- Each of the three marks carries the number of its task; after each task comes a line ###. \
+Write nothing else.\n\n""",
     "zh": """你为训练语言模型编写任务。这个模型只能读写文字，别的都不能做。
 下面有{shown}个任务。请另写{asked}个新任务，编号从{first}到{last}，格式完全照此，全部用中文。
 - 动词、题材、长短和类型要多样：问答、改写、分类、信息抽取、摘要、计划、书信、讲解、计算、代码、角色扮演等。
@@ -137,27 +139,25 @@ def seed_of(row: object) -> tuple[Task | None, str]:
     if problem or [turn["role"] for turn in turns] != ["user", "assistant"]:
         return None, problem or "it does not begin with a question and its answer"
     question, output = (turn["content"].strip() for turn in turns)
+    if not question or not output:
+        return None, "empty question or answer"
     head = str(row.get("instruction") or "").strip()
     head = head if head and question.startswith(head) else question
-    return Task(
-        head, question[len(head) :].strip(), output
-    ), "" if question and output else "empty question or answer"
+    return Task(head, question[len(head) :].strip(), output), ""
 
 
 def prompt_text(tasks: list[Task], language: str, asked: int) -> str:
     """Return the request: what to write, then the tasks to show, numbered from 1; new ones go on
     from there.
     """
-    marks, none = FORM[language][:3], FORM[language][3]
-    text = PROMPT[language].format(
-        shown=len(tasks), asked=asked, first=len(tasks) + 1, last=len(tasks) + asked
-    )
-    for n, task in enumerate(tasks, 1):
+    *marks, none = FORM[language]
+    n = len(tasks)
+    text = PROMPT[language].format(shown=n, asked=asked, first=n + 1, last=n + asked)
+    for number, task in enumerate(tasks, 1):
         parts = (task.instruction, task.input or none, task.output)
-        text += (
-            "".join(f"{n}. {mark}{part}\n" for mark, part in zip(marks, parts, strict=True))
-            + "###\n"
-        )
+        for mark, part in zip(marks, parts, strict=True):
+            text += f"{number}. {mark}{part}\n"
+        text += "###\n"
     return text
 
 
@@ -173,18 +173,16 @@ def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
     tasks, dropped = [], Counter({} if begins else {"no_task": 1})
     for begin in begins:
         match = found.get(begin)
-        parts = (
-            [re.sub(r"\A(\s*\n)+", "", part).rstrip() for part in match.group(2, 3, 4)]
-            if match
-            else [""] * 3
-        )
+        parts = match.group(2, 3, 4) if match else [""] * 3
+        parts = [re.sub(r"\A(\s*\n)+", "", part).rstrip() for part in parts]
+        task = Task(*parts)
         if is_cut and begin == begins[-1] and not (match and match["end"]):
             dropped["truncated"] += 1
-        elif not parts[0] or not parts[2] or BEGIN.search(parts[0]) or BEGIN.search(parts[1]):
+        elif not task.instruction or not task.output or any(map(BEGIN.search, parts[:2])):
             dropped["malformed"] += 1
         else:
-            has_input = parts[1].strip("<>()[]（）.。 ").lower() not in NO_INPUT
-            tasks.append(Task(parts[0], parts[1] if has_input else "", parts[2]))
+            has_input = task.input.strip("<>()[]（）.。 ").lower() not in NO_INPUT
+            tasks.append(task if has_input else task._replace(input=""))
     return tasks, dropped
 
 
@@ -238,10 +236,10 @@ class Growth:
         looked at.
         """
         is_refused, rows = reply.finish == "refused", []
-        tasks, dropped = parse_tasks(
-            "" if is_refused else reply.text, reply.finish not in ("stop", "")
-        )
-        self.dropped += Counter({"refused_request": 1}) if is_refused else dropped
+        tasks, dropped = [], Counter({"refused_request": 1})
+        if not is_refused:
+            tasks, dropped = parse_tasks(reply.text, reply.finish not in ("stop", ""))
+        self.dropped += dropped
         for task in tasks:
             if len(self.tasks) == self.c.n_tasks:
                 break
@@ -251,11 +249,10 @@ class Growth:
             self.known.append(units_of(task))
             self.tasks.append(task)
             self.requests.append(self.n_requests)
-            rows.append({
-                "messages": row_formats.messages_of(task._asdict())[0],
-                "request": self.n_requests,
-            })
-        self.n_requests, self.n_tokens = self.n_requests + 1, self.n_tokens + reply.tokens
+            messages, _ = row_formats.messages_of(task._asdict())
+            rows.append({"messages": messages, "request": self.n_requests})
+        self.n_requests += 1
+        self.n_tokens += reply.tokens
         self.n_barren = 0 if rows else self.n_barren + 1
         return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
@@ -266,18 +263,17 @@ class Growth:
             return "too_short" if len(units) < MIN_UNITS else "too_long"
         if BLOCKED.search(task.instruction):
             return "blocked_word"
-        if task.output.lower().startswith(REFUSALS) or task.output in (
-            task.instruction,
-            task.input,
-        ):
+        is_copy = task.output in (task.instruction, task.input)
+        if task.output.lower().startswith(REFUSALS) or is_copy:
             return "no_answer"
         for other, in_other in self.known:
-            # lcs <= n: most end here
-            n, length = (len(units) - len(in_it - in_other), len(units) + len(other))
-            if (
-                2 * n / length >= self.c.rouge
-                and 2 * common_length(units, other) / length >= self.c.rouge
-            ):
+            # ROUGE-L is twice the common length over the sum of both. The common length is at most
+            # the number of units that the other has, too: most comparisons end with that bound.
+            length = len(units) + len(other)
+            bound = len(units) - len(in_it - in_other)
+            if 2 * bound / length < self.c.rouge:
+                continue
+            if 2 * common_length(units, other) / length >= self.c.rouge:
                 return "duplicate" if units == other else "similar"
         return ""
 
@@ -300,27 +296,11 @@ def choose(rng: random.Random, tasks: list[Task], language: str, wanted: int) ->
 
 def check(c: SimpleNamespace) -> None:
     """Raise UserError for settings that make no sense."""
-    least = min(c.n_tasks, c.tasks_per_request, c.patience, c.demos, c.max_retries + 1)
-    if not c.seeds or not c.out or not c.model or not re.match("https?://", c.base_url):
-        raise UserError(
-            "config: give seeds, out, model, and a base_url that begins with http:// or https://"
-        )
-    if (
-        least < 1
-        or c.timeout <= 0
-        or c.retry_wait < 0
-        or not 1 <= c.parallel <= LAG
-        or not 0 < c.rouge <= 1
-    ):
-        raise UserError(
-            f"config: counts and timeout must be above 0, rouge up to 1, parallel up to {LAG}"
-        )
-    if c.language not in PROMPT | {"both": ""} or not isinstance(
-        row_formats.unpacked(c.fields), dict
-    ):
-        raise UserError(
-            f"config: language is en, zh or both, fields a JSON object; got {c.language!r}, {c.fields!r}"
-        )
+    is_url = re.match("https?://", c.base_url)
+    what = "give seeds, out, model, and a base_url that begins with http:// or https://"
+    refuse(not (c.seeds and c.out and c.model and is_url), what)
+    is_object = isinstance(row_formats.unpacked(c.fields), dict)
+    refuse(not is_object, f"fields must be a JSON object, got {c.fields!r}")
 
 
 def run(c: SimpleNamespace) -> None:
@@ -348,17 +328,12 @@ def run(c: SimpleNamespace) -> None:
             bar.update(len(growth.tasks) - bar.n)
             if growth.is_done():
                 break
-    dropped = (
-        ", ".join(f"{reason} {n:,}" for reason, n in sorted(growth.dropped.items())) or "nothing"
-    )
-    what = (
-        f"{len(growth.tasks):,} tasks, {growth.n_requests:,} requests, {growth.n_tokens:,} tokens"
-    )
-    print(f"{what}; left out: {dropped}")
+    dropped = [f"{reason} {n:,}" for reason, n in sorted(growth.dropped.items())]
+    what = f"{len(growth.tasks):,} tasks, {growth.n_requests:,} requests"
+    print(f"{what}, {growth.n_tokens:,} tokens; left out: {', '.join(dropped) or 'nothing'}")
     if len(growth.tasks) < c.n_tasks:
-        raise UserError(
-            f"self_instruct: {c.patience} requests in a row gave no new task; see {path}"
-        )
+        what = f"{c.patience} requests in a row gave no new task; see {path}"
+        raise UserError(f"self_instruct: {what}")
 
 
 if __name__ == "__main__":

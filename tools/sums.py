@@ -12,12 +12,13 @@ pair of numbers is in one of the files only.
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
-from groundup.errors import UserError
+from groundup.errors import refuse
 from groundup.files.turns import call_text
 
 # ---- config: override with a config file or --key=value; see --help ------------------------------
@@ -59,19 +60,25 @@ def draw_pairs(n: int, seed: int) -> list[tuple[int, int]]:
     return list(found.values())
 
 
+def write_task(directory: str, sizes: tuple[int, int, int], row: Callable) -> None:
+    """Write examples.jsonl, questions.jsonl and held_out.jsonl of these numbers of rows.
+
+    row(number in the file, whether it has the answer) returns a row."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    for name, n in zip(("examples", "questions", "held_out"), sizes, strict=True):
+        rows = [row(i, name == "examples") for i in range(n)]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        Path(directory, f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{directory}/{name}.jsonl: {n:,} questions")
+
+
 if __name__ == "__main__":
     config = configure(globals())
-    sizes = {"examples": n_examples, "questions": n_questions, "held_out": n_held_out}
-    n_rows, n_pairs = sum(sizes.values()), len(NUMBERS) * (len(NUMBERS) + 1) // 2
-    if n_rows > n_pairs:
-        raise UserError(f"config: {n_rows:,} questions in all, but there are {n_pairs:,} sums")
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    n_rows, n_pairs = n_examples + n_questions + n_held_out, len(NUMBERS) * (len(NUMBERS) + 1) // 2
+    refuse(n_rows > n_pairs, f"{n_rows:,} questions in all, but there are {n_pairs:,} sums")
     pairs = iter(draw_pairs(n_rows, seed))
-    for name, n in sizes.items():
-        rows = []
-        for i in range(n):
-            language, form = ("en", "zh")[i % 2], i // 2 % 2
-            rows.append(question(*next(pairs), language, form, name == "examples"))
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        Path(out_dir, f"{name}.jsonl").write_text(text, encoding="utf-8")
-        print(f"{out_dir}/{name}.jsonl: {n:,} questions")
+
+    def row(i: int, answered: bool) -> dict:
+        return question(*next(pairs), ("en", "zh")[i % 2], i // 2 % 2, answered)
+
+    write_task(out_dir, (n_examples, n_questions, n_held_out), row)

@@ -34,7 +34,8 @@ from groundup.errors import UserError
 from groundup.train import device as devices
 
 PEERS = ("transformers", "tokenizers", "tiktoken", "sentencepiece", "datasketch", "trl")
-Options = SimpleNamespace  # the settings of tools/bench.py; device and dtype as torch's; folder: a temporary one
+# The settings of tools/bench.py, device and dtype as torch's; folder: a temporary one
+Options = SimpleNamespace
 
 
 @dataclass
@@ -59,8 +60,8 @@ class Line:
 
 
 def lines(
-    row: str, case: str, seconds: dict[str, list[float]], unit: str, peers: Iterable[str], work: float = 0.0,
-    limit: float = 0.0, notes: dict[str, str] | None = None,
+    row: str, case: str, seconds: dict[str, list[float]], unit: str, peers: Iterable[str],
+    work: float = 0.0, limit: float = 0.0, notes: dict[str, str] | None = None,
 ) -> list[Line]:  # fmt: skip
     """Return a line for each side. work: how much of `unit` a turn does, for rates; 0 = the seconds
     themselves.
@@ -68,57 +69,57 @@ def lines(
     peers, found = [name for name in peers if name in seconds], []
     for name, times in seconds.items():
         samples = [work / s for s in times] if work else times
-        ratios = {}
-        for peer in [] if name in peers else peers:
+        line = Line(row, case, name, unit, samples, limit=limit, note=(notes or {}).get(name, ""))
+        for peer in peers if name not in peers else ():
             each = [theirs / ours for ours, theirs in zip(times, seconds[peer], strict=True)]
-            ratios[peer] = [median(each), min(each), max(each)]
-        found.append(
-            Line(row, case, name, unit, samples, ratios, limit, (notes or {}).get(name, ""))
-        )
+            line.ratios[peer] = [median(each), min(each), max(each)]
+        found.append(line)
     return found
 
 
-HEADER = f"{'row':10} {'case':32} {'side':30} {'median':>9} {'unit':7} {'spread':>6} {'of limit':>8}  times the peer"
+COLUMNS = "{:10} {:32} {:30} {:>9} {:7} {:>6} {:>8}  {}"
+HEADER = COLUMNS.format(
+    "row", "case", "side", "median", "unit", "spread", "of limit", "times the peer"
+)
 
 
 def text(line: Line) -> str:
     """Return a line of the table."""
-    begin = f"{line.row:10} {line.case:32} {line.side:30} "
     if not line.samples:
-        return f"{begin}{line.note}"
-    share = f"{100 * line.median / line.limit:.0f}%" if line.limit else ""
-    parts = [
-        f"{middle:.2f} ({least:.2f} to {most:.2f}) {peer}"
-        for peer, (middle, least, most) in line.ratios.items()
-    ]
+        return f"{line.row:10} {line.case:32} {line.side:30} {line.note}"
+    parts = []
+    for peer, (middle, least, most) in line.ratios.items():
+        parts.append(f"{middle:.2f} ({least:.2f} to {most:.2f}) {peer}")
     parts += [line.note] if line.note else []
-    spread = (max(line.samples) - min(line.samples)) / line.median
-    number = f"{line.median:9,.0f}" if line.median >= 1000 else f"{line.median:9.4g}"
-    return f"{begin}{number} {line.unit:7} {100 * spread:5.0f}% {share:>8}  {'; '.join(parts)}".rstrip()
+    number = f"{line.median:,.0f}" if line.median >= 1000 else f"{line.median:.4g}"
+    spread = f"{100 * (max(line.samples) - min(line.samples)) / line.median:.0f}%"
+    share = f"{100 * line.median / line.limit:.0f}%" if line.limit else ""
+    figures = number, line.unit, spread, share, "; ".join(parts)
+    return COLUMNS.format(line.row, line.case, line.side, *figures).rstrip()
 
 
 def write_json(path: str, found: list[Line], hardware: str, command: str) -> None:
     """Write all samples and what they depend on."""
-    report: dict[str, Any] = {
+    medians = [{"median": line.median} if line.samples else {} for line in found]
+    report = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": command,
         "hardware": hardware,
+        "versions": versions(),
+        "load_average": os.getloadavg(),
+        "lines": [asdict(line) | of for line, of in zip(found, medians, strict=True)],
     }
-    report |= {"versions": versions(), "load_average": os.getloadavg()}
-    report["lines"] = [
-        asdict(line) | ({"median": line.median} if line.samples else {}) for line in found
-    ]
     Path(f"{path}.tmp").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     os.replace(f"{path}.tmp", path)
 
 
 def versions() -> dict[str, str]:
     """Return {package: version} of what we use and of the peers."""
-    peers = {
-        name: metadata.version(name) if importlib.util.find_spec(name) else "not installed"
-        for name in PEERS
-    }
-    return devices.versions() | peers
+    found = devices.versions()
+    for name in PEERS:
+        is_here = importlib.util.find_spec(name)
+        found[name] = metadata.version(name) if is_here else "not installed"
+    return found
 
 
 def alternate(sides: dict[str, Callable], repeats: int, warmups: int = 1) -> dict[str, list]:
@@ -134,7 +135,8 @@ def alternate(sides: dict[str, Callable], repeats: int, warmups: int = 1) -> dic
 
 
 def compare_sides(
-    row: str, case: str, calls: dict[str, Callable], unit: str, peers: Iterable[str], work: float, repeats: int,
+    row: str, case: str, calls: dict[str, Callable], unit: str, peers: Iterable[str], work: float,
+    repeats: int,
 ) -> list[Line]:  # fmt: skip
     """Return the lines of calls that take turns in this process, by CPU seconds: rates, or with
     work=0 the seconds.
@@ -183,28 +185,24 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
 
 def serve(make: Callable, pipe: Connection) -> None:
     """The process of a side: make it, say what is known about it, and take a turn whenever
-    asked.
+    asked. It ends after an error, which it sends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this
-
-    def outcome(call: Callable) -> Any:
+    with suppress(OSError):  # the parent is done, or gone
         try:
-            return call()
+            side, about = make()
+            pipe.send(about)
+            while pipe.recv():
+                pipe.send(side())
         except ImportError as error:
-            return error
+            pipe.send(error)
         except Exception as error:
-            return UserError(f"{type(error).__name__}: {error}")
-
-    with suppress(EOFError, OSError):  # the parent is done, or gone
-        made = outcome(make)
-        pipe.send(made if isinstance(made, Exception) else made[1])
-        while pipe.recv():
-            pipe.send(outcome(made[0]))
+            pipe.send(UserError(f"{type(error).__name__}: {error}"))
 
 
 def ask(name: str, pipe: Connection, what: str = "") -> Any:
     """Return the next answer of a side's process. Raise the ImportError that it sends, UserError
-    for all else.
+    for all else. what: is asked first.
     """
     try:
         if what:

@@ -23,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from from_gguf import (
     ARCHITECTURES,
+    BYTE,
     CONTROL,
-    INSIDE,
-    OUTSIDE,
     PRE_TOKENIZERS,
     USER_DEFINED,
     check_weights,
+    gguf_names,
     interleaved,
+    n_rotated_heads,
     rope_factors,
 )
 
@@ -39,7 +40,8 @@ from groundup.files.untrusted import check_replaceable, read_json
 from groundup.tokens.engines import merge_words
 from groundup.train import checkpoint, huggingface
 from groundup.train.config_json import from_hf_config
-from groundup.train.huggingface import drop_tied_head, open_weights
+from groundup.train.huggingface import open_weights
+from model import ModelConfig
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help ------------------------------
@@ -47,10 +49,9 @@ init_from = ""  # run, checkpoint or Hugging Face directory
 out = ""  # the .gguf file to write
 dtype = "f16"  # f32 | f16 | bf16 | q8_0 (of the matrices)
 
-DTYPES = ("f32", "f16", "bf16", "q8_0")
-NORMAL, UNUSED = 1, 5  # kinds of tokens
-# {Hugging Face's name: GGUF's}
-NAMES = {hf.removeprefix("model."): ours for ours, hf in (OUTSIDE | INSIDE).items()}
+NORMAL, UNKNOWN, UNUSED = 1, 2, 5  # kinds of tokens
+# What YaRN has in GGUF; other numbers must be the defaults
+YARN = ("rope_type", "factor", "original_max_position_embeddings")
 
 
 def convert(source: Path, path: Path, dtype: str) -> int:
@@ -63,21 +64,23 @@ def convert(source: Path, path: Path, dtype: str) -> int:
         fix = f"python tools/merge.py --init_from={source} --out_dir=DIR"
         raise UserError(f"to_gguf: {source} is an adapter; first: {fix}")
     check_weights(source)
-    config = read_json(source / "config.json")
-    tokenizer = Tokenizer.load(source)
-    # llama.cpp computes Mistral as llama.
-    arch = {"mistral": "llama"}.get(config.get("model_type"), config.get("model_type"))
+    tokenizer, cfg = Tokenizer.load(source), from_hf_config(source / "config.json")
+    family = read_json(source / "config.json").get("model_type")
+    arch = "llama" if family == "mistral" else family  # llama.cpp computes Mistral as llama
     if arch not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, "mistral"])
-        what = f"model_type={config.get('model_type')!r}; supported are {known}"
+        what = f"model_type={family!r}; supported are {known}"
         raise UserError(f"to_gguf: {source}: {what}")
+    if tokenizer.vocab_size > cfg.vocab_size:
+        sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
+        raise UserError(f"to_gguf: {source}: {sizes}")
     temp = path.with_name(f".{path.name}.tmp")
     writer = gguf.GGUFWriter(temp, arch)
     try:
-        add_config(writer, config, source)
-        add_tokenizer(writer, tokenizer, config["vocab_size"])
-        kind = getattr(gguf.GGMLQuantizationType, dtype.upper())
-        n = add_weights(writer, source, config, arch, kind)
+        add_config(writer, cfg, source)
+        add_tokenizer(writer, tokenizer, cfg.vocab_size)
+        kind = gguf.GGMLQuantizationType[dtype.upper()]
+        n = add_weights(writer, source, cfg, arch, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -91,11 +94,9 @@ def convert(source: Path, path: Path, dtype: str) -> int:
     return n
 
 
-def add_config(writer: object, config: dict, source: Path) -> None:
-    cfg = from_hf_config(source / "config.json")
-    writer.add_name(
-        source.resolve().parent.name if checkpoint.STEP_NAME.fullmatch(source.name) else source.name
-    )
+def add_config(writer: object, cfg: ModelConfig, source: Path) -> None:
+    is_step = checkpoint.STEP_NAME.fullmatch(source.name)
+    writer.add_name(source.resolve().parent.name if is_step else source.name)
     writer.add_context_length(cfg.block_size)
     writer.add_embedding_length(cfg.n_embd)
     writer.add_block_count(cfg.n_layer)
@@ -107,19 +108,14 @@ def add_config(writer: object, config: dict, source: Path) -> None:
     writer.add_rope_dimension_count(cfg.head_dim)
     writer.add_layer_norm_rms_eps(cfg.norm_eps)
     writer.add_rope_freq_base(cfg.rope_theta)
-    writer.add_vocab_size(config["vocab_size"])
+    writer.add_vocab_size(cfg.vocab_size)
     scaling = cfg.rope_scaling or {}
     if scaling.get("rope_type") == "yarn":
         from gguf import RopeScalingType
 
-        if more := [
-            key
-            for key in scaling
-            if key not in ("rope_type", "factor", "original_max_position_embeddings")
-        ]:
-            raise UserError(
-                f"to_gguf: {source}: YaRN with {listed(more)} is not supported; only its defaults are"
-            )
+        if more := [key for key in scaling if key not in YARN]:
+            what = f"YaRN with {listed(more)} is not supported; only its defaults are"
+            raise UserError(f"to_gguf: {source}: {what}")
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
@@ -128,40 +124,26 @@ def add_config(writer: object, config: dict, source: Path) -> None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
 
 
-def add_weights(writer: object, source: Path, config: dict, arch: str, kind: object) -> int:
+def add_weights(writer: object, source: Path, cfg: ModelConfig, arch: str, kind: object) -> int:
     """Add the tensors, matrices as `kind`; return the number of parameters."""
     from gguf.quants import QuantError, quantize
 
-    n = 0
-    tensors = open_weights(source)
-    if config.get("tie_word_embeddings"):
-        drop_tied_head(tensors, source)
-    for name, tensor in tensors.items():
-        array = tensor[:].float().numpy()
-        if arch == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-            array = interleaved(
-                array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            )
+    n, tensors = 0, open_weights(source)
+    for name, theirs in gguf_names(cfg, arch).items():  # without a head that is tied
+        array = tensors[name][:].float().numpy()
+        if n_head := n_rotated_heads(theirs, cfg, arch):
+            array = interleaved(array, n_head)
         n += array.size
         if array.ndim == 1:
-            writer.add_tensor(gguf_name(name), array)
+            writer.add_tensor(theirs, array)
             continue
         try:
             rounded = quantize(array, kind)
         except QuantError:  # its blocks do not divide the rows
             what = f"{name} has rows of {array.shape[1]}, which cannot be {kind.name.lower()}"
             raise UserError(f"to_gguf: {what}; give --dtype=f16") from None
-        writer.add_tensor(gguf_name(name), rounded, raw_dtype=kind)
+        writer.add_tensor(theirs, rounded, raw_dtype=kind)
     return n
-
-
-def gguf_name(name: str) -> str:
-    """Return GGUF's name of a tensor; `name` is Hugging Face's without "model."."""
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("layers."):
-        _, layer, part = stem.split(".", 2)
-        return f"blk.{layer}.{NAMES[part]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
 
 
 def add_tokenizer(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
@@ -199,11 +181,9 @@ def add_tokenizer(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
 
 def add_byte_level(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
     description = json.loads(tokenizer.files["tokenizer.json"])
-    step = description.get("pre_tokenizer") or {}
-    steps = step.get("pretokenizers") or [step]
-    known = [
-        name for name, of in PRE_TOKENIZERS.items() if step and split_of(of) == split_of(steps)
-    ]
+    step = description.get("pre_tokenizer") or {"type": "none"}
+    steps = split_of(step.get("pretokenizers") or [step])
+    known = [name for name, of in PRE_TOKENIZERS.items() if split_of(of) == steps]
     if not known:
         what = "llama.cpp cannot split text as this tokenizer does"
         raise UserError(f"to_gguf: {what}; train one with pattern=qwen")
@@ -226,22 +206,24 @@ def split_of(steps: list[dict]) -> list:
 
 def add_sentencepiece(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
     processor = tokenizer.engine.processor
-    pieces = {i: processor.id_to_piece(i) for i in range(processor.get_piece_size())}
-    pieces |= {i: name for name, i in tokenizer.special_tokens.items()}
-    special = tokenizer.special_ids
-
-    def kind(i: int) -> int:
-        if i >= processor.get_piece_size() or i in special:
-            return CONTROL if i in special else UNUSED
-        return 2 if processor.is_unknown(i) else 6 if processor.is_byte(i) else NORMAL
-
-    scores = [
-        processor.get_score(i) if i < processor.get_piece_size() else 0.0 for i in range(n_rows)
-    ]
+    n_pieces = processor.get_piece_size()
+    names = [processor.id_to_piece(i) for i in range(n_pieces)]
+    names += [f"[UNUSED{i}]" for i in range(n_pieces, n_rows)]
+    kinds = [NORMAL] * n_pieces + [UNUSED] * (n_rows - n_pieces)
+    for i in range(n_pieces):
+        if processor.is_unknown(i):
+            kinds[i] = UNKNOWN
+        elif processor.is_byte(i):
+            kinds[i] = BYTE
+    for name, i in tokenizer.special_tokens.items():
+        names[i] = name
+    for i in tokenizer.special_ids:
+        kinds[i] = CONTROL
+    scores = [processor.get_score(i) for i in range(n_pieces)] + [0.0] * (n_rows - n_pieces)
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([pieces.get(i, f"[UNUSED{i}]") for i in range(n_rows)])
-    writer.add_token_types([kind(i) for i in range(n_rows)])
+    writer.add_token_list(names)
+    writer.add_token_types(kinds)
     writer.add_token_scores(scores)
     writer.add_add_space_prefix(tokenizer.engine.has_prefix)
 
@@ -283,7 +265,6 @@ if __name__ == "__main__":
     refuse(not init_from or not out, "give --init_from=DIR and --out=FILE.gguf")
     what = "a name that ends in .gguf (the Modelfile is written beside it)"
     refuse(Path(out).suffix != ".gguf", f"{out=} must be {what}")
-    refuse(dtype not in DTYPES, f"{dtype=} must be one of {', '.join(DTYPES)}")
     check_replaceable(Path(out))
     n_parameters = convert(checkpoint.resolve(init_from), Path(out), dtype)
     print(f"{init_from}: {n_parameters:,} parameters, matrices in {dtype}, in {out}")

@@ -1,7 +1,7 @@
 """One forward pass of a configuration, tensor by tensor: shapes, parameters, FLOPs.
 
     python tools/tour.py config/demo.py --vocab_size=4096          # the keys of pretrain.py
-    python tools/tour.py --init_from=out/demo                      # a run, checkpoint or Hugging Face directory
+    python tools/tour.py --init_from=out/demo                      # a run or checkpoint
 
 The tensors are torch's fake ones, which have a shape but no memory, so any size works. docs/tour.md
 explains all.
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure, defaults_of
 from groundup.align.reward_model import is_reward_model
-from groundup.errors import UserError
+from groundup.errors import refuse
 from groundup.train import checkpoint
 from model import ModelConfig, RMSNorm, Transformer
 from pretrain import choose_architecture
@@ -42,9 +42,13 @@ SAYS = {
 }
 
 
-def rows_of(cfg: ModelConfig, B: int, T: int) -> list[tuple[str, tuple[int, ...], int, float, str]]:
-    """Return (name, shape of the result, parameters, forward FLOPs per token, what it is) of each
-    part in the order of the forward pass; of the blocks, which are all alike, the first one.
+# Name, shape of the result, parameters, forward FLOPs per token, what it is
+Row = tuple[str, tuple[int, ...], int, float, str]
+
+
+def rows_of(cfg: ModelConfig, B: int, T: int) -> list[Row]:
+    """Return the rows in the order of the forward pass; of the blocks, which are all alike, the
+    first one.
     """
     rows, counted = [], set()
 
@@ -69,31 +73,25 @@ def rows_of(cfg: ModelConfig, B: int, T: int) -> list[tuple[str, tuple[int, ...]
     return [("idx", (B, T), 0, 0, "token ids"), *rows]
 
 
-def table(rows: list[tuple[str, tuple[int, ...], int, float, str]], n_layer: int) -> str:
+def table(rows: list[Row], n_layer: int) -> str:
     lines = [f"{'part':<34}{'shape':<22}{'parameters':>14}{'MFLOPs/token':>14}  what it is"]
     for name, shape, parameters, flops, says in rows:
         size = f"{parameters:,}" if parameters else ""
         work = f"{flops / 1e6:,.3f}" if flops else ""
-        short = (
-            name.replace("layers.0.", f"{n_layer} x ").replace("self_attn.", "").replace("mlp.", "")
-        )
+        short = name.replace("layers.0.", f"{n_layer} x ")
+        short = short.replace("self_attn.", "").replace("mlp.", "")
         lines.append(f"{short:<34}{str(shape):<22}{size:>14}{work:>14}  {says}")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    namespace = {
-        key: value for key, value in defaults_of(ROOT / "pretrain.py").items() if key == key.lower()
-    }
-    config = configure(namespace | {"__doc__": __doc__, "__file__": str(ROOT / "pretrain.py")})
+    script = ROOT / "pretrain.py"
+    settings = {key: value for key, value in defaults_of(script).items() if key == key.lower()}
+    config = configure(settings | {"__doc__": __doc__, "__file__": str(script)})
     source = checkpoint.resolve(config["init_from"]) if config["init_from"] else None
-    if source is None and not config["vocab_size"]:
-        raise UserError(
-            "config: vocab_size is that of a tokenizer; give it, for example --vocab_size=4096"
-        )
-    if source is not None and is_reward_model(source):
-        raise UserError(
-            f"config: {source} is a reward model, without lm_head; give the checkpoint it began with"
-        )
+    what = "vocab_size is that of a tokenizer; give it, for example --vocab_size=4096"
+    refuse(source is None and not config["vocab_size"], what)
+    what = f"{source} is a reward model, without lm_head; give the checkpoint it began with"
+    refuse(source is not None and is_reward_model(source), what)
     cfg = choose_architecture(config, source, 0)
     print(table(rows_of(cfg, config["batch_size"], config["block_size"]), cfg.n_layer))

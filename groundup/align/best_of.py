@@ -4,8 +4,8 @@
     ranker.rank(result, asked, n)   # the result with its n best answers, best first, with rewards
     ranker.report()                 # how many answers have no reward, by reason
 
-The reward of a whole answer is read at the end of its turn. The answers to one prompt are a batch
-of their own, so rewards depend on the prompt, the parameters and the seed, not on the batch size.
+The answers to one prompt are a batch of their own, so rewards depend on the prompt, the parameters
+and the seed, not on the batch size.
 """
 
 import math
@@ -32,27 +32,29 @@ class Ranker:
     ) -> None:
         """system: message of conversations that have none."""
         self.model, self.tokenizer, self.dtype, self.system = model, tokenizer, dtype, system
+        # for the report
         self.n_answers = 0
         self.without_reward: Counter[str] = Counter()
 
     def rank(self, result: Result, asked: str | list[dict] | None, n: int) -> Result:
-        """Return `result` with its n best completions, best first; ties keep their order. An answer
-        too long for the reward model has no reward (None) and comes after those that have one, an
-        unfinished answer last. asked: the question or the messages, None if unknown."""
+        """Return `result` with its n best completions, best first.
+
+        asked: the question or the messages, None if unknown."""
         rewards = self.rewards(result, asked)
         pairs = zip(result.completions, rewards, strict=True)
         scored = [found._replace(reward=reward) for found, reward in pairs]
-        scored.sort(key=rank_of, reverse=True)
+        scored.sort(key=rank_of, reverse=True)  # stable: ties keep their order
         return result._replace(completions=scored[:n])
 
     def rewards(self, result: Result, asked: str | list[dict] | None = None) -> list[float | None]:
         """Return the reward of each completion, None if it has none, and count the latter."""
-        rows: dict[int, list[int]] = {}
+        rows: dict[int, list[int]] = {}  # {number of the completion: ids with the prompt}
         messages = None if asked is None else asked_messages(self.system, asked)
         longest = self.model.cfg.block_size
         for i, found in enumerate(result.completions):
             drawn = drawn_part(found, self.tokenizer)
             ids = drawn_ids(messages, result.prompt_ids, drawn, found.text, self.tokenizer, longest)
+            # A reward is read at the end of a turn, which an answer that was cut does not have.
             if found.finish_reason != "stop":
                 self.without_reward["ended by length"] += 1
             elif len(ids) > longest:
@@ -78,12 +80,14 @@ class Ranker:
 
 def rank_of(found: Completion) -> tuple[bool, float]:
     """Return a sort key; higher is better."""
+    # By reward; then finished answers that are too long for the reward model; then unfinished ones.
     return found.finish_reason == "stop", -math.inf if found.reward is None else found.reward
 
 
 def drawn_part(found: Completion, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of an answer without what ended it. A stop string may end in the middle of a
-    token, so the text before it is tokenized again."""
+    """Return the ids of an answer without what ended it."""
+    # A stop string may end in the middle of a token: tokenize the text before it again.
     if isinstance(found.stop_reason, str):
         return tokenizer.encode(found.text)
+    # otherwise the last id is the one that ended it, None = none did
     return found.ids if found.stop_reason is None else found.ids[:-1]

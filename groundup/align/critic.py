@@ -46,24 +46,25 @@ def estimate_advantages(
     """Return (advantages (n,), returns (n,), explained variance). All ranks call it.
 
     token_rewards, values (n,): of the answers' tokens. Advantages are whitened over the trained
-    tokens of all ranks. Explained: the share of the returns' variance that the values predict, nan
-    if the returns are all equal. Computed on the CPU; the results are on the device of `values`."""
-    device, values = values.device, values.cpu()
+    tokens of all ranks. The results are on the device of `values`."""
+    device, values = values.device, values.cpu()  # a loop over tokens is faster on the CPU
     # What a tool said is no action: the value before it is that before the next sampled token.
     chosen = answers.sampled
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     advantages[chosen], returns[chosen] = pg.gae(
         token_rewards.cpu()[chosen], values[chosen], answers.row[chosen], gamma, lam
     )
+    # One all-reduce for the mean and variance of advantages, returns and errors over all ranks
     columns = (advantages, returns, returns - values)
     sums = torch.stack([pg.power_sums(column[answers.learned]) for column in columns])
     of_advantages, of_returns, of_errors = ranks.all_reduce_sum(sums)
     mean, variance = pg.moments(of_advantages)
     advantages = pg.whiten(advantages, mean, variance)
 
+    # 1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 as good as a constant
     _, returns_variance = pg.moments(of_returns)
     _, errors_variance = pg.moments(of_errors)
-    explained = math.nan
+    explained = math.nan  # where all returns are equal, there is nothing to predict
     if returns_variance > pg.VARIANCE_FLOOR:
         explained = 1 - errors_variance / returns_variance
     return advantages.to(device), returns.to(device), explained
@@ -91,9 +92,8 @@ def state_of(
 def restore(
     saved: dict, critic: RewardModel, ddp: DDP, opt: Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
-    """Restore what `state_of` returned. All ranks call it.
-
-    The frozen weights are loaded as in a new run."""
+    """Restore what `state_of` returned. All ranks call it."""
+    # The frozen weights are not in it: they were loaded as in a new run.
     if ranks.rank() == 0:
         params = dict(critic.named_parameters())
         for name, weight in saved["weights"].items():

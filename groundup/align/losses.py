@@ -5,6 +5,9 @@
 
 The reference is the model before the first step. Its log-probabilities do not change, so they are
 computed once for all pairs and kept in a file.
+
+In formulas: w is the chosen answer, l the rejected one, r(y) = log p(y) - log ref(y) the log-ratio
+of an answer, |y| its number of tokens, s the sigmoid, beta the setting.
 """
 
 import json
@@ -76,8 +79,7 @@ def pair_logps(model: Transformer, batch: PairBatch) -> tuple[Tensor, Tensor]:
 
     (1, B) for a batch of one side."""
     B, T = len(batch.number), batch.x.shape[1]
-    # Pad to a multiple of a sixteenth of the batch: tensors of ever new sizes fragment the
-    # memory.
+    # Pad to a multiple of a sixteenth of the batch: tensors of ever new sizes fragment memory.
     n_missing = -len(batch.index) % max(1, batch.x.numel() // 16)
     index = F.pad(batch.index, (0, n_missing))
     targets = F.pad(batch.targets, (0, n_missing), value=IGNORE)
@@ -112,32 +114,32 @@ def pair_losses(logps: Tensor, ref_logps: Tensor, n_tokens: Tensor, config: Mapp
     """Return the loss of each pair, (B,) float32.
 
     logps, ref_logps, n_tokens (2, B): of chosen and rejected answers, by the model and by the
-    reference. ref_logps are 0 for losses without a reference.
-
-    sigmoid: DPO (arXiv:2305.18290). cdpo: labels are wrong with probability label_smoothing.
-    robust: unbiased under such labels (arXiv:2403.00409). hinge: SLiC (arXiv:2305.10425).
-    ipo: arXiv:2310.12036, with means per token as its authors do. sigmoid_norm: DPO with means per
-    token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds-ratio term
-    (arXiv:2403.07691), whose lambda is beta; losses_and_metrics adds the chosen answer's loss.
-    """
+    reference. ref_logps are 0 for losses without a reference."""
     loss, beta, smoothing = config["loss"], config["beta"], config["label_smoothing"]
     ratios = logps - ref_logps
     means = ratios / n_tokens.clamp(min=1)
-    by_sum = ratios[0] - ratios[1]
-    by_mean = means[0] - means[1]
+    by_sum = ratios[0] - ratios[1]  # r(w) - r(l)
+    by_mean = means[0] - means[1]  # r(w) / |w| - r(l) / |l|
+    # DPO (arXiv:2305.18290, equation 7): -log s(beta (r(w) - r(l)))
     if loss == "sigmoid":
         return -F.logsigmoid(beta * by_sum)
     as_labelled, swapped = F.logsigmoid(beta * by_sum), F.logsigmoid(-beta * by_sum)
+    # conservative DPO: a label is wrong with probability label_smoothing
     if loss == "cdpo":
         return -(1 - smoothing) * as_labelled - smoothing * swapped
+    # unbiased under such labels (arXiv:2403.00409)
     if loss == "robust":
         return (-(1 - smoothing) * as_labelled + smoothing * swapped) / (1 - 2 * smoothing)
+    # SLiC (arXiv:2305.10425)
     if loss == "hinge":
         return F.relu(1 - beta * by_sum)
+    # arXiv:2310.12036, with means per token, as its authors do
     if loss == "ipo":
         return (by_mean - 1 / (2 * beta)) ** 2
+    # DPO with means per token (arXiv:2411.15124)
     if loss == "sigmoid_norm":
         return -F.logsigmoid(beta * by_mean)
+    # arXiv:2405.14734, equation 6: without a reference, with a target margin gamma
     if loss == "simpo":
         return -F.logsigmoid(beta * by_mean - config["gamma"])
     assert loss == "orpo", loss
@@ -196,6 +198,8 @@ def kto_losses_and_metrics(
 
     logps, ref_logps, n_tokens, labels (B,): 1 = good, -1 = bad. kl: of `kl_estimate`.
     A metric of good answers is 0 for a bad one, and the reverse; `named` divides their means."""
+    # Loss of a good answer: desirable_weight (1 - s(beta (r(y) - kl))); of a bad one the same with
+    # the sign turned and weight 1.
     good = (labels > 0).float()
     bad = 1 - good
     ratios = logps - ref_logps
@@ -218,8 +222,9 @@ def kto_losses_and_metrics(
 def kl_estimate(measured: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
     """Return KTO's estimate of the divergence from the reference in nats, 0-d, at least 0.
 
-    It is the mean log-ratio of answers to other prompts. All ranks call it.
-    measured: of each batch the log-probabilities (B,) by the model and by the reference."""
+    All ranks call it. measured: of each batch the log-probabilities (B,) by the model and by the
+    reference, of answers to other prompts."""
+    # The mean of r(y), the reference point of the loss (arXiv:2402.01306, section 4)
     sums = torch.zeros(2, device=device)  # of log-ratios and answers
     for logps, ref_logps in measured:
         sums += torch.stack(((logps - ref_logps).sum(), torch.ones_like(logps).sum()))
@@ -241,6 +246,7 @@ def named(means: Iterable[float], config: Mapping) -> dict[str, float]:
     found = dict(zip(metric_names(config), means, strict=True))
     if config["loss"] != "kto":
         return found
+    # The means are over all answers, with 0 for those of the other kind.
     good = found["share/chosen"]
     for name in METRICS:
         if name.endswith("chosen"):
@@ -257,6 +263,7 @@ def named(means: Iterable[float], config: Mapping) -> dict[str, float]:
 def describe_reference(init_dir: Path, corpus: PairCorpus, dtype: torch.dtype) -> dict[str, str]:
     """Return {what the reference's log-probabilities depend on: its fingerprint}."""
     weights = huggingface.shared_fingerprint(init_dir)
+    # an adapter is a reference together with the model below it
     if huggingface.is_adapter(init_dir):
         weights += f" on {huggingface.shared_fingerprint(huggingface.base_of(init_dir))}"
     return {
@@ -297,6 +304,7 @@ def read_reference(path: Path, made_of: Mapping[str, str]) -> Tensor | None:
 
 def table_sum(table: Tensor) -> str:
     """Return type, shape and CRC-32 of the log-probabilities, which lie on the CPU."""
+    # A disk that loses a block must not change a training run in silence.
     return f"{table.dtype} {list(table.shape)} {zlib.crc32(table.numpy()):08x}"
 
 
@@ -309,7 +317,7 @@ def compute_reference(
 ) -> Tensor:
     """Return what `read_reference` reads, (n_pairs, 2) float32 on the CPU, each rank a part."""
     began = time.perf_counter()
-    table = torch.zeros(corpus.n_pairs, 2)
+    table = torch.zeros(corpus.n_pairs, 2)  # each rank fills in its pairs; the sum has them all
     batches = corpus.all_batches(batch_size, ranks.rank(), ranks.world_size())
     for batch in same_forwards(model, batches):
         with autocast(device, dtype):

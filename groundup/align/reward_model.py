@@ -41,20 +41,23 @@ ALIKE = 1.25  # answers are alike in length if neither has more than this many t
 
 
 class RewardModel(Transformer):
+    """The blocks of a Transformer below a head with one output."""
+
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(replace(cfg, tie_embeddings=True))  # makes no lm_head of its own
         self.cfg = cfg
-        del self.lm_head
+        del self.lm_head  # which is the embedding
         self.score = nn.Linear(cfg.n_embd, 1, bias=False, dtype=torch.float32)
         nn.init.zeros_(self.score.weight)  # so the first loss is ln 2
 
     def forward(self, idx: Tensor, index: Tensor | None = None) -> Tensor:
         """Return scores float32: (B, T), or (n,) with index.
 
-        idx (B, T) int64, index (n,) int64. The head computes in float32."""
+        idx (B, T) int64, index (n,) int64."""
         x = self.hidden(idx)  # (B, T, C)
         if index is not None:
             x = x.flatten(0, 1)[index]  # (n, C)
+        # In float32: bfloat16 has three digits, and two answers may differ by less.
         with torch.autocast(x.device.type, enabled=False):
             return self.score(x.float()).squeeze(-1)
 
@@ -64,7 +67,7 @@ class RewardModel(Transformer):
 
 def score_pairs(model: RewardModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
     """Return the scores of the chosen and of the rejected answers, (B,) float32 each."""
-    n_rows, T = batch.x.shape
+    n_rows, T = batch.x.shape  # the chosen answers, then the rejected ones
     rows = torch.arange(n_rows, device=batch.x.device)
     last = rows * T + batch.lengths - 1  # of each row, in the flat x: its <|im_end|>
     chosen, rejected = model(batch.x, index=last).chunk(2)
@@ -74,13 +77,14 @@ def score_pairs(model: RewardModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, center: float = 0.0
 ) -> Tensor:
-    """Return -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2, all (B,).
-
-    arXiv:2203.02155, equation 1. margin: arXiv:2307.09288, section 3.2.2. The second term keeps
-    scores near 0: arXiv:2312.09244."""
+    """Return -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2: (B,)."""
+    # arXiv:2203.02155, equation 1: the chosen answer is the better one with the probability
+    # sigmoid(difference). A margin asks for a clear win (arXiv:2307.09288, section 3.2.2).
     difference = chosen - rejected
     if margin is not None:
         difference = difference - margin
+    # Only differences are learned, so scores could drift: this term keeps them near 0
+    # (arXiv:2312.09244).
     return center * (chosen + rejected) ** 2 - F.logsigmoid(difference)
 
 
@@ -89,17 +93,16 @@ def measure(
 ) -> dict[str, float]:
     """Return metrics of the scores (N,) of pairs and the lengths (N,) of their answers.
 
-    accuracy: a tie counts as wrong; also given for each of LENGTH_BUCKETS, with its number of
-    pairs. longer_wins: accuracy of preferring the longer answer; equal lengths count a half.
-    ece: expected calibration error over ten bins (arXiv:1706.04599); a tie is half right.
-    length_correlation: Pearson's, of score and length; nan if one of them is constant."""
+    accuracy: also for each of LENGTH_BUCKETS, with its number of pairs. longer_wins: accuracy of
+    preferring the longer answer. length_correlation: Pearson's; nan if one of them is constant."""
     chosen, rejected = chosen.double(), rejected.double()
     n_chosen, n_rejected = n_chosen.double(), n_rejected.double()
     difference = chosen - rejected
-    right = (difference > 0).double()
-    longer = ((n_chosen - n_rejected).sign() + 1) / 2
+    right = (difference > 0).double()  # a tie is wrong
+    longer = ((n_chosen - n_rejected).sign() + 1) / 2  # equal lengths count a half
     found = {"accuracy": right.mean().item(), "longer_wins": longer.mean().item()}
 
+    # Is it right only where the better answer is the longer one?
     ratio = n_chosen / n_rejected
     shorter, much_longer = ratio * ALIKE < 1, ratio > ALIKE
     inside = (shorter, ~shorter & ~much_longer, much_longer)
@@ -107,9 +110,10 @@ def measure(
         found[f"accuracy/{name}"] = right[pairs].mean().item()
         found[f"pairs/{name}"] = int(pairs.sum())
 
-    # The model's probability that the higher score is right, from 0.5 to 1, against how often it is
+    # Expected calibration error over ten bins (arXiv:1706.04599, equation 3): the model's
+    # probability that the higher score is right, from 0.5 to 1, against how often it is.
     sure = difference.abs().sigmoid()
-    was_right = (difference.sign() + 1) / 2
+    was_right = (difference.sign() + 1) / 2  # a tie is half right
     bins = ((sure - 0.5) * 20).long().clamp(max=9)
     gaps = sure.new_zeros(10).index_add_(0, bins, sure - was_right)
 
@@ -150,11 +154,10 @@ def drawn_ids(
 ) -> list[int]:
     """Return the ids at whose end a model's own answer is scored: those of training.
 
-    They are the drawn ids and what ends a turn, unless the template writes this answer otherwise.
-    What it cannot write, or makes longer than `longest` ids, is scored as it was drawn.
-
     messages, prompt: before the answer, and their ids. drawn: without the id that ended the answer;
-    text: of them."""
+    text: of them. longest: most ids that the reward model reads."""
+    # Our template writes an answer as it was drawn, with what ends a turn. Another may write it
+    # otherwise, without its thoughts for example: then that is what the reward model learned from.
     ids = [*prompt, *drawn, *tokenizer.closing_ids]
     if not messages or not tokenizer.foreign_template:
         return ids
@@ -164,6 +167,7 @@ def drawn_ids(
     if opened and "</think>" not in opened[0]:
         text = opened[0] + text  # the thoughts begin in the prompt
     answer = {"role": "assistant", "content": text}
+    # What the template cannot write, or makes too long, is scored as it was drawn.
     with suppress(UserError):
         written = answered_ids([*messages, answer], tokenizer)
         if len(written) <= longest and tokenizer.decode(written) != tokenizer.decode(ids):
@@ -180,7 +184,7 @@ def score_ids(
 ) -> list[float]:
     """Return the score at the last id of each row, which is the <|im_end|> of an answer.
 
-    Rows of similar length share a batch. Raise UserError for a row that the model cannot read."""
+    Raise UserError for a row that the model cannot read."""
     longest = max(map(len, rows), default=0)
     if longest > model.cfg.block_size:
         most = f"block_size={model.cfg.block_size}"
@@ -188,10 +192,12 @@ def score_ids(
     device, training = model.score.weight.device, model.training
     model.eval()
     scores = [0.0] * len(rows)
+    # Rows of similar length share a batch. The longest come first, so too little memory shows at
+    # once.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
     for begin in range(0, len(order), batch_size):
         numbers = order[begin : begin + batch_size]
-        T = len(rows[numbers[0]])
+        T = len(rows[numbers[0]])  # the longest of the batch
         x = torch.zeros(len(numbers), T, dtype=torch.int64)  # what follows a row, no row sees
         last = []  # positions in the flat x
         for b, i in enumerate(numbers):
@@ -210,10 +216,10 @@ def score_ids(
 
 
 def padded(tokenizer: Tokenizer) -> Tokenizer:
-    """Return `tokenizer` with a padding token that ends no turn.
-
-    transformers reads the score at the last token that is not padding. Raise UserError if there is
-    no other special token to pad with."""
+    """Return `tokenizer` with a padding token that ends no turn. Raise UserError if there is no
+    special token for that."""
+    # transformers reads the score at the last token that is not padding, so what ends a turn must
+    # not pad.
     ends = (-1, tokenizer.turn_end_id)
     if tokenizer.pad_id not in ends:
         return tokenizer
@@ -248,6 +254,7 @@ def write_model(
     """Write a directory that transformers opens, as huggingface.write_model does.
 
     base is not used: adapters are merged. weights: a copy of `stored_weights(model)`."""
+    # LlamaForCausalLM's configuration, with one label; a Qwen2 or Qwen3 has a class of its own.
     tokenizer = padded(tokenizer)
     tokenizer.save(directory)
     config = to_hf_config(model.cfg, tokenizer, dtype)
@@ -261,6 +268,7 @@ def write_model(
 
 
 def is_reward_model(directory: str | Path) -> bool:
+    """Return whether a directory holds a reward model, of ours or of transformers."""
     path = Path(directory) / "config.json"
     names = read_json(path).get("architectures") if path.exists() else None
     if not isinstance(names, list):
@@ -269,15 +277,14 @@ def is_reward_model(directory: str | Path) -> bool:
 
 
 def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
-    """Return the directory of the reward model that the setting `key` names.
-
-    Of a run it is the newest checkpoint. Raise UserError if there is none, or if its tokenizer is
-    not `tokenizer`."""
+    """Return the directory of the reward model that the setting `key` names. Raise UserError if
+    there is none, or if its tokenizer is not `tokenizer`."""
     if not Path(name).is_dir():
         raise UserError(f"reward: {key}={name!r} is no directory; give that of a reward model")
-    directory = checkpoint.resolve(name)
+    directory = checkpoint.resolve(name)  # of a run the newest checkpoint
     if not is_reward_model(directory):
         raise UserError(f"reward: {key}={name!r} holds no reward model; reward.py trains one")
+    # It reads the ids that the policy has drawn.
     if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
         what = f"{key}={name!r} has another tokenizer than the model that answers"
         raise UserError(f"reward: {what}; train the reward model from one with the same")
@@ -322,8 +329,8 @@ def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokeni
 def frozen_base(model: RewardModel, init_dir: Path, state: Mapping) -> str:
     """Return the directory of the frozen weights below a model's adapters, "" without adapters.
 
-    A resumed run keeps its own, even if init_from has meanwhile moved on to another step. state: of
-    `checkpoint.find`."""
+    state: of `checkpoint.find`."""
+    # A resumed run keeps its own base, even if init_from has moved on to another step.
     if lora.lora_config_of(model) is None:
         return ""
     if "trained" in state:
@@ -345,9 +352,10 @@ def load_weights(model: RewardModel, path: Path, trained: dict) -> None:
     """Load the weights of a checkpoint to continue it, adapters to the bit.
 
     Raise UserError if the weights below the adapters have changed."""
-    if not trained:
+    if not trained:  # no adapters: the saved weights are all there is
         huggingface.copy_weights(model, path)
         return
+    # The saved weights are merged, which rounds. Load the base again, then the adapters.
     base = Path(trained["base"])
     if huggingface.weights_fingerprint(base) != trained["base_key"]:
         text = f"the weights in {base} are not those that {path} was trained on"

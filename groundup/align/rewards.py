@@ -9,9 +9,7 @@ before the answer, those of tools among them, its text, and the row of the data,
 right answer. The file runs once, when it is read. The same answer must always get the same reward,
 or a run cannot be resumed exactly.
 
-A reward model reads the ids that were sampled, or those of its training if the chat template writes
-the answer otherwise, and scores what ends the turn. An unfinished answer has no reward here; the
-setting `unfinished` of rl.py says what it gets.
+An unfinished answer has no reward here; the setting `unfinished` of rl.py says what it gets.
 """
 
 import copy
@@ -87,18 +85,17 @@ class Rewards:
     ) -> None:
         self.weights = parse_reward(spec)
         self.parts: list[FunctionReward | ModelReward] = []
-        short = []
+        short = []  # names for the log: the function, or the directory
         for name in self.weights:
             if is_function(name):
                 self.parts.append(FunctionReward(name))
                 short.append(name.rpartition(":")[2])
             else:
                 self.parts.append(ModelReward(name, tokenizer, device, dtype, batch_size))
-                short.append(Path(name).resolve().name)
+                short.append(Path(name).resolve().name)  # of the link out/latest, its target
         self.names = names_of(list(self.weights), short)
-        self.block_size = min(
-            (part.block_size for part in self.parts if part.block_size), default=0
-        )
+        sizes = [part.block_size for part in self.parts if part.block_size]
+        self.block_size = min(sizes, default=0)
         self.n_parameters = sum(part.n_parameters for part in self.parts)
 
     def table(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -109,10 +106,11 @@ class Rewards:
         finished = torch.tensor([rollout.finished for rollout in rollouts], dtype=torch.bool)
         answers = [rollout for rollout in rollouts if rollout.finished]
         parts = [part.rewards(answers) for part in self.parts]
+        # The sum in Python's floats, part by part: the same on every machine
         total = [0.0] * len(answers)
         for values, weight in zip(parts, self.weights.values(), strict=True):
             total = [so_far + weight * value for so_far, value in zip(total, values, strict=True)]
-        if not all(abs(value) <= LARGEST for value in total):
+        if not all(abs(value) <= LARGEST for value in total):  # NaN is not
             text = f"the weighted sum of {', '.join(self.weights)} is not finite"
             raise UserError(f"reward: {text}; lower the weights")
         table = torch.full((1 + len(parts), len(rollouts)), math.nan, dtype=torch.float64)
@@ -138,7 +136,7 @@ def parse_reward(spec: str) -> dict[str, float]:
         try:
             weight = float(number) if equals else 1.0
         except ValueError:
-            weight = 0.0
+            weight = 0.0  # refused below
         if not name or not weight or not math.isfinite(weight):
             wanted = "'part' or 'part=weight', a number but 0"
             raise UserError(f"reward: {part!r} in reward={spec!r} is not {wanted}")
@@ -150,15 +148,19 @@ def parse_reward(spec: str) -> dict[str, float]:
 
 def is_function(part: str) -> bool:
     """Return whether a part is a function, not a reward model."""
+    # "rules.py:exact" is one; "rules.py" too, to be refused by load_function
     return re.search(r"\.py(:[^/]*)?$", part) is not None
 
 
 class FunctionReward:
+    """A function of the user's."""
+
     block_size = 0  # text of any length
     n_parameters = 0
 
     def __init__(self, name: str) -> None:
         self.name, self.function = name, load_function(name, "reward")
+        # of the file: a resumed run must not meet another function
         self.fingerprint = file_sha256(Path(name.rpartition(":")[0]))
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
@@ -172,6 +174,7 @@ class FunctionReward:
         messages, row = copy.deepcopy((rollout.messages, rollout.prompt.row))
         try:
             value = self.function(messages, rollout.text, row)
+            # True counts as 1, also numpy's; what is no number fails below
             number = float(value) if isinstance(value, numbers.Real | np.bool_) else math.nan
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())
@@ -193,6 +196,8 @@ def describe(rollout: Rollout) -> str:
 
 
 class ModelReward:
+    """A reward model, which scores what ends the turn."""
+
     def __init__(
         self,
         name: str,
@@ -215,6 +220,7 @@ class ModelReward:
         Raise UserError for a score that is not finite, and for an answer too long for the model."""
         rows = []
         for rollout in rollouts:
+            # Its last turn is the answer. Calls of tools and their results stand before it.
             begin = rollout.last_turn
             before, drawn = rollout.prompt.ids + rollout.ids[:begin], rollout.ids[begin:-1]
             of_training = rollout.messages, before, drawn, rollout.text

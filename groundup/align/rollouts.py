@@ -6,9 +6,9 @@ the end of text, was sampled like the others, so it is trained like the others.
 
 An answer depends only on the weights, its prompt, and the numbers that `seed_of` hashes: not on the
 ranks, nor, except for near ties, on the rest of the batch. Another number of rows rounds
-differently: between batches, and between sampling and training, log-probabilities differ by some
-5e-6 in float32 and 0.03 in bfloat16 (SmolLM2-135M). Ids hardly ever differ in float32, now and then
-in bfloat16.
+differently: between batches, and between sampling and training, log-probabilities differ by about
+5e-6 in float32 and 0.03 in bfloat16 (SmolLM2-135M). So ids differ now and then in bfloat16, hardly
+ever in float32.
 """
 
 import math
@@ -75,7 +75,9 @@ class AnswerSampler:
         self.model, self.tokenizer, self.stop = model, tokenizer, stop
         self.n_rows, self.dtype = n_rows, dtype
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
-        self.engine = None  # with recorded steps; kept, because recording takes long
+        # An engine with recorded steps is kept, because recording takes long. Without one each draw
+        # makes a new engine, which reads the weights as they are then.
+        self.engine = None
         if compile:
             with autocast(model.embed_tokens.weight.device, dtype):
                 engine = Engine(model, tokenizer, n_rows, compile=True)
@@ -97,7 +99,7 @@ class AnswerSampler:
         results = self._generate([prompt.ids for prompt in prompts], params)
         if not results:
             return []
-        drawn = []
+        drawn = []  # n answers to the first prompt, n to the second, ...
         for prompt, result in zip(prompts, results, strict=True):
             for found in result.completions:
                 finished = found.finish_reason == "stop"
@@ -118,6 +120,7 @@ class AnswerSampler:
                 if self.stop and self.stop():  # tools may take long
                     return False
                 called.append(self._call(one, turn == MAX_TURNS))
+            # an answer that ends with a tool's result goes on
             waiting = [k for k, one in enumerate(called) if one.last_turn == len(one.ids)]
             drawn[:] = called
             if not waiting:
@@ -142,24 +145,23 @@ class AnswerSampler:
 
     def _call(self, answer: Rollout, last: bool) -> Rollout:
         """Return the answer with the results of the tools that its last turn calls, if it does.
-
-        Without them, but unfinished, if the template cannot write them or they leave no room for
-        another turn; last: there is none."""
+        last: no turn may follow."""
         if not answer.finished:
             return answer
-        ids = answer.ids[answer.last_turn : -1]
-        if last:
+        ids = answer.ids[answer.last_turn : -1]  # without the id that ended it
+        if last:  # a call in the last turn gets no result
             _, calls = read_calls(self.tokenizer, ids, self.tools.schemas)
             return answer._replace(finished=not calls)
         room = self.max_new_tokens - len(answer.ids)
         turn = self.tools.answer(self.tokenizer, answer.messages, ids, room)
-        if not turn:
+        if not turn:  # it calls nothing
             return answer
         answer = answer._replace(
             finished=False,
             n_calls=answer.n_calls + turn.n_calls,
             n_failed=answer.n_failed + turn.n_failed,
         )
+        # The template cannot write the results, or they leave no room for another turn: unfinished.
         if not turn.ids:
             return answer
         ids = answer.ids + turn.ids
@@ -170,6 +172,7 @@ class AnswerSampler:
         )
 
     def _params(self, max_new_tokens: int, seed: int, n: int) -> SamplingParams:
+        # No id is left out, or the distribution would be another than the one that is trained.
         ends = self.tokenizer.stop_ids
         return SamplingParams(max_new_tokens, 0, self.temperature, eos_ids=ends, n=n, seed=seed)
 
@@ -193,6 +196,7 @@ class AnswerSampler:
 def gather(table: Tensor, drawn: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
     """Return of the answers of all ranks the rewards (1 + parts, R) and the lengths (R,) in sampled
     tokens. All ranks call it. table: of Rewards, for this rank's answers `drawn`."""
+    # as objects: ranks may have different numbers of answers
     lengths = torch.tensor([int(answer.sampled.sum()) for answer in drawn])
     tables, lengths = zip(*ranks.gather_objects((table, lengths)), strict=True)
     return torch.cat(tables, dim=1), torch.cat(lengths)
@@ -211,7 +215,8 @@ def replace_groups(
 def learned_rewards(rewards: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
     """Return (rewards (R,) float32, which answers are trained on, (R,) bool).
 
-    rewards (R,): nan for unfinished answers. The setting `unfinished` decides about those."""
+    rewards (R,): nan for unfinished answers."""
+    # unfinished='penalty' gives them unfinished_reward, 'mask' leaves them out.
     unfinished, penalty = rewards.isnan(), config["unfinished"] == "penalty"
     filled = rewards.masked_fill(unfinished, config["unfinished_reward"] if penalty else 0.0)
     return filled.float(), ~unfinished | penalty
@@ -280,6 +285,7 @@ class Rollouts:
     def batch(self, chosen: np.ndarray) -> RolloutBatch:
         """Return the answers with these numbers (B,); T is rounded up, so there are few shapes."""
         T = int(padded_length(self.lengths[chosen].max(), self.block_size))
+        # x are the ids that are read, y those that follow, token their numbers: (B, T)
         x = np.full((len(chosen), T), self.pad_id, np.int64)
         y, token = np.zeros_like(x), np.zeros_like(x)
         learned = np.zeros(x.shape, bool)
@@ -312,8 +318,9 @@ class Rollouts:
 def minibatch_of(n: int, n_minibatches: int, seed: int, step: int, epoch: int) -> np.ndarray:
     """Return the minibatch of each of the n answers of all ranks, (n,) int64.
 
-    n is a multiple of n_minibatches. Each minibatch gets one, at random, of every n_minibatches
-    consecutive answers. So a rank with a multiple of that has equally many in each minibatch."""
+    n is a multiple of n_minibatches."""
+    # Each minibatch gets one, at random, of every n_minibatches consecutive answers. So a rank with
+    # a multiple of that has equally many in each minibatch.
     assert n % n_minibatches == 0, f"{n=} {n_minibatches=}"
     words = "minibatches", seed, step, epoch
     lots = [hash_words(n_minibatches, *words, block) for block in range(n // n_minibatches)]
@@ -368,9 +375,8 @@ def measure_divergence(
     temperature: float,
     dtype: torch.dtype,
 ) -> float:
-    """Return the mean of log p(model) - log p(reference) over the tokens of all ranks' answers.
-
-    It estimates the KL divergence of the model from the reference, per token. All ranks call it."""
+    """Return the mean of log p(model) - log p(reference) over the tokens of all ranks' answers: an
+    estimate of KL(model || reference) per token. All ranks call it."""
     gaps = measure_logps(model, answers, batch_size, temperature, dtype)
     gaps = gaps - measure_logps(reference, answers, batch_size, temperature, dtype)
     sums = torch.tensor([gaps.sum(), answers.learned.sum()], dtype=torch.float64)
@@ -416,11 +422,11 @@ def describe_updates(
 ) -> dict[str, float]:
     """Return the means over a step of the TOTALS of all ranks. All ranks call it.
 
-    Losses are per update, the rest per token, the KL divergence also per answer. n_answers: those
-    that are trained on, over all ranks. positions: the number of them, with padding."""
+    n_answers: those that are trained on, over all ranks."""
     mine = torch.tensor([float(totals[key]) for key in TOTALS], dtype=torch.float64)
     total = dict(zip(TOTALS, ranks.all_reduce_sum(mine).tolist(), strict=True))
     n_tokens = max(1.0, total["tokens"])  # each counts n_epochs times, but its entropy once
+    # Losses per update, the rest per token, the KL divergence also per answer
     return {
         "loss": total["loss"] / n_updates,
         "value_loss": total["value_loss"] / n_updates,
@@ -429,20 +435,20 @@ def describe_updates(
         "clipped": total["clipped"] / n_tokens,
         "entropy": total["entropy"] * n_epochs / n_tokens,
         "ratio_max": max(ranks.gather_objects(ratio_max.item())),
-        "positions": total["positions"],
+        "positions": total["positions"],  # tokens of the batches, with prompts and padding
     }
 
 
 def mean_figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the means of the figures of these steps; of ratio_max the largest.
-
-    Values that are not finite are left out."""
+    """Return the means of the figures of these steps; of ratio_max the largest."""
     means = {}
     for key in steps[-1]:
+        # a step without a finished answer has no mean reward
         finite = [step[key] for step in steps if math.isfinite(step[key])]
         means[key] = sum(finite) / len(finite) if finite else math.nan
     means["ratio_max"] = max(step["ratio_max"] for step in steps)
     draw_s = means.pop("draw_s")
+    # total tokens over total seconds, not the mean of rates
     means["draw_tokens_per_s"] = means.pop("drawn") / draw_s
     means["draw_ms"] = 1000 * draw_s  # per step
     return means
@@ -461,7 +467,7 @@ def warn_of_cut_answers(steps: Sequence[Mapping[str, float]], max_new_tokens: in
 def show(drawn: Sequence[Rollout], rewards: Sequence[float]) -> list[str]:
     """Return a line for each answer: its reward, the question and the answer, shortened."""
     lines = []
-    for answer, reward in zip(drawn, rewards, strict=False):
+    for answer, reward in zip(drawn, rewards, strict=False):  # drawn: the first ones
         question = " ".join(answer.prompt.messages[-1]["content"].split())
         text = " ".join(answer.text.split())
         figure = f"{reward:8.3f}" if answer.finished else "     cut"
@@ -489,6 +495,7 @@ def describe_plan(
     total = parameter_table(model)["total"]
     trained = parameter_table(model, trained=True)["total"]
     cache = cache_bytes(model.cfg, n_rows, row_length(model.cfg, config["block_size"]), dtype)
+    # Bytes beside the policy's weights, gradients and optimizer state
     others = {
         "reward models": (2.0 if dtype == torch.bfloat16 else 4.0) * rewards.n_parameters,
         "cache": float(cache),

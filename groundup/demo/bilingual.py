@@ -35,10 +35,10 @@ from groundup.errors import UserError
 N_STORIES = 1200  # of a language
 TOGETHER, TIMES = 5, 3  # statements in a document, and documents that a statement is in
 MAX_SENTENCE = 120  # characters: longer descriptions are left to python_talks.py
-# Beside QUESTIONS
+# More ways to ask what a name of Python is, beside QUESTIONS
 DESCRIBED = ("Can you explain {}?", "Please tell me about {}.", "Do you know what {} is for?")
-KEPT = 4  # one comparison in four is never asked, so that questions.jsonl can
-FORM = re.compile("(en|zh)[?!.] ")
+KEPT = 4  # one comparison in four is never asked, so that questions.jsonl can ask it
+FORM = re.compile("(en|zh)[?!.] ")  # how a line of knowledge.txt begins that is no fact
 # A paragraph of whole sentences, without quoted code
 SAYS = re.compile(r"[A-Z][A-Za-z0-9 ,.;:'()-]{38,}[.]")
 
@@ -47,10 +47,10 @@ class Subject(NamedTuple):
     """Facts of a kind, in one language."""
 
     name: str
-    questions: list[str]
-    answer: str
-    statement: str
-    facts: list[list[str]]
+    questions: list[str]  # "What is the capital of {0}?"
+    answer: str  # "The capital of {0} is {1}."
+    statement: str  # the same without a question before it
+    facts: list[list[str]]  # what stands for {0}, {1}, ...
 
 
 def demo_rows(language: str, kind: str) -> Iterator[str | dict]:
@@ -60,6 +60,7 @@ def demo_rows(language: str, kind: str) -> Iterator[str | dict]:
     if kind == "preference":
         raise UserError(f"prepare: demo-{language} has no pairs of answers; python-docs has")
     if kind == "text":
+        # English prose is on every machine with Python; Chinese prose is a file of this folder.
         yield from docs_prose() if language == "en" else chinese_sample()
         yield from stories(language)
         yield from statements(language)
@@ -82,10 +83,10 @@ def docs_prose() -> Iterator[str]:
     """
     from pydoc_data.topics import topics
 
-    written = (
-        "\n\n".join(docstrings(ast.parse(source), name)) for name, source in library_sources()
-    )
+    sources = library_sources()
+    written = ("\n\n".join(docstrings(ast.parse(source), name)) for name, source in sources)
     for text in itertools.chain((topics[name] for name in sorted(topics)), written):
+        # paragraphs, without headings
         lines = [flow(part) for part in re.split(r"\n\s*?\n", text) if not HEADING.search(part)]
         if found := [line for line in lines if SAYS.fullmatch(line) and not NOT_PROSE.search(line)]:
             yield "\n".join(found)
@@ -95,16 +96,22 @@ def docs_prose() -> Iterator[str]:
 
 
 def stories(language: str) -> Iterator[str]:
+    """Yield N_STORIES stories, each of the sentences of one plot."""
     blocks = iter(read("stories.txt"))
-    words = next(block for block in blocks if block.startswith(f"# {language}\n")).split("\n")[1:]
-    words = {name: values.split(" | ") for name, values in (line.split(": ") for line in words)}
-    plots = [
-        [line.split(" | ") for line in block.split("\n")]
-        for block in itertools.takewhile(lambda block: not block.startswith("# "), blocks)
-    ]
+    # the words of the language: name: value | value | ...
+    lists = next(block for block in blocks if block.startswith(f"# {language}\n")).split("\n")[1:]
+    words = {}
+    for line in lists:
+        name, values = line.split(": ")
+        words[name] = values.split(" | ")
+    # then its plots, up to the words of the other language: a line for each sentence
+    plots = []
+    for block in itertools.takewhile(lambda block: not block.startswith("# "), blocks):
+        plots.append([line.split(" | ") for line in block.split("\n")])
     rng, between = random.Random(language), " " if language == "en" else ""
     for _ in range(N_STORIES):
         story = between.join(rng.choice(line) for line in rng.choice(plots))
+        # {name} is the same word in the whole story, {name2} another one.
         for name, values in words.items():
             for number, value in enumerate(rng.sample(values, len(values)), 1):
                 story = story.replace(f"{{{name}{number if number > 1 else ''}}}", value)
@@ -115,31 +122,25 @@ def stories(language: str) -> Iterator[str]:
 
 
 def subjects(language: str) -> Iterator[Subject]:
+    """Yield the subjects of knowledge.txt that are written in a language."""
     for block in read("knowledge.txt"):
         title, *lines = block.split("\n")
         forms = {line[:3]: line[4:] for line in lines if FORM.match(line)}
         facts = [line.split("; ") for line in lines if not FORM.match(line)]
+        # A fact in both languages has the English words in its first half.
         if {"en?", "zh?"} <= forms.keys() and facts:
-            half = (
-                slice((len(facts[0]) + 1) // 2)
-                if language == "en"
-                else slice((len(facts[0]) + 1) // 2, None)
-            )
-            facts = [fact[half] for fact in facts]
+            middle = (len(facts[0]) + 1) // 2
+            facts = [fact[:middle] if language == "en" else fact[middle:] for fact in facts]
         if f"{language}?" in forms:
+            asked = forms[f"{language}?"].split(" | ")
             answer = forms.get(f"{language}!", "")
             statement = forms.get(f"{language}.", answer)
-            yield Subject(
-                title.removeprefix("# "),
-                forms[f"{language}?"].split(" | "),
-                answer,
-                statement,
-                facts,
-            )
+            yield Subject(title.removeprefix("# "), asked, answer, statement, facts)
 
 
 def questions(language: str) -> Iterator[tuple[str, str]]:
     """Yield all questions with their answers, some of them as a part of a longer message."""
+    # the first subject has no facts, but what is said around a question: "Please tell me: {0}"
     rng, messages = random.Random(f"ask {language}"), next(subjects(language)).questions
     for question, answer in bare_questions(language):
         yield rng.choice(messages).format(question), answer
@@ -157,25 +158,21 @@ def bare_questions(language: str) -> Iterator[tuple[str, str]]:
             answer = capital(subject.answer.format(*fact))
             yield from ((form.format(*fact), answer) for form in subject.questions)
     if language == "en":
-        names = {
-            fact[0]
-            for subject in subjects("zh")
-            if subject.name == "python names"
-            for fact in subject.facts
-        }
+        # Those that knowledge.txt describes in Chinese; the description is a first sentence.
+        (subject,) = (one for one in subjects("zh") if one.name == "python names")
+        names = {fact[0] for fact in subject.facts}
         for named, text in described():
             sentence = SENTENCE.match(text)[0]
             if named.name in names and len(sentence) <= MAX_SENTENCE:
-                yield from (
-                    (form.format(named.name), sentence)
-                    for form in (*QUESTIONS[named.kind], *DESCRIBED)
-                )
+                forms = (*QUESTIONS[named.kind], *DESCRIBED)
+                yield from ((form.format(named.name), sentence) for form in forms)
 
 
 def comparisons(subject: Subject, language: str, asked: bool = True) -> Iterator[tuple[str, str]]:
     """Yield questions which of two things is bigger, in both orders. asked: those to learn from,
     else the others.
     """
+    # the facts are things from the smallest to the biggest
     rng, things = random.Random(f"bigger {language}"), [fact[0] for fact in subject.facts]
     for i, j in itertools.combinations(range(len(things)), 2):
         if ((i + j) % KEPT != 1) is asked:
@@ -190,14 +187,15 @@ def statements(language: str) -> Iterator[str]:
     """
     rng = random.Random(f"statements {language}")
     for subject in subjects(language):
-        if not subject.name.startswith("bigger"):
-            told = [subject.statement.format(*fact) for fact in subject.facts]
-            told = list(map(capital, told)) if language == "en" else told  # zip is a name
-            for _ in range(TIMES):
-                rng.shuffle(told)
-                yield from (
-                    "\n".join(told[at : at + TOGETHER]) for at in range(0, len(told), TOGETHER)
-                )
+        if subject.name.startswith("bigger"):
+            continue
+        told = [subject.statement.format(*fact) for fact in subject.facts]
+        if language == "en":  # a Chinese sentence may begin with zip, which is a name
+            told = list(map(capital, told))
+        for _ in range(TIMES):
+            rng.shuffle(told)
+            for first in range(0, len(told), TOGETHER):
+                yield "\n".join(told[first : first + TOGETHER])
 
 
 def capital(sentence: str) -> str:

@@ -6,7 +6,8 @@ Prompts do not describe it: that would be most of what the demo's small model re
 import ast
 import operator
 
-_shown = False
+_shown = False  # groundup/generate/tool_process.py reads it
+# No powers: 2 ** 9 ** 9 would compute for ever.
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -26,6 +27,7 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.expr) -> int | float:
     """Return what a part of an expression amounts to. Raise ValueError for all but numbers."""
+    # The expression is parsed, not evaluated: a model writes it, and it can run nothing.
     match node:
         case ast.Constant(value=int() | float() as number):
             return number

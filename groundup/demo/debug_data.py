@@ -19,30 +19,24 @@ from groundup.errors import UserError
 from groundup.files.disk import lock_directory
 
 PREPARE = Path(__file__).parents[2] / "prepare.py"
-SETTINGS = (
-    "--vocab_size=512",
-    "--rules=length=1..",
-    "--near=0",
-    "--val_fraction=0.1",
-    "--strict=True",
-    "--workers=1",
-)
+# Every text is kept, so that the corpus is the same whatever the rules of prepare.py
+SETTINGS = "--vocab_size=512 --rules=length=1.. --near=0 --val_fraction=0.1 --strict=True"
+SETTINGS = (*SETTINGS.split(), "--workers=1")
 
 
 def make_debug_data(out_dir: str | Path) -> None:
-    """Prepare the documentation of Python's own parts, unless out_dir is there: two seconds.
-
-    One process makes it, the others wait."""
+    """Prepare the documentation of Python's own parts, unless out_dir is there: two seconds."""
     out_dir = Path(out_dir)
-    if (out_dir / "manifest.json").exists():
+    if (out_dir / "manifest.json").exists():  # prepare.py writes it last
         return
+    # One process makes the data, the others wait for the lock.
     try:
         lock = lock_directory(out_dir.parent, wait=True)
     except OSError as error:
         raise UserError(f"demo: cannot make {out_dir}: {error.strerror}") from None
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
-        if (out_dir / "manifest.json").exists():
+        if (out_dir / "manifest.json").exists():  # another process was faster
             return
         work = stack.enter_context(tempfile.TemporaryDirectory())
         path = write_rows(debug_texts(), Path(work) / "debug.jsonl")
@@ -55,13 +49,13 @@ def make_debug_data(out_dir: str | Path) -> None:
 def make_debug_rows(path: str | Path, rows_of: Callable[[list], Iterable[dict]]) -> None:
     """Write rows about Python beside the debug corpus, unless the file is there.
 
-    rows_of makes them of conversations: debug_chats, debug_prompts or debug_pairs. Each process
-    writes the same, first under a name of its own."""
+    rows_of makes them of conversations: debug_chats, debug_prompts or debug_pairs."""
     path = Path(path)
     if path.exists():
         return
     make_debug_data(path.parent)
     talks = islice(docs_conversations(), 0, 1400, 7)  # the first: to read all takes a second more
+    # Each process writes the same, under a name of its own; the last rename wins.
     own = path.with_name(f".{path.name}.{os.getpid()}")
     os.replace(write_rows(rows_of(list(talks)), own), path)
 

@@ -16,9 +16,7 @@ SEED = 1337
 
 
 def make_debug_model(directory: str | Path) -> None:
-    """Write a Hugging Face model directory beside the debug corpus, unless it is there.
-
-    Several processes may call this at once: each writes the same under a name of its own."""
+    """Write a Hugging Face model directory beside the debug corpus, unless it is there."""
     directory = Path(directory)
     if directory.exists():
         return
@@ -30,6 +28,7 @@ def make_debug_model(directory: str | Path) -> None:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         torch.manual_seed(SEED)
         model = Transformer(cfg)
+    # Several processes may do this at once: each writes the same under a name of its own.
     own = directory.with_name(f".{directory.name}.{os.getpid()}")
     own.mkdir()
     write_model(own, model, tokenizer)

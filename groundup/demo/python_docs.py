@@ -12,15 +12,16 @@ from pathlib import Path
 
 from groundup.errors import UserError
 
-# folders that hold tests, tables, programs, or packages installed later
-NOT_DOCS = "test tests encodings idlelib lib2to3 pydoc_data turtledemo ensurepip site-packages dist-packages"
+# Folders that hold tests, tables, programs, or packages installed later
+NOT_DOCS = {"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
+NOT_DOCS |= {"ensurepip", "site-packages", "dist-packages"}
 
 
 def python_docs() -> Iterator[str]:
     """Yield the language reference, one document per topic, then one document per module of the
     standard library: its docstrings, then its source. Always in the same order.
     """
-    from pydoc_data.topics import topics
+    from pydoc_data.topics import topics  # {name: text}: what help("topics") lists
 
     yield from (topics[name] for name in sorted(topics))
     for module, source in library_sources():
@@ -34,31 +35,27 @@ def library_sources() -> Iterator[tuple[str, str]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, inner, names in os.walk(library):
-        # site-packages may be a hundred times larger than the rest
-        inner[:] = set(inner) - set(NOT_DOCS.split())
+        # os.walk goes only into what is left; site-packages may be a hundred times larger than all
+        # the rest
+        inner[:] = set(inner) - NOT_DOCS
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [file for file in sorted(files) if is_documentation(file.relative_to(library))]
     if not files:
-        raise UserError(
-            f"prepare: python-docs: no sources of the standard library in {library}; use other text"
-        )
+        what = f"no sources of the standard library in {library}; use other text"
+        raise UserError(f"prepare: python-docs: {what}")
     for file in files:
         with tokenize.open(file) as f:  # in the encoding that the file declares
             source = f.read()
-        yield (
-            ".".join(file.relative_to(library).with_suffix("").parts).removesuffix(".__init__"),
-            source,
-        )
+        name = ".".join(file.relative_to(library).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), source
 
 
 def is_documentation(file: Path) -> bool:
     """Return whether a file of the standard library is no test and the same on every machine."""
+    # How this Python was compiled
     local = file.parts[0].startswith("config-") or file.name.startswith("_sysconfigdata")
-    return (
-        not local
-        and not set(NOT_DOCS.split()) & set(file.parts)
-        and not re.match(r"test_|.*_test\.py$", file.name)
-    )
+    is_test = re.match(r"test_|.*_test\.py$", file.name)
+    return not local and not is_test and NOT_DOCS.isdisjoint(file.parts)
 
 
 def docstrings(node: ast.AST, name: str) -> Iterator[str]:

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from groundup.demo.python_docs import library_sources, python_docs
 
-# Of a description: fewer words say nothing, more characters do not fit a small model's window
-MIN_WORDS, MAX_CHARS = (3, 600)
-# One subject in 12 is asked about in Chinese, one in 3 in two turns
-CHINESE_EVERY, FOLLOW_UP_EVERY = (12, 3)
+# Of a description: fewer words say nothing, more characters do not fit a small model's window.
+MIN_WORDS, MAX_CHARS = 3, 600
+# One subject in 12 is asked about in Chinese, one in 3 in two turns.
+CHINESE_EVERY, FOLLOW_UP_EVERY = 12, 3
 C_MODULES = (builtins, itertools, math)  # written in C: their documentation is in no source file
 
 QUESTIONS = {
@@ -66,7 +66,7 @@ QUESTIONS = {
     ),
 }
 
-CHINESE = {  # the same questions
+CHINESE = {  # the same questions; the answers stay English
     "function": (
         "{} \u8fd9\u4e2a\u51fd\u6570\u6709\u4ec0\u4e48\u7528\uff1f",
         "\u51fd\u6570 {} \u505a\u4ec0\u4e48\uff1f",
@@ -116,6 +116,7 @@ def docs_conversations() -> Iterator[list[dict]]:
     """
     for subject, answer in described():
         messages = [question_about(subject), message("assistant", answer)]
+        # some go on: "How is it called?" - "heapq.merge(*iterables, key=None)"
         if subject.call is not None and zlib.crc32(subject.name.encode()) % FOLLOW_UP_EVERY == 0:
             none = "It takes no arguments: " if subject.call == "()" else ""
             messages.append(message("user", phrase("call", subject.name)))
@@ -125,7 +126,7 @@ def docs_conversations() -> Iterator[list[dict]]:
 
 def described() -> Iterator[tuple[Subject, str]]:
     """Yield each subject that can be asked about, once, with its description."""
-    seen = set()
+    seen = set()  # names: some are documented in several places, and the first one counts
     for subject in itertools.chain(topic_subjects(), c_subjects(), library_subjects()):
         answer = first_paragraph(subject.text)
         if answer and subject.name not in seen and is_public(subject):
@@ -143,6 +144,8 @@ def message(role: str, content: str) -> dict:
 
 def phrase(kind: str, key: str, *names: str) -> str:
     """Return one of the phrasings of a question, chosen by a hash of `key`."""
+    # The hash's remainder by FOLLOW_UP_EVERY has decided about a second turn: use the rest of it,
+    # first for the language, then for the words.
     number = zlib.crc32(key.encode()) // FOLLOW_UP_EVERY
     phrasings = (QUESTIONS if number % CHINESE_EVERY else CHINESE)[kind]
     return phrasings[number // CHINESE_EVERY % len(phrasings)].format(*names)
@@ -152,19 +155,17 @@ def is_public(subject: Subject) -> bool:
     """Return whether no part of a name is private. Special methods count as the language reference
     has them.
     """
-    return (
-        subject.kind == "topic"
-        or subject.name.startswith("object.__")
-        or "._" not in f".{subject.name}"
-    )
+    is_special = subject.name.startswith("object.__")
+    return subject.kind == "topic" or is_special or "._" not in f".{subject.name}"
 
 
 # ---- subjects: what is documented ----------------------------------------------------------------
 
+# In a topic: a name with its arguments, and below, indented by three spaces, what it does
 DEFINITION = re.compile(
     r"(?<=\n\n)(?:class |coroutine )?([\w.]+\.\w+)(\([^\n]*\))?\n\n((?: {3}.*\n|\n)+)"
 )
-HEADING = re.compile(r"^[=*~^\"-]{3,}$", re.MULTILINE)
+HEADING = re.compile(r"^[=*~^\"-]{3,}$", re.MULTILINE)  # the line below a title
 # Paragraphs to skip
 NO_TOPIC = re.compile(rf"{HEADING.pattern}|^New in version|\((self|cls)", re.MULTILINE)
 
@@ -176,6 +177,7 @@ def topic_subjects() -> Iterator[Subject]:
     for name in sorted(topics):
         title, _, text = topics[name].partition("\n")
         parts = re.split(r"\n\s*?\n", text)
+        # begin with the first paragraph of prose
         while parts and (not parts[0][:1].isalpha() or NO_TOPIC.search(parts[0])):
             parts.pop(0)
         yield Subject(title.strip(), "topic", "\n\n".join(parts), module="topics")
@@ -192,9 +194,8 @@ def c_subjects() -> Iterator[Subject]:
             if not inspect.isbuiltin(value) and not inspect.isclass(value):
                 continue
             kind = "class" if inspect.isclass(value) else "function"
-            yield Subject(
-                prefix + name, kind, inspect.getdoc(value) or "", signature(value), module.__name__
-            )
+            text = inspect.getdoc(value) or ""
+            yield Subject(prefix + name, kind, text, signature(value), module.__name__)
             for own, method in sorted(vars(value).items()) if kind == "class" else ():
                 if inspect.ismethoddescriptor(method):
                     call = signature(method, bound=not isinstance(method, staticmethod))
@@ -206,13 +207,14 @@ def signature(value: object, bound: bool = False) -> str | None:
     """Return the arguments of a C function as source code, None if unknown. bound: without self."""
     try:
         parameters = inspect.signature(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError):  # range(), for example, has several forms
         return None
     own = list(parameters.parameters.values())[bound:]
     return str(parameters.replace(parameters=own))
 
 
 def library_subjects() -> Iterator[Subject]:
+    """Yield what is documented in the sources of the standard library."""
     for module, source in library_sources():
         # The documented Python twin of a C module
         name = {"_pydecimal": "decimal"}.get(module, module)
@@ -228,11 +230,9 @@ def subjects_in(node: ast.AST, name: str, in_class: bool = False) -> Iterator[Su
     if isinstance(node, ast.Module):
         yield Subject(name, "module", text)
     elif isinstance(node, ast.ClassDef):
-        makers = [
-            item
-            for item in node.body
-            if isinstance(item, ast.FunctionDef) and item.name == "__init__"
-        ]
+        # a class is called with the arguments of its __init__
+        functions = (item for item in node.body if isinstance(item, ast.FunctionDef))
+        makers = [item for item in functions if item.name == "__init__"]
         yield Subject(name, "class", text, arguments(makers[0], True) if makers else None)
     else:
         marks = [ast.unparse(mark) for mark in node.decorator_list]
@@ -241,7 +241,7 @@ def subjects_in(node: ast.AST, name: str, in_class: bool = False) -> Iterator[Su
         else:
             call = arguments(node, bound=in_class and "staticmethod" not in marks)
             yield Subject(name, "method" if in_class else "function", text, call)
-        return
+        return  # what is inside a function cannot be used from outside
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from subjects_in(child, f"{name}.{child.name}", isinstance(node, ast.ClassDef))
@@ -257,8 +257,11 @@ def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> 
     return f"({text})"
 
 
-LISTED = re.compile(r"\s|[*-] |\d+\. ")
+# ---- descriptions --------------------------------------------------------------------------------
+
+LISTED = re.compile(r"\s|[*-] |\d+\. ")  # how a paragraph begins that a colon announces
 WORD_BREAK = re.compile(r"(?<=\w-)\n\s*(?=\w)")  # pseudo-
+# "merge(*iterables) -> iterator": C functions have it above their documentation
 SIGNATURE = re.compile(r"[\w.]+\s?\(.*\)(\s*[-=]+>?(?:\s*\S+){0,4})?:?", re.DOTALL)
 NOT_PROSE = re.compile(
     r">>>|::=|\$|\||^\s*(Copyright|Author|Written|Created|Usage|Arguments)|^\W*$", re.IGNORECASE
@@ -279,9 +282,8 @@ def first_paragraph(text: str) -> str:
     if answer.endswith(":"):
         listed = list(itertools.takewhile(LISTED.match, parts[1:])) or parts[1:2]
         answer = "\n\n".join([answer, *listed]) if listed else ""
-    return (
-        answer if len(answer.split()) >= MIN_WORDS and len(answer) <= MAX_CHARS and not bad else ""
-    )
+    fits = len(answer.split()) >= MIN_WORDS and len(answer) <= MAX_CHARS
+    return answer if fits and not bad else ""
 
 
 def flow(paragraph: str) -> str:
@@ -293,7 +295,7 @@ def flow(paragraph: str) -> str:
 
 # ---- preference pairs ----------------------------------------------------------------------------
 
-# Two answers have similar lengths if they differ by at most this fraction of the longer
+# Two answers have similar lengths if they differ by at most this fraction of the longer one.
 SIMILAR = 0.2
 SENTENCE = re.compile(r"\S.*?(?:[.!?](?=\s)|$)", re.DOTALL)
 MAX_SENTENCE = 200  # characters of a sentence that is repeated
@@ -302,8 +304,7 @@ MAX_SENTENCE = 200  # characters of a sentence that is repeated
 def docs_pairs() -> Iterator[dict]:
     """Yield {"prompt", "chosen", "rejected"}: a first question of docs_conversations, the right
     description, and a wrong one: it describes something else in the same module, or stops in the
-    middle of a sentence, or repeats itself. A hash of the name decides which, so the wrong answer
-    is the longer one half of the time.
+    middle of a sentence, or repeats itself.
     """
     found = list(described())
     answers = {}
@@ -311,23 +312,18 @@ def docs_pairs() -> Iterator[dict]:
         answers.setdefault(subject.module, []).append(answer)
     for subject, answer in found:
         name = subject.name
-        wrong = (
-            another(name, answer, answers[subject.module]),
-            stopped(name, answer),
-            repeated(name, answer),
-        )
-        if possible := list(filter(None, wrong)):
-            yield {
-                "prompt": [question_about(subject)],
-                "chosen": answer,
-                "rejected": pick(f"way {name}", possible),
-            }
+        wrong = another(name, answer, answers[subject.module]), stopped(name, answer)
+        possible = list(filter(None, (*wrong, repeated(name, answer))))
+        # A hash of the name decides which, so the wrong answer is the longer one half of the time:
+        # a reward model must not learn that length is worth something.
+        if possible:
+            rejected = pick(f"way {name}", possible)
+            yield {"prompt": [question_about(subject)], "chosen": answer, "rejected": rejected}
 
 
 def pick(key: str, items: Sequence[str | int]) -> str | int:
-    """Return one of the items, by a hash of the key (not crc32: its values for keys with the same
-    end are related).
-    """
+    """Return one of the items, by a hash of the key."""
+    # not by crc32, whose values for keys with the same end are related
     return items[int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % len(items)]
 
 

@@ -44,7 +44,7 @@ SUBJECTS_FILE = Path(__file__).with_name("subjects.json")
 
 
 class Question(NamedTuple):
-    text: str  # the prompt up to the answer
+    text: str  # the prompt from the question up to the answer
     answers: tuple[str, ...]  # what may follow it, after a space
     right: int
     where: str  # file:line
@@ -72,41 +72,40 @@ def evaluate_choices(
     records}. All ranks call this and get the result. limit: first questions of each subject, 0 =
     all.
 
-    Each score is {n, chance, acc, acc_stderr}. If answers are texts, acc goes by their
-    log-probability, acc_norm by that per character, acc_bytes by that per byte of UTF-8. overall
-    and groups average over questions, subject_mean over subjects, as CMMLU and C-Eval publish
-    it. A prompt that does not fit in block_size (0 = the model's) gets fewer examples
-    (fewer_shots questions), and without examples loses its beginning (cut questions)."""
+    Each score is {n, chance, acc, acc_stderr}, with acc_norm and acc_bytes if answers are texts.
+    A prompt that does not fit in block_size (0 = the model's) gets fewer examples (fewer_shots
+    questions), and without examples loses its beginning (cut questions)."""
     size = min(block_size or model.cfg.block_size, model.cfg.block_size)
     subjects, notes = read_task(task, directory, shots)
     records = []
     for subject in subjects:
         questions = subject.questions[: limit or None]
         prompts = [fitted(tokenizer, subject, question, shots, size) for question in questions]
+        # All answers of a subject at once, so that rows of similar length share a batch
         of_subject = [row for rows, *_ in prompts for row in rows]
         scored = iter(score_tokens(model, of_subject, batch_size, dtype))
         for question, (rows, n_shots, n_cut) in zip(questions, prompts, strict=True):
             logprobs = [-next(scored).nats for _ in rows]
-            if not all(map(math.isfinite, logprobs)):
-                what = f"log-probabilities {logprobs}: the weights are damaged"
-                raise UserError(f"choices: {question.where}: {what}")
-            lengths = {"acc": [1] * len(rows)}
-            if task not in QUESTIONS:
-                lengths["acc_norm"] = [len(answer) for answer in question.answers]
-                lengths["acc_bytes"] = [len(answer.encode()) for answer in question.answers]
-            chosen = {measure: likeliest(logprobs, units) for measure, units in lengths.items()}
-            records.append({
-                "subject": subject.name,
-                "where": question.where,
-                "logprobs": logprobs,
-                "right": question.right,
-                "chosen": chosen,
-                "shots": n_shots,
-                "cut_tokens": n_cut,
-            })
+            found = {"subject": subject.name, "where": question.where, "logprobs": logprobs}
+            found |= {"right": question.right, "chosen": chosen_answers(question, logprobs, task)}
+            records.append(found | {"shots": n_shots, "cut_tokens": n_cut})
     groups = subjects_file()[task.removesuffix("_text")]["groups"]
     found = {"task": task, "shots": shots} | summary(records, groups, shots)
     return found | {"notes": notes, "records": records}
+
+
+def chosen_answers(question: Question, logprobs: list[float], task: str) -> dict[str, int]:
+    """Return {measure: index of the answer that it chooses}. logprobs: of the answers."""
+    if not all(map(math.isfinite, logprobs)):
+        what = f"log-probabilities {logprobs}: the weights are damaged"
+        raise UserError(f"choices: {question.where}: {what}")
+    # Letters are alike in length. A longer text is less likely as a whole, so texts are also
+    # compared per character (lm-eval's acc_norm) and per byte of UTF-8.
+    lengths = {"acc": [1] * len(logprobs)}
+    if task not in QUESTIONS:
+        lengths["acc_norm"] = [len(answer) for answer in question.answers]
+        lengths["acc_bytes"] = [len(answer.encode()) for answer in question.answers]
+    return {measure: likeliest(logprobs, units) for measure, units in lengths.items()}
 
 
 def likeliest(logprobs: Sequence[float], lengths: Sequence[int]) -> int:
@@ -125,6 +124,8 @@ def summary(records: Sequence[dict], groups: dict[str, list[str]], shots: int) -
         name: [r for r in records if r["subject"] in members] for name, members in groups.items()
     }
     of_subject = {name: scores(found) for name, found in subjects.items()}
+    # The mean over subjects, whatever their sizes, is what CMMLU and C-Eval publish; MMLU's is
+    # the mean over questions.
     columns = {m: [one[m] for one in of_subject.values()] for m in records[0]["chosen"]}
     return {
         "overall": scores(records),
@@ -142,7 +143,8 @@ def scores(records: Sequence[dict]) -> dict:
     found = {"n": n, "chance": sum(1 / len(r["logprobs"]) for r in records) / n}
     for measure in records[0]["chosen"]:
         p = sum(r["chosen"][measure] == r["right"] for r in records) / n
-        # the sample variance of n values of 0 and 1 with mean p is p (1 - p) n / (n - 1)
+        # standard error of a mean: sqrt(variance / n); the sample variance of n values of 0 and 1
+        # with mean p is p (1 - p) n / (n - 1)
         error = math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None
         found |= {measure: p, f"{measure}_stderr": error}
     return found
@@ -152,8 +154,9 @@ def fitted(
     tokenizer: Tokenizer, subject: Subject, question: Question, shots: int, size: int
 ) -> tuple[list, int, int]:
     """Return (answer_rows of a question with as many examples as fit in `size`, their number,
-    tokens cut from the beginning of the longest row). The model does not read a row's last id.
-    Raise UserError if an answer alone does not fit."""
+    tokens cut from the beginning of the longest row). Raise UserError if an answer alone does not
+    fit."""
+    # The model does not read a row's last id, so a row may be one longer than its block.
     for n in range(shots, -1, -1):
         context = subject.intro
         for example in subject.examples[:n]:
@@ -162,6 +165,7 @@ def fitted(
         over = max(len(ids) for ids, _ in rows) - (size + 1)
         if over <= 0:
             return rows, n, 0
+    # Even without examples it is too long: keep the end, which holds question and answer.
     longest = max(len(ids) - first for ids, first in rows)
     if longest > size:
         what = f"an answer of {longest} tokens does not fit in block_size={size}; raise it"
@@ -173,9 +177,9 @@ def fitted(
 def answer_rows(
     tokenizer: Tokenizer, context: str, answers: Sequence[str]
 ) -> list[tuple[list[int], int]]:
-    """Return (ids of context and answer, where the answer begins). As in lm-eval the text is
-    tokenized as a whole, since an answer's first token depends on what precedes it; white space
-    after the context belongs to the answer."""
+    """Return (ids of context and answer, where the answer begins)."""
+    # As in lm-eval the text is tokenized as a whole, since an answer's first token depends on what
+    # precedes it. White space after the context belongs to the answer.
     first = len(begin_prompt(tokenizer, context.rstrip()))
     rows = [begin_prompt(tokenizer, f"{context} {answer}") for answer in answers]
     # A merge over the border may leave the answer no token
@@ -194,6 +198,7 @@ def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str
     for file in files:
         name = file.stem.removesuffix(f"_{split}")
         read = partial(read_questions, task=task, words=words, notes=notes)
+        # test/anatomy_test.csv has its examples in dev/anatomy_dev.csv
         source = Path(path, "dev", file.name.replace(f"_{split}.csv", "_dev.csv"))
         examples = read(source) if shots and source.exists() else []
         if (n := len(examples)) < shots:
@@ -202,6 +207,7 @@ def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str
         intro = words["letters_intro" if task == exam else "texts_intro"]
         title = words["names"].get(name, name.replace("_", " "))
         subjects.append(Subject(name, intro.format(title), examples[:shots], read(file)))
+        # a subject that the publishers do not know, such as one's own file
         if not any(name in members for members in words["groups"].values()):
             notes["of no group, only in the overall score"].append(name)
     return subjects, [f"{what}: {listed(names, 3)}" for what, names in notes.items()]
@@ -215,11 +221,11 @@ def subjects_file() -> dict[str, dict]:
 def read_questions(
     file: Path, task: str, words: dict, notes: dict[str, list[str]]
 ) -> list[Question]:
-    """Return the questions of a subject. A row that cannot be understood is an error, since the
-    accuracy over the others would be another benchmark's."""
+    """Return the questions of a subject. Raise UserError for a row that cannot be understood: the
+    accuracy over the others would be that of another benchmark."""
     exam = task.removesuffix("_text")
     columns, questions, encodings = COLUMNS[exam], [], set()
-    # Its files name no columns
+    # MMLU's files have no line with the names of the columns.
     for row in read_records(str(file), names=columns if exam == "mmlu" else ()):
         where = f"{file}:{row.line}"
         if row.problem:
@@ -231,7 +237,7 @@ def read_questions(
         if right.strip() not in LETTERS:  # as in splits with secret answers
             what = f"{columns[-1]} is {right!r}, not one of {', '.join(LETTERS)}"
             raise UserError(f"choices: {where}: {what}")
-        if task == exam:
+        if task == exam:  # the prompt lists the answers; the model says a letter
             options = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=True)]
             asked, answers = "\n".join([question.strip(), *options, words["answer"]]), LETTERS
         else:
@@ -241,6 +247,6 @@ def read_questions(
         encodings.add(row.encoding)
     if not questions:
         raise UserError(f"choices: {file} holds no question")
-    if encodings != {"utf-8"}:
+    if encodings != {"utf-8"}:  # copies of C-Eval and CMMLU saved by Excel in China
         notes["read as GB18030 (GBK), not UTF-8"].append(f"{file.parent.name}/{file.name}")
     return questions

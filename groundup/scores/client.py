@@ -27,9 +27,10 @@ from groundup.errors import UserError
 from groundup.files.disk import lock
 
 MAX_WAIT = 600.0  # seconds before a retry
-# Fields that some models do not take (OpenAI's that think), and what is sent instead
+# Fields that some models do not take (OpenAI's reasoning models), and what is sent instead
 INSTEAD = {"max_tokens": "max_completion_tokens", "temperature": None}
-REFUSED: dict[tuple[str, str], list[str]] = {}  # those that (base_url, model) has refused
+# {(base_url, model): the fields that it has refused}, so that each is tried only once
+REFUSED: dict[tuple[str, str], list[str]] = {}
 
 
 class Endpoint(NamedTuple):
@@ -56,7 +57,7 @@ def read_key(name: str) -> str:
     if name and not key:
         what = f"there is no environment variable {name!r} with a key, as api_key_env says"
         raise UserError(f"config: {what}")
-    if not re.fullmatch(r"[!-~]*", key):  # no header can hold it
+    if not re.fullmatch(r"[!-~]*", key):  # printable ASCII; a header holds nothing else
         what = f"the key in {name} has characters that are not allowed in a key; copy it again"
         raise UserError(f"config: {what}")
     return key
@@ -80,15 +81,16 @@ def ask_in_order(
 ) -> Iterator[Reply]:
     """Yield the replies in the order of the prompts. Raise UserError when retries fail.
 
-    begin: number of the first request, which is sent alone: if nobody answers, there is no use
-    in waiting. Then up to `most` prompts are taken ahead, so that a slow reply does not hold up
-    the others. Close early to cancel the rest."""
+    begin: number of the first request. most: requests that are sent before their turn. Close early
+    to cancel the rest."""
     waiting, numbered = deque(), enumerate(prompts, begin)
     pool = ThreadPoolExecutor(endpoint.parallel)
     try:
+        # The first request goes alone: if nobody answers, waiting makes no sense.
         for number, prompt in islice(numbered, 1):
             yield ask(endpoint, prompt, f"request {number}", is_first=True)
         while True:
+            # Ask ahead, so that a slow reply does not hold up the others.
             for number, prompt in islice(numbered, most - len(waiting)):
                 waiting.append(pool.submit(ask, endpoint, prompt, f"request {number}"))
             if not waiting:
@@ -101,12 +103,11 @@ def ask_in_order(
 def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> Reply:
     """Return the reply to one user message. Raise UserError if retries are used up or cannot help.
 
-    Wait retry_wait * 2**attempt seconds before each retry, or as long as Retry-After says.
     `name` is printed. is_first: do not retry if nobody is there: the address may be wrong."""
     if not re.fullmatch(r"https?://[!-~]+", endpoint.base_url):  # no retry mends it
         what = f"base_url={endpoint.base_url!r} must be like http://127.0.0.1:8000/v1"
         raise UserError(f"config: {what}")
-    rng = random.Random(name)  # so that threads that failed together do not retry together
+    rng = random.Random(name)
     messages = [{"role": "user", "content": prompt}]
     body = {"model": endpoint.model, "messages": messages, **endpoint.fields}
     refused = REFUSED.setdefault((endpoint.base_url, endpoint.model), [])
@@ -119,17 +120,19 @@ def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> R
         except Unsupported as problem:
             (field,) = problem.args
             without(body, field)
-            if field not in refused:
+            if field not in refused:  # another thread may have found out before
                 refused.append(field)
                 said = f"{INSTEAD[field]} is sent" if INSTEAD[field] else "the service's own holds"
                 tqdm.write(f"chat: {endpoint.model} takes no {field}; {said}", file=sys.stderr)
-            continue
+            continue  # this was no attempt: send the changed request at once
         except Trouble as trouble:
             what, least_pause = trouble.args
             if is_first and isinstance(trouble, Unreachable):
                 what = f"{endpoint.base_url}: {what}; start the service, or mend base_url"
                 raise UserError(f"chat: {what}") from None
         if attempt < endpoint.max_retries:
+            # Twice as long each time, unless Retry-After asks for more; the random factor spreads
+            # out threads that failed together.
             pause = endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1)
             pause = min(max(pause, least_pause), MAX_WAIT)
             tqdm.write(f"{name}: {what}; again in {pause:.1f} s", file=sys.stderr)
@@ -154,14 +157,14 @@ def post(endpoint: Endpoint, body: dict) -> Reply:
     call = urllib.request.Request(url, raw)
     call.add_header("Content-Type", "application/json")
     if endpoint.key:
-        # Never to another host
+        # Unredirected: a redirect to another host does not get the key.
         call.add_unredirected_header("Authorization", f"Bearer {endpoint.key}")
     try:
         with urllib.request.urlopen(call, timeout=endpoint.timeout) as response:
             values = json.loads(response.read())
         choice, usage = values["choices"][0], values.get("usage") or {}
         text = "" + (choice["message"].get("content") or "")  # a list of parts raises TypeError
-        # Half an emoji of a cut reply
+        # A reply that was cut may end in half a surrogate pair, which no file can hold.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         finish = str(choice.get("finish_reason") or "")
         return Reply(text, finish, int(usage.get("total_tokens") or 0))
@@ -182,16 +185,15 @@ def failed(base_url: str, error: urllib.error.HTTPError, body: dict) -> Reply:
         said = error.read(300).decode(errors="replace")
     except (OSError, http.client.HTTPException):
         said = "(the connection broke)"
+    # "Unsupported parameter: 'max_tokens' is not supported with this model."
     for field in INSTEAD:
-        if (
-            error.code == 400
-            and field in body
-            and re.search(rf"nsupported.*['\"]{field}['\"]", said)
-        ):
+        is_named = re.search(rf"nsupported.*['\"]{field}['\"]", said)
+        if error.code == 400 and field in body and is_named:
             raise Unsupported(field)
     what = " ".join(f"HTTP {error.code} {error.reason} {said}".split())
     if error.code in (400, 413, 422):  # the endpoint refuses this prompt, or every one
         return Reply(what, "refused", 0)
+    # 408 timeout, 409 conflict, 425 too early, 429 too many requests: worth another try
     if error.code not in (408, 409, 425, 429) and error.code < 500:
         raise UserError(f"chat: {base_url}: {what}")
     after = error.headers.get("Retry-After", "")
@@ -200,8 +202,7 @@ def failed(base_url: str, error: urllib.error.HTTPError, body: dict) -> Reply:
 
 class Journal:
     """All replies in the order of their requests, in a file whose first line has the settings;
-    locked while open. A half line at the end, left by a kill, is cut off. Raises UserError if
-    the file is damaged or of other settings."""
+    locked while open. Raises UserError if the file is damaged or of other settings."""
 
     def __init__(self, path: str, settings: dict) -> None:
         self.file = open(path, "a+b")
@@ -209,6 +210,7 @@ class Journal:
             lock(self.file)
         except BlockingIOError:
             raise UserError(f"chat: another process is writing {path}; wait for it") from None
+        # A kill may leave half a line at the end: cut it off, the request is sent again.
         self.file.seek(0)
         *lines, half = self.file.read().split(b"\n")
         self.file.truncate(self.file.tell() - len(half))
@@ -230,7 +232,7 @@ class Journal:
         asked = ask_in_order(endpoint, prompts, len(self.replies), most)
         with self.file, contextlib.closing(asked) as replies:
             for reply in replies:
-                self.add(reply._asdict())
+                self.add(reply._asdict())  # first: a reply that is used is never asked for again
                 self.replies.append(reply)
                 yield reply
 

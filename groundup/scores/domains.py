@@ -3,12 +3,7 @@
 The loss of a document is the negative log-probability of its whole text, so models are compared on
 the same documents whatever their tokenizers (as in arXiv:2310.19341): per byte and per character
 always, per token (and perplexity) only if the tokenizer is the same. The token that begins a text
-is read, not scored; none ends it. Bytes and characters are those of the text itself, even if a
-tokenizer normalises it.
-
-A document longer than block_size is read in windows of block_size tokens whose starts are
-`stride` apart; a token is scored in the first window that has it, with at least block_size -
-stride tokens of context.
+is read, not scored; none ends it. A document longer than block_size is read in windows.
 """
 
 import math
@@ -50,18 +45,18 @@ def parse_domains(spec: str) -> list[Domain]:
     name a directory or file is a domain of its own name."""
     domains = []
     for part in filter(None, split_names(spec)):
+        # 'zh=zh/*.txt' has a name, unless a file is really called that
         named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
         if named or os.path.isdir(part):
             name = named[1].strip() if named else os.path.basename(os.path.abspath(part))
             domains.append(Domain(name, find_files(named[2] if named else part)))
             continue
-        for path in find_files(part):
+        for path in find_files(part):  # wiki.jsonl.gz is the domain wiki
             name = os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
             domains.append(Domain(name, [path]))
     if not domains:
-        raise UserError(
-            "perplexity: data is empty; give texts, such as --data='zh=zh/*.txt,code=code.jsonl'"
-        )
+        example = "--data='zh=zh/*.txt,code=code.jsonl'"
+        raise UserError(f"perplexity: data is empty; give texts, such as {example}")
     names = [domain.name for domain in domains]
     for name in {name for name in names if names.count(name) > 1}:
         what = f"two domains are called {name!r}; name them apart"
@@ -81,10 +76,13 @@ def read_texts(domain: Domain, settings: Settings, report: records.Report) -> It
 
 
 def begin_id(tokenizer: Tokenizer) -> int:
-    """Return the id that the first token of a text is predicted from: the begin token where the
-    tokenizer puts one before every text, else the one between documents. Raise UserError if
-    there is none."""
-    found = tokenizer.eot_id if tokenizer.eot_id >= 0 and not tokenizer.begins else tokenizer.bos_id
+    """Return the id that the first token of a text is predicted from. Raise UserError if there is
+    none."""
+    # What the model saw before a text in training: its begin token if the tokenizer puts one
+    # before every text, else the token between documents.
+    found = tokenizer.bos_id
+    if tokenizer.eot_id >= 0 and not tokenizer.begins:
+        found = tokenizer.eot_id
     if found < 0:
         raise UserError("perplexity: this tokenizer has no token that begins or ends a text")
     return found
@@ -93,11 +91,13 @@ def begin_id(tokenizer: Tokenizer) -> int:
 def windows(ids: Sequence[int], block_size: int, stride: int) -> Iterator[tuple[list[int], int]]:
     """Yield rows (ids, first) for likelihood.score_tokens that together score ids[1:], each id
     once."""
+    # Windows of block_size tokens begin `stride` apart. A token is scored in the first window that
+    # has it, so all but those of the first window see at least block_size - stride tokens before.
     scored = 1
     for begin in range(0, len(ids), stride):
         if scored == len(ids):
             return
-        row = list(ids[begin : begin + block_size + 1])
+        row = list(ids[begin : begin + block_size + 1])  # the last id is only a target
         yield row, scored - begin
         scored = begin + len(row)
 
@@ -129,6 +129,7 @@ def document_losses(
             for row in windows(ids, settings.block_size, settings.stride):
                 yield number, row
 
+    # Some rows at a time: a domain of gigabytes is never in memory as a whole.
     numbered = numbered_rows()
     while group := list(islice(numbered, max(1, GROUP_TOKENS // settings.block_size))):
         of_rows = score_tokens(model, [row for _, row in group], settings.batch_size, dtype)
@@ -140,6 +141,7 @@ def document_losses(
 
 def summarize(losses: Sequence[Loss]) -> dict[str, float]:
     """Return the figures of a domain: sums over its documents, divided."""
+    # Bytes and characters are those of the text itself, even if a tokenizer normalises it.
     nats = math.fsum(loss.nats for loss in losses)
     tokens, n_bytes, chars = (sum(column) for column in list(zip(*losses, strict=True))[1:])
     per_token = nats / tokens if tokens else math.nan
@@ -150,7 +152,7 @@ def summarize(losses: Sequence[Loss]) -> dict[str, float]:
         "characters": chars,
         "nats_per_document": nats / len(losses),
         "nats_per_token": per_token,
-        # Beyond that exp overflows
+        # exp(710) overflows
         "perplexity": math.inf if per_token > 709 else math.exp(per_token),
         "bits_per_byte": nats / math.log(2) / n_bytes,
         "bits_per_character": nats / math.log(2) / chars,
@@ -191,14 +193,13 @@ def notes_of(report: records.Report, max_places: int = SHOWN_PLACES) -> list[str
     notes = [f"{kinds[kind]}: {n:,} documents" for kind, n in report.mended.items()]
     if lost := sum(report.problems.values()):
         reasons = ", ".join(f"{reason} {n}" for reason, n in report.problems.items())
-        places = [
-            f"{path}:{line}: {without_list(why)}"
-            for path, line, _, why in report.places[:max_places]
-        ]
+        places = []
+        for path, line, _, why in report.places[:max_places]:
+            places.append(f"{path}:{line}: {without_list(why)}")
         notes.append(f"not read: {lost:,} records ({reasons}); {'; '.join(places)}")
     return notes
 
 
 def without_list(problem: str) -> str:
-    """Shorten the reason why a row was not understood."""
+    """Return the reason why a row was not understood, without the list of all known fields."""
     return re.sub(r"; \w+ is known by: .*", "", problem)

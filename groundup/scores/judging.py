@@ -7,9 +7,7 @@ answers better.
         -> wins, ties, losses of A, and every verdict
 
 A judge is a function from Matches to a Verdict for each: functools.partial of reward_judge or
-endpoint_judge. Answers come from files of sample.py (read_answers). An answer whose
-finish_reason is "length" is unfinished: it loses to a finished one, and two of them are a tie,
-without asking the judge; a reward model cannot tell that an answer has no end.
+endpoint_judge. Answers come from files of sample.py (read_answers).
 """
 
 import hashlib
@@ -39,9 +37,9 @@ from groundup.tokens.rows import read_source
 from groundup.train import ranks
 from tokenizer import Tokenizer
 
-Z95 = 1.959964  # of the normal distribution, for 95 %
+Z95 = 1.959964  # standard deviations of the normal distribution on each side that hold 95 %
 EQUAL, CUT = "equal answers", "unfinished"  # reasons of verdicts that no judge was asked for
-# Of a request; max_tokens includes what a model thinks first
+# Of a request; max_tokens includes what a reasoning model thinks first.
 FIELDS = {"temperature": 0.0, "max_tokens": 2048}
 INSTRUCTION = """\
 Two assistants have answered the last message of the same conversation. Decide which answer serves \
@@ -64,7 +62,7 @@ class Verdict(NamedTuple):
     winner: str  # a | b | tie | none
     reason: str = ""  # why there is none, or why no judge was asked
     scores: tuple[float, ...] = ()  # a reward model's, of a and b
-    # What an endpoint said with a shown first, and with b first: a | b | tie | none
+    # What an endpoint said when a was shown first, and when b was: a | b | tie | none
     orders: tuple[str, ...] = ()
 
 
@@ -85,9 +83,10 @@ def evaluate_preference(
     data: as reward.py's val_data, without weights. limit: first pairs of each part of it, 0 =
     all. The ranks share the pairs."""
     paths = [part.strip() for part in data.split(",") if part.strip()]
+    # A prepared directory has a validation split; of a file all pairs count.
     sources = [read_source(p, PairReader(tokenizer, model.cfg.block_size), 0.0) for p in paths]
     pairs = [pair for source in sources for pair in (source.val or source.train)[: limit or None]]
-    sides = []
+    sides = []  # chosen, rejected, chosen, rejected, ...
     for pair in pairs:
         sides += [[*pair.prompt.tolist(), *one.tolist()] for one in (pair.chosen, pair.rejected)]
     scores = shared_scores(model, sides, batch_size, dtype)
@@ -107,8 +106,8 @@ def shared_scores(
     batch_size: int,
     dtype: torch.dtype,
 ) -> list[float]:
-    """reward_model.score_ids with the rows shared by the ranks: all give the same rows and get
-    all scores."""
+    """Return what reward_model.score_ids does. The ranks share the work: all give the same rows and
+    get all scores."""
 
     def score(own: range) -> list[float]:
         mine = [rows[i] for i in own]
@@ -123,14 +122,14 @@ def shared_scores(
 def read_answers(path: str) -> list[dict]:
     """Return [{"prompt", "answer", "finish_reason"}, ...] of a file of sample.py, by prompt number.
 
-    prompt: the messages that the model was given: with the system message in the settings beside
-    the file, without the data's own answer at their end. A text to continue counts as a user's
-    message. answer: the first completion. Raise UserError for any other line."""
+    prompt: the messages that the model was given. answer: the first completion. Raise UserError for
+    any other line."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"judge: cannot read {path!r}: {error}") from None
     settings = answer_files.need_settings(path)
+    # What any JSON that sample.py has not written may raise
     bad = (ValueError, LookupError, TypeError, AttributeError, BadRow)
     found = []
     for number, line in enumerate(lines, 1):
@@ -148,11 +147,13 @@ def read_answers(path: str) -> list[dict]:
 
 def read_answer(row: dict, settings: dict) -> tuple[int, dict]:
     """Return (number of the prompt, an item of `read_answers`)."""
+    # The prompt is the data's row: with the system message of the settings beside the file, without
+    # the data's own answer at its end.
     fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
     text = answer_files.continued_text(fields, settings.get("chat", True))
     if text is None:
         messages, _ = answer_files.conversation_of(fields, settings)
-    else:
+    else:  # a text to continue
         messages = [{"role": "user", "content": text}]
     first = row["completions"][0]
     answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
@@ -172,8 +173,7 @@ def matches_of(
     answers_a: Sequence[dict], answers_b: Sequence[dict]
 ) -> tuple[list[Match], dict[str, int]]:
     """Return the prompts that both answer, in the order of A, and how many only one of them
-    does. The k-th answers to equal prompts belong together. Raise UserError if there is no
-    common prompt."""
+    does. Raise UserError if there is no common prompt."""
     of_a, of_b = by_prompt(answers_a), by_prompt(answers_b)
     pairs = [(key[0], of_a[key], of_b[key]) for key in of_a if key in of_b]
     if not pairs:
@@ -189,6 +189,7 @@ def matches_of(
 
 def by_prompt(rows: Sequence[dict]) -> dict[tuple[str, int], tuple[str, bool]]:
     """Return {(prompt as JSON, how often it came before): (answer, whether it is finished)}."""
+    # The count keeps equal prompts apart: the k-th answers of both models belong together.
     found, seen = {}, Counter()
     for row in rows:
         key = json.dumps(row["prompt"], sort_keys=True)
@@ -205,7 +206,9 @@ def win_rate(
     """Return what `tally` says of A against B, and `matches`, a row for each with its verdict."""
     matches, left_out = matches_of(answers_a, answers_b)
     verdicts = {}
-    for i, match in enumerate(matches):  # those that need no judge
+    # Those that need no judge. An answer that was cut loses to a finished one, and two of them are
+    # a tie: a reward model cannot tell that an answer has no end.
+    for i, match in enumerate(matches):
         if match.finished_a != match.finished_b:
             verdicts[i] = Verdict("a" if match.finished_a else "b", CUT)
         elif match.a.strip() == match.b.strip() or not match.finished_a:
@@ -222,13 +225,13 @@ def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
     """Count n, wins, ties and losses of A; none: {why there is no verdict: how many}; unfinished:
     matches in which only A's answer is unfinished, only B's, or both.
 
-    win_rate: (wins + ties / 2) / verdicts, with its 95 % Wilson interval, which is a little too
-    wide where there are ties. longer_wins: fraction of the judge's wins and losses that went to
-    the answer with more characters. disagreements: matches in which a judge that saw both orders
-    contradicted itself. None = nothing to divide by."""
+    win_rate: (wins + ties / 2) / verdicts, with its 95 % interval. longer_wins: fraction of the
+    judge's wins and losses that went to the answer with more characters. disagreements: matches in
+    which a judge that saw both orders contradicted itself. None = nothing to divide by."""
     counts = Counter(verdict.winner for verdict in verdicts)
     n = counts["a"] + counts["b"] + counts["tie"]
     rate = (counts["a"] + counts["tie"] / 2) / n if n else None
+    # Does the judge prefer length? Its own decisions between unequal lengths tell.
     pairs = zip(matches, verdicts, strict=True)
     judged = [(m, v) for m, v in pairs if v.winner in "ab" and not v.reason]
     longer = [(v.winner == "a") == (len(m.a) > len(m.b)) for m, v in judged if len(m.a) != len(m.b)]
@@ -251,6 +254,8 @@ def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
 
 def wilson(rate: float, n: int) -> tuple[float, float]:
     """Return the 95 % score interval of a fraction of n (Wilson, JASA 22, 1927)."""
+    # (p + z^2/2n +- z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n). Where ties count a half, the
+    # variance is smaller than p (1 - p), so the interval is a little too wide.
     center, scale = rate + Z95**2 / (2 * n), 1 + Z95**2 / n
     half = Z95 * math.sqrt(rate * (1 - rate) / n + Z95**2 / (4 * n**2))
     return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
@@ -266,14 +271,15 @@ def reward_judge(
     batch_size: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> list[Verdict]:
-    """The answer with the higher reward wins. Each is scored alone, so there is no order to
-    favour. The ranks share the answers."""
+    """Return the verdicts of a reward model: the higher reward wins. The ranks share the work."""
+    # Each answer is scored alone, so there is no order to favour.
     most, pairs = model.cfg.block_size, []
     for match in matches:
         answers = [{"role": "assistant", "content": text} for text in (match.a, match.b)]
         pairs.append([reward_model.answered_ids([*match.prompt, a], tokenizer) for a in answers])
     fits = [max(map(len, pair)) <= most for pair in pairs]
     rows = [ids for pair, fit in zip(pairs, fits, strict=True) if fit for ids in pair]
+    # a's and b's scores, match by match
     scores = iter(shared_scores(model, rows, batch_size, dtype))
     verdicts = []
     for fit in fits:
@@ -287,15 +293,16 @@ def reward_judge(
 
 def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -> list[Verdict]:
     """Return the verdicts of the model behind an endpoint, asked twice about each match, once with
-    either answer first (arXiv:2306.05685). If it contradicts itself, the match is a tie.
+    either answer first. If it contradicts itself, the match is a tie.
 
-    journal: a file that keeps its replies, so that a call that was broken off goes on where it
-    was."""
+    journal: a file that keeps its replies, so that an interrupted call goes on where it was."""
     if not matches:
         return []
     if ranks.world_size() > 1:
         raise UserError("judge: an endpoint is asked by one process; start without torchrun")
+    # Models favour the answer that they see first (arXiv:2306.05685, section 3.3).
     prompts = [judge_prompt(match, swapped) for match in matches for swapped in (False, True)]
+    # The journal belongs to these prompts: other answers need another file.
     digest = hashlib.sha256(json.dumps([INSTRUCTION, prompts]).encode()).hexdigest()[:16]
     Path(journal).parent.mkdir(parents=True, exist_ok=True)
     endpoint = endpoint._replace(fields=FIELDS)
@@ -308,6 +315,7 @@ def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -
     if all(reply.finish == "refused" for reply in replies):
         raise UserError(f"judge: {endpoint.base_url} refuses every request: {replies[0].text}")
     said = list(map(verdict_of, replies))
+    # in a second reply the answer shown first, its "a", was b
     swapped = [{"a": "b", "b": "a"}.get(one, one) for one in said[1::2]]
     return list(map(agreed, said[0::2], swapped))
 
@@ -326,6 +334,7 @@ def verdict_of(reply: Reply) -> str:
     if reply.finish in ("length", "refused"):
         return "none"
     text = re.sub(r"\A\s*<think>.*?(</think>|\Z)", "", reply.text, flags=re.DOTALL)
+    # the last one: a judge may quote the marks of its instruction before
     marks = re.findall(r"\[\[\s*([ABC])\s*\]\]", text)
     return {"A": "a", "B": "b", "C": "tie"}[marks[-1]] if marks else "none"
 

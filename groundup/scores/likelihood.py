@@ -24,6 +24,7 @@ class Scored(NamedTuple):
 def split_over_ranks(n: int, work: Callable[[range], Iterable]) -> list:
     """Return the results for n items, all of them on all ranks. `work` gets a rank's own items
     and gives theirs."""
+    # Each result keeps its number, so the order is that of the items.
     own = ranks.own_part(n)
     found = ranks.merged(dict(zip(own, work(own), strict=True)))
     return [found[i] for i in range(n)]
@@ -40,20 +41,22 @@ def score_tokens(
     rows of (ids, first).
 
     1 <= first <= len(ids) <= block_size + 1. Matrix products are in `dtype`, log-softmax in
-    float32. Rows of similar length are batched; rows that differ only in their last id, as the
-    letters of a question do, are computed once. All ranks pass the same rows and get all
-    results, in order; the batches do not depend on the number of ranks."""
+    float32. All ranks pass the same rows and get all results, in order."""
     training = model.training
     model.eval()
-    rows_of: dict[tuple[int, ...], list[int]] = {}  # what is read -> the rows that read it
+    # {ids that the model reads: rows}: rows that differ only in their last id, as the letters of a
+    # question do, share one forward pass.
+    rows_of: dict[tuple[int, ...], list[int]] = {}
     for i, (ids, first) in enumerate(rows):
         assert 1 <= first <= len(ids) <= model.cfg.block_size + 1, f"row {i}: {first=} {len(ids)=}"
         rows_of.setdefault(tuple(ids[:-1]), []).append(i)
-    inputs = sorted(rows_of, key=len, reverse=True)  # what needs most memory first
+    # Rows of similar length share a batch. The longest come first, so too little memory shows at
+    # once. The batches do not depend on the number of ranks, and so neither do the roundings.
+    inputs = sorted(rows_of, key=len, reverse=True)
     batches = [inputs[k : k + batch_size] for k in range(0, len(inputs), batch_size)]
 
     def score(own: range) -> Iterable[list[Scored]]:
-        hidden = True if own.start else None
+        hidden = True if own.start else None  # the first rank shows the bar; None = on a terminal
         for k in tqdm(own, desc="scoring", unit="batch", leave=False, disable=hidden):
             batch = [(ids, [rows[i] for i in rows_of[ids]]) for ids in batches[k]]
             yield score_batch(model, batch, dtype)
@@ -67,21 +70,24 @@ def score_tokens(
 def score_batch(
     model: Transformer, batch: Sequence[tuple[tuple[int, ...], list]], dtype: torch.dtype
 ) -> list[Scored]:
-    """Return what score_tokens does for the rows [(ids, first), ...] of each input in the batch.
-    Padding follows what counts, where no token sees it, and gets no logits."""
+    """Return what score_tokens does for the rows [(ids, first), ...] of each input in the batch."""
     device = model.embed_tokens.weight.device
     T = max(1, *(len(ids) for ids, _ in batch))
-    x = torch.tensor([[*ids, *[0] * (T - len(ids))] for ids, _ in batch])
+    # Padding on the right: attention is causal, so no token that counts sees it.
+    x = torch.tensor([[*ids, *[0] * (T - len(ids))] for ids, _ in batch])  # (B, T)
+    # Positions of the flat x that predict a scored token, those tokens, their number in each row
     index, targets, counts = [], [], []
     for k, (_, rows) in enumerate(batch):
         for ids, first in rows:
+            # ids[first] is predicted one position before it
             index += range(k * T + first - 1, k * T + len(ids) - 1)
             targets += ids[first:]
             counts.append(len(ids) - first)
-    with autocast(device, dtype):
+    with autocast(device, dtype):  # (n, C): hidden states of the scored positions alone
         hidden = model(x.to(device), index=torch.tensor(index, dtype=torch.int64, device=device))
     if not targets:
         return [Scored(0.0, 0, True)] * len(counts)
     nats, correct = token_scores(hidden, model.lm_head.weight, torch.tensor(targets, device=device))
+    # Sums in float64: a long text adds up thousands of terms.
     parts = zip(nats.cpu().double().split(counts), correct.cpu().split(counts), strict=True)
     return [Scored(of_row.sum().item(), len(of_row), bool(right.all())) for of_row, right in parts]

@@ -45,7 +45,8 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 KEYS = ("loss", "bpb", "ifd", "score_problem")  # that a language model adds
-ROWS = 64  # at a time, times batch_size; a kill costs that much
+# Rows at a time, times batch_size: enough to batch similar lengths, and a kill costs no more.
+ROWS = 64
 
 # ---- files that are read, and one that is resumed ------------------------------------------------
 
@@ -53,8 +54,9 @@ ROWS = 64  # at a time, times batch_size; a kill costs that much
 def read_rows(
     paths: Sequence[str], report: records.Report, txt_split: str = "file"
 ) -> Iterator[tuple[str, object, str]]:
-    """Yield (file, row, "") for each row, ({"line": its number} and why) for one that cannot be
-    read."""
+    """Yield (file, row, "") for each row; for one that cannot be read (file, {"line": its number},
+    why)."""
+    # Every row of the input is a row of the output, also one that cannot be read.
     for path in paths:
         for record in records.read_records(path, txt_split):
             if record.problem:
@@ -82,15 +84,12 @@ def add_scores(
     key: fingerprint of model and rows. All ranks call this; the main one writes. Raise UserError
     if no row has a score."""
     check_replaceable(out)
+    # The fingerprint is in its name: another model or other rows do not continue it.
     part = out.with_name(f".{out.name}.{key[:16]}.part")
-    is_main, n_done = ranks.own_part(1) == range(1), 0
+    is_main = ranks.rank() == 0
+    n_done = ranks.gather_objects(n_lines(part) if is_main else 0)[0]
     if is_main and part.exists():
-        with open(part, "rb+") as f:
-            content = f.read()
-            f.truncate(content.rfind(b"\n") + 1)  # a kill may leave half a line
-        n_done = content.count(b"\n")
         print(f"{out}: {n_done:,} rows were done already", flush=True)
-    n_done = ranks.gather_objects(n_done)[0]
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = islice(rows, n_done, None)
     while some := list(islice(rows, n_rows)):
@@ -99,19 +98,35 @@ def add_scores(
         if is_main:
             with naming(part), open(part, "a", encoding="utf-8") as f:
                 f.writelines(lines)
-    problems = Counter()
-    if is_main and part.exists():
-        with open(part, encoding="utf-8") as f:
-            for row in map(json.loads, f):
-                is_one = field == "score_problem" or field in row or "completions" not in row
-                parts = [row] if is_one else row["completions"]
-                problems.update(one.get(field, "").partition(":")[0] for one in parts)
-    problems = ranks.gather_objects(problems)[0]
+    problems = ranks.gather_objects(count_problems(part, field) if is_main else None)[0]
     if not problems[""]:
         part.unlink(missing_ok=True)
         why = reasons(problems) or "there is none"
         raise UserError(f"score: no row of {source} has a score: {why}")
     return problems, part
+
+
+def n_lines(part: Path) -> int:
+    """Return the number of rows in a file; cut off half a line, which a kill may leave."""
+    if not part.exists():
+        return 0
+    with open(part, "rb+") as f:
+        content = f.read()
+        f.truncate(content.rfind(b"\n") + 1)
+    return content.count(b"\n")
+
+
+def count_problems(part: Path, field: str) -> Counter:
+    """Return {reason: rows or completions without a score}, "" being those with one."""
+    problems = Counter()
+    if part.exists():  # it is not where there was no row
+        with open(part, encoding="utf-8") as f:
+            for row in map(json.loads, f):
+                # rewards of a file of answers are those of its completions
+                is_one = field == "score_problem" or field in row or "completions" not in row
+                parts = [row] if is_one else row["completions"]
+                problems.update(one.get(field, "").partition(":")[0] for one in parts)
+    return problems
 
 
 def reasons(problems: Counter) -> str:
@@ -133,6 +148,7 @@ def loss_key(
 ) -> str:
     """Return a fingerprint of all that decides the losses."""
     parts = [reward_key(directory, source, dtype), tokenizer.fingerprint()]
+    # the batch size changes roundings only
     return hashlib.sha256(repr([*parts, settings._replace(batch_size=0)]).encode()).hexdigest()
 
 
@@ -146,7 +162,8 @@ class Work(NamedTuple):
     problem: str = ""  # why it has no score
     n_bytes: int = 0
     text: Sequence[tuple[list[int], int]] = ()  # for the loss
-    first: Sequence[tuple[list[int], int]] = ()  # the first answer after its prompt, and without it
+    # For ifd: the first answer after its prompt, and alone
+    first: Sequence[tuple[list[int], int]] = ()
 
 
 def write_losses(
@@ -165,9 +182,10 @@ def write_losses(
     Return the problems of the rows, counted, and notes on how the files were read. All ranks
     call this."""
     report = records.Report(max_places=SHOWN_PLACES)
+    found = read_rows(find_files(source), report, settings.txt_split)
     works = (
         Work(row, problem) if problem else work_of(row, tokenizer, settings, report)
-        for _, row, problem in read_rows(find_files(source), report, settings.txt_split)
+        for _, row, problem in found
     )
 
     def score(some: list[Work]) -> list[dict]:
@@ -184,8 +202,9 @@ def write_losses(
 
 
 def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: records.Report) -> Work:
-    """With a text_key every row is a document; otherwise a row is a conversation if it can be
-    read as one."""
+    """Return what to compute for a row. With a text_key every row is a document; otherwise a row is
+    a conversation if it can be read as one."""
+    # A row may be a text, or a list: what is written is always an object.
     fields = row if isinstance(row, dict) else {"text" if isinstance(row, str) else "row": row}
     if not fields.keys().isdisjoint(KEYS):
         report.mended["replaced"] += 1
@@ -195,6 +214,7 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: recor
         return chat_work(fields, messages, tokenizer, settings)
     text, problem = row_formats.document_of(row, settings.text_key)
     if problem:
+        # It is neither. Say what is wrong with the shape that it looks like.
         why = not_chat if row_formats.recognise(row, "chat") and not settings.text_key else problem
         hint = "; neither a conversation nor a text, give text_key"
         hint = hint if why.startswith("unknown format") else ""
@@ -207,17 +227,20 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: recor
 
 
 def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings: Settings) -> Work:
+    """Return what to compute for a conversation: its answers as sft.py trains on them."""
     if problem := turns.chat_problem(messages):
         return Work(fields, problem)
     messages = turns.trim_chat(messages)
     ids, learnt = tokenizer.render(messages)
     if len(ids) > settings.block_size + 1:
         return Work(fields, f"too long: {len(ids)} tokens, block_size={settings.block_size}")
+    # learnt is 1 for tokens to train on. Where it changes, an answer begins or ends.
     edges = [i for i, (a, b) in enumerate(zip([0, *learnt], [*learnt, 0], strict=True)) if a != b]
-    answers = list(zip(edges[::2], edges[1::2], strict=True))  # (begin, end) of each run of 1
+    answers = list(zip(edges[::2], edges[1::2], strict=True))  # (begin, end)
     n_bytes = sum(len(m["content"].encode()) for m in messages if m["role"] == "assistant")
     (begin, end), first = answers[0], []
-    if messages[0]["role"] != "assistant":
+    if messages[0]["role"] != "assistant":  # else there is no prompt to follow
+        # without <|im_end|>, which is easy in any case
         first = [(ids[: end - 1], begin), ([begin_id(tokenizer), *ids[begin : end - 1]], 1)]
     return Work(fields, "", n_bytes, [(ids[:end], begin) for begin, end in answers], first)
 
@@ -234,7 +257,7 @@ def numbers_of(work: Work, found: Iterator) -> dict:
         return {"loss": None, "bpb": None, "score_problem": problem}
     numbers = {"loss": nats / n_tokens, "bpb": nats / math.log(2) / work.n_bytes}
     if first:
-        given, alone = first
+        given, alone = first  # of the same tokens, so the ratio of sums is that of means
         numbers["ifd"] = given.nats / alone.nats if alone.nats > 0 else None
     return numbers
 
@@ -274,7 +297,7 @@ def write_rewards(
 
     problems, part = add_scores(talks, score, source, out, key, ROWS * batch_size, "reward_problem")
     if out not in map(Path, paths):
-        # First: they must never describe other answers
+        # Before the rename: old settings must never stand beside new answers.
         answer_files.settings_path(out).unlink(missing_ok=True)
     os.replace(part, out)
     if settings:
@@ -297,8 +320,9 @@ def files_of(source: str) -> list[str]:
 
 def common_settings(source: str) -> dict | None:
     """Return the settings of the answers in `source` without their reward model; None if there
-    are no answers. Raise UserError if two files differ, since then their answers are of two
-    models."""
+    are no answers. Raise UserError if two files differ."""
+    # What differs was answered by two models, or in two ways: one file of settings beside the
+    # scored rows could not describe both.
     known = []
     for path in files_of(source):
         settings = need_settings(path) if answer_files.is_answers(path) else read_settings(path)
@@ -329,6 +353,7 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
     found = row["completions"] if isinstance(row["completions"], list) else [None]
     if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in found):
         return Talks(row, [], "not understood: completions without a text")
+    # a row of sample.py: its prompt, with each completion as the answer
     try:
         prompt, _ = answer_files.conversation_of(row, settings)
     except BadRow as problem:
@@ -346,6 +371,7 @@ def with_rewards(
     """Yield the rows with their rewards: for each conversation that is finished and fits in the
     block."""
     most = model.cfg.block_size
+    # ids of each conversation of each row; [] for an unfinished one
     ids = [[answered_ids(talk, tokenizer) if talk else [] for talk in one.talks] for one in rows]
     fit = [one for of_row in ids for one in of_row if 0 < len(one) <= most]
     rewards = iter(score_ids(model, fit, batch_size, dtype))

@@ -32,10 +32,10 @@ FIGURES = {
     "longer_wins": "longer answer wins",
     "length_correlation": "correlation with length",
 }
-# What "n" is of a task
+# What "n" counts
 COUNTED = {"generation": "answers", "preference": "pairs", "win_rate": "comparisons"}
-# What two results must agree in to stand in one table.
-SAME_SETTINGS = ("limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
+# Results that differ in one of these cannot be compared.
+SAME_SETTINGS = ("data", "limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
 SAME_SETTINGS += ("text_key", "chat_template_kwargs")
 
 
@@ -47,7 +47,9 @@ def describe(
     others: {name: results of all tasks} of other models; name: of this one."""
     if others:
         columns = {other: results[task] for other, results in others.items()}
-        columns[name if name not in columns else "this"] = found
+        columns[name if name not in columns else "this"] = (
+            found  # out/sft beside an earlier out/sft
+        )
         return f"{task}\n{side_by_side(task, columns)}"
     if task == "perplexity":
         return f"{task}\n{describe_domains(found)}"
@@ -94,8 +96,7 @@ def describe_choices(found: dict) -> str:
 
 
 def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
-    """Return aligned columns: the first to the left, others to the right. Chinese characters are
-    two places wide."""
+    """Return aligned columns: the first to the left, others to the right."""
     lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
     widest = [max(map(width_of, column)) for column in zip(*lines, strict=True)]
     padded = []
@@ -107,12 +108,13 @@ def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
 
 def width_of(text: str) -> int:
     """Return the places of a text on a terminal: two for a Chinese character."""
+    # East Asian width (Unicode annex 11): W = wide, F = fullwidth
     return len(text) + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
 
 
 def shown(cell: object) -> str:
     """Return a figure as text: (low, high) as an interval, "-" for None and NaN."""
-    if cell is None or cell != cell:
+    if cell is None or cell != cell:  # NaN is not equal to itself
         return "-"
     if isinstance(cell, tuple):
         return " to ".join(map(shown, cell))
@@ -127,6 +129,7 @@ def shown(cell: object) -> str:
 def side_by_side(task: str, columns: Mapping[str, dict]) -> str:
     """Return a table with a line for each figure and a column for each model."""
     figures = {name: figures_of(task, found) for name, found in columns.items()}
+    # One model may lack a figure of another: BLEU (zh), say, if it answered no Chinese question.
     names = list(dict.fromkeys(key for of in figures.values() for key in of))
     what = "bits/byte" if task == "perplexity" else ""
     lines = [[key, *(of.get(key) for of in figures.values())] for key in names]
@@ -137,17 +140,16 @@ def figures_of(task: str, found: dict) -> dict[str, object]:
     """Return {name for people: figure} of a task's results; one with a standard error has it."""
     if task == "perplexity":
         return {name: of["bits_per_byte"] for name, of in domains_of(found).items()}
-    if task in choices.TASKS:
-        groups = {"overall": found["overall"]} | found["groups"]
-        return {
-            f"{name}, {how}, %": 100 * of[how]
-            for name, of in groups.items()
-            for how in found["subject_mean"]
-        }
     figures: dict[str, object] = {}
+    if task in choices.TASKS:
+        for name, of in ({"overall": found["overall"]} | found["groups"]).items():
+            for measure in found["subject_mean"]:
+                figures[f"{name}, {measure}, %"] = 100 * of[measure]
+        return figures
     for key, of in found.items():
         if key == "interval" and of:
-            of = tuple(of)  # a list in a file
+            of = tuple(of)  # in a JSON file it is a list
+        # Questions, answers and notes are no figures; an error stands beside its figure.
         if isinstance(of, dict | list) or key.endswith(("_signature", "_se")):
             continue
         error = found.get(f"{key}_se")
@@ -165,12 +167,13 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
     for path in filter(None, map(str.strip, beside.split(","))):
         run = read_json(path, "config: beside", "give files that evaluate.py wrote to out")
         results, settings = run.get("results") or {}, run.get("settings") or {}
+        # any JSON may come: look at the types before the contents
         parts = [results, settings, *(results.values() if isinstance(results, dict) else ())]
         if not all(isinstance(part, dict) for part in parts):
             raise UserError(f"config: beside: {path} is no file that evaluate.py wrote to out")
         if missing := [task for task in wanted if task not in results]:
             raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
-        for key in ("data", *SAME_SETTINGS):
+        for key in SAME_SETTINGS:
             if settings.get(key) != config[key]:
                 what = f"was measured with {key}={settings.get(key)!r}, not {config[key]!r}"
                 raise UserError(f"config: beside: {path} {what}")

@@ -26,7 +26,7 @@ from groundup.tokens.rows import read_source
 from model import Transformer
 from tokenizer import Tokenizer
 
-# Words, and single characters of Chinese
+# ROUGE counts words of languages that have spaces, and single characters of Chinese.
 WORDS = re.compile(f"[{clean.HAN}]|[^\\W_{clean.HAN}]+")
 NO_PROMPT = "no prompt before the answer"
 TOO_LONG = "prompt longer than the context"
@@ -59,10 +59,11 @@ def evaluate_generation(
     data: files, directories, globs, directories of prepare.py --kind=chat, of which the
     validation split counts. The ranks share the prompts; products have the dtype of the autocast
     around the call. Of several samples of a prompt the first one counts."""
-    check_libraries()
+    check_libraries()  # now, not after hours of generation
     questions, left_out, places = read_questions(data, limit)
     prompts = [one.prompt for one in questions]
     answers = generate_answers(model, tokenizer, prompts, params, batch_size)
+    # Without the prompts that do not fit: they have no answer that could be compared.
     pairs = [pair for pair in zip(questions, answers, strict=True) if pair[1]]
     if len(pairs) < len(questions):
         left_out[TOO_LONG] += len(questions) - len(pairs)
@@ -84,6 +85,7 @@ def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, 
         source = read_source(part, ChatReader(), 0.0)
         left_out += source.reader.dropped
         places += source.reader.places
+        # A prepared directory has a validation split; of a file all conversations count.
         for *prompt, answer in source.val or source.train:
             if prompt:
                 found.append(Question(prompt, answer["content"]))
@@ -109,9 +111,12 @@ def generate_answers(
     def answer(own: range) -> Iterator[Generated]:
         mine, hidden = [ids[fitting[k]] for k in own], True if own.start else None
         results = Engine(model, tokenizer, batch_size).answer(mine, params)
+        # They come as they end: short answers first.
         found = dict(tqdm(results, "answers", len(own), leave=False, disable=hidden))
         for _, result in sorted(found.items()):
             first = result.completions[0]
+            # stop_reason is the id that ended the answer, or the stop string, which is in no token
+            # of its own.
             stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
             ended = first.finish_reason == "stop" and isinstance(first.stop_reason, int)
             yield Generated(first.text, first.finish_reason, stopped, len(first.ids) - ended)
@@ -123,8 +128,8 @@ def generate_answers(
 def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[dict, list[dict]]:
     """Return (figures of all answers together, those of each); one reference for each answer.
 
-    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1. rouge_l: mean F-measure
-    (Lin, 2004). exact_match: equal but for white space around, with its standard error."""
+    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1. rouge_l: mean F-measure.
+    exact_match: equal but for white space around, with its standard error."""
     n, scorer = len(answers), RougeL()
     of_each = []
     for answer, reference in zip(answers, references, strict=True):
@@ -148,10 +153,10 @@ def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
 
 def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float | int | str]:
     """Return sacrebleu's corpus BLEU (arXiv:1804.08771), its signature and the number of
-    answers: bleu_zh for Chinese references (by characters), bleu_13a for the others. They are
-    never mixed, since their units differ."""
+    answers: bleu_zh for Chinese references, bleu_13a for the others."""
     from sacrebleu.metrics import BLEU
 
+    # Chinese is counted by characters, the rest by words: the two are never mixed.
     texts: dict[str, list[tuple[str, str]]] = {"13a": [], "zh": []}
     for answer, reference in zip(answers, references, strict=True):
         texts["zh" if clean.language(reference) == "zh" else "13a"].append((answer, reference))
@@ -166,8 +171,11 @@ def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float |
 
 
 class RougeL:
-    """ROUGE-L of the library rouge-score with our own tokens: its tokenizer knows only the
-    letters a to z."""
+    """ROUGE-L (Lin, 2004) of the library rouge-score with our own tokens."""
+
+    # With L the length of the longest common subsequence, precision is L / length of the answer,
+    # recall L / length of the reference, and the score is their harmonic mean. The library's own
+    # tokenizer drops all but the letters a to z and digits, so all of Chinese.
 
     def __init__(self) -> None:
         from rouge_score.rouge_scorer import RougeScorer
@@ -178,12 +186,12 @@ class RougeL:
         return WORDS.findall(text.lower())
 
     def score(self, answer: str, reference: str) -> float:
-        """The F-measure."""
+        """Return the F-measure, from 0 to 1."""
         return self.scorer.score(reference, answer)["rougeL"].fmeasure
 
 
 def check_libraries() -> None:
-    """Raise UserError if a library is missing, before hours of generation."""
+    """Raise UserError if a library is missing."""
     missing = [name for name in ("sacrebleu", "rouge_score") if not importlib.util.find_spec(name)]
     if missing:
         what = f"{' and '.join(missing)} missing; run: pip install sacrebleu rouge-score"

@@ -103,7 +103,7 @@ def write_run(directory: Path, script: str, **settings: object) -> Path:
 
 def settings_of(name: str) -> dict:
     path = ROOT / "config" / f"{name}.py"
-    defaults = defaults_of(ROOT / f"{curves.script_of(path)}.py")
+    defaults = defaults_of(ROOT / f"{curves.script_for(path)}.py")
     return defaults | read_file(str(path), defaults)
 
 

@@ -5,6 +5,7 @@ import time
 
 import forks
 import gpu_check
+import machine
 import pytest
 from gpu_check import Check
 
@@ -17,7 +18,7 @@ SETTINGS = defaults_of(gpu_check.ROOT / "tools/gpu_check.py")
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu_check.subprocess, "run", forks.run)
+    monkeypatch.setattr(machine.subprocess, "Popen", forks.Popen)
     monkeypatch.setattr(gpu_check.timing, "matmul", lambda device, dtype: lambda: 1e9)  # bfloat16 takes a CPU seconds
 
 

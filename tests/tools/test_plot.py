@@ -302,7 +302,6 @@ DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.05
     ("setting", "said"),
     [
         ({"x": "hours"}, "hours need step_ms"),
-        ({"smooth": 0.5}, "smooth must be"),
         ({"out": "x.doc"}, "cannot write x.doc: .*doc"),
         ({"y": "los"}, "no log has 'los'; they have loss, step"),
         ({"runs": "run,missing"}, "no log matches 'missing/log.jsonl'"),

@@ -1,6 +1,8 @@
 """Read real pages in many encodings, whole and damaged, and count what the readers make of them.
 
-    python tools/encoding_battery.py --poems='poems/*.json' --texts='rows/*.jsonl'
+By hand: the pages are not on the test machines.
+
+    python tests/files/encoding_battery.py --poems='poems/*.json' --texts='rows/*.jsonl'
 
 Pages are manual pages in many languages (apt install manpages-fr manpages-ja ...), poems
 (chinese-poetry's JSON) and values of JSON lines. Each is written in every encoding of its language:
