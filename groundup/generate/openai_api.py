@@ -32,31 +32,25 @@ SAMPLING += " ignore_eos skip_special_tokens"
 SAMPLING = {name: name for name in SAMPLING.split()} | {"min_tokens": "min_new_tokens"}
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
 # Fields that would change the answer and cannot be served, with the values that change nothing.
-REFUSED = (
-    "structured_outputs allowed_token_ids repetition_detection logits_processors prompt_embeds"
-    " truncate_prompt_tokens prompt_logprobs logprob_token_ids chat_template cache_salt"
-    " guided_json guided_regex guided_choice guided_grammar"
-)
-REFUSED = dict.fromkeys(REFUSED.split(), ()) | {
+REFUSED = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"}, {"type": "json_object"}),
     "modalities": (["text"],),
     "best_of": (1,),
     "suffix": ("",),
-    "functions": ([],),
     "function_call": ("none", "auto"),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "max_repetition_pattern_size": (0,),
-    "min_repetition_pattern_size": (0,),
-    "repetition_min_count": (0,),
-    "watermarking": (False,),
     "thinking_token_budget": (-1,),
     "include_reasoning": (True,),
-    "documents": ([],),
-    "priority": (0,),
 }
+for names, allowed in (
+    ("use_beam_search include_stop_str_in_output watermarking", (False,)),
+    ("functions bad_words documents", ([],)),
+    ("max_repetition_pattern_size min_repetition_pattern_size repetition_min_count priority", (0,)),
+    ("structured_outputs guided_json guided_regex guided_choice guided_grammar", ()),
+    ("allowed_token_ids repetition_detection logits_processors prompt_embeds cache_salt", ()),
+    ("truncate_prompt_tokens prompt_logprobs logprob_token_ids chat_template", ()),
+):
+    REFUSED |= dict.fromkeys(names.split(), allowed)
 REFUSED_IN_CHATS = {"echo": (False,), "add_special_tokens": (False,)}
 REFUSED_IN_COMPLETIONS = {"add_special_tokens": (True,)}
 # Fields that change no answer. Others that are not known are named in the log.
@@ -234,17 +228,14 @@ def sampling_params(values: dict, limit_name: str) -> SamplingParams:
 
 def likeliest(body: dict, chat: bool) -> int:
     """Return how many of the likeliest tokens are to be named at each token; -1 = none."""
-    if chat:
-        wanted, top = take(body, "logprobs", bool, False), take(body, "top_logprobs", int, 0)
-        if top and not wanted:
-            raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        top = top if wanted else -1
-    else:
-        top = take(body, "logprobs", int, -1)
+    name = "top_logprobs" if chat else "logprobs"
+    wanted = not chat or take(body, "logprobs", bool, False)
+    top = take(body, name, int, 0 if chat else -1)
+    if top and not wanted:
+        raise Refused(400, "top_logprobs needs logprobs=true", name)
     if top > MAX_TOP_LOGPROBS:
-        name = "top_logprobs" if chat else "logprobs"
         raise Refused(400, f"{name} must be at most {MAX_TOP_LOGPROBS}, got {top}", name)
-    return top
+    return top if wanted else -1
 
 
 def log_unknown(names: Iterable[str], where: str) -> None:
