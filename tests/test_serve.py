@@ -496,8 +496,8 @@ def test_strangers_forms_and_too_much_are_refused(server, directory, monkeypatch
         assert httpx.get(other + "/metrics").status_code == 401 and httpx.get(other + "/health").status_code == 200
         assert httpx.post(url, json=body, headers=right).status_code == 200
         assert httpx.post(url, json=body | {"n": 3}, headers=right).status_code == 400
-        go_on, feed = threading.Event(), app.models["tiny"].engine.feed
-        monkeypatch.setattr(app.models["tiny"].engine, "feed", lambda: go_on.wait(20) and feed())
+        go_on, decode = threading.Event(), app.models["tiny"].engine.decode
+        monkeypatch.setattr(app.models["tiny"].engine, "decode", lambda: go_on.wait(20) and decode())
         with httpx.stream("POST", url, json=body | {"n": 2, "stream": True}, headers=right):
             busy = httpx.post(url, json=body, headers=right)
         go_on.set()
@@ -531,7 +531,7 @@ def test_a_model_that_breaks_answers_500_and_goes_on(server, monkeypatch):
     httpx = library("httpx")
     engine = server[1].models["tiny"].engine
     broken = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))  # noqa: E731
-    monkeypatch.setattr(engine, "feed", broken)
+    monkeypatch.setattr(engine, "decode", broken)
     body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
     assert httpx.post(server[0] + "/v1/completions", json=body).status_code == 500
     monkeypatch.undo()

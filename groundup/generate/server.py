@@ -320,7 +320,7 @@ class Server:
 
     async def counts(self, _http: Any) -> Response:
         engines = [model.engine for model in self.models.values()]
-        running = sum(len(engine.running) + len(engine.reading) for engine in engines)
+        running = sum(len(engine.running) + len(engine.prefilling) for engine in engines)
         text = self.metrics.text(running)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
