@@ -288,6 +288,8 @@ class Server:
         self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
+        for model in models.values():
+            model.card["defaults"] = self.defaults
 
     def app(self) -> Any:
         """Return the ASGI application."""
@@ -325,12 +327,11 @@ class Server:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def cards(self, _http: Any) -> Response:
-        cards = [model.card | {"defaults": self.defaults} for model in self.models.values()]
+        cards = [model.card for model in self.models.values()]
         return JSONResponse({"object": "list", "data": cards})
 
     async def one_card(self, http: Any) -> Response:
-        model = self.named(http.path_params["name"])
-        return JSONResponse(model.card | {"defaults": self.defaults})
+        return JSONResponse(self.named(http.path_params["name"]).card)
 
     def named(self, name: str) -> Model:
         """Return the model of this name; "" = the first."""
@@ -382,10 +383,7 @@ class Server:
         events = self.events(model, job, began)
         # A client that goes away cancels its job.
         if asked.stream:
-            texts = self.streamed(job, events, head)
-            response = StreamingResponse(texts, media_type="text/event-stream")
-            response.headers["Cache-Control"] = "no-cache"
-            return CancelOnDisconnect(response, model.cancelling(job))
+            return EventStream(self.streamed(job, events, head), model.cancelling(job))
         with model.cancelling(job):
             body = await or_disconnect(self.whole(job, events), http.receive)
         return Response(status_code=400) if body is None else JSONResponse(head | body)
@@ -495,15 +493,19 @@ async def read_body(http: Any, max_kb: int) -> bytes:
     return bytes(raw)
 
 
-class CancelOnDisconnect:
+class EventStream(StreamingResponse):
     """A stream that ends when its client goes away, also while it waits for a token."""
 
-    def __init__(self, response: Any, cancelling: contextlib.AbstractContextManager) -> None:
-        self.response, self.cancelling = response, cancelling
+    def __init__(
+        self, texts: AsyncIterator[str], cancelling: contextlib.AbstractContextManager
+    ) -> None:
+        head = {"Cache-Control": "no-cache"}
+        super().__init__(texts, media_type="text/event-stream", headers=head)
+        self.cancelling = cancelling
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         with self.cancelling:
-            await or_disconnect(self.response.stream_response(send), receive)
+            await or_disconnect(self.stream_response(send), receive)
 
 
 async def or_disconnect(work: Awaitable, receive: Any) -> Any:
