@@ -270,11 +270,8 @@ class Model(threading.Thread):
         if self.renderer:
             settings = template_settings(self.tokenizer, asked.template_settings)
             follow = partial(self.renderer.render, settings=settings, follows=True)
-        # Another seed for each choice: they may have called the same.
-        request = sample.request
-        seed = (request.params.seed + choice.index) % 2**63
-        own = {"n": 1, "seed": seed}
-        return tools.go_on(self.engine, request, sample.ids, messages, begun, follow, **own)
+        request, number = sample.request, choice.index
+        return tools.go_on(self.engine, request, sample.ids, messages, number, begun, follow)
 
 
 # ---- routes --------------------------------------------------------------------------------------
