@@ -491,9 +491,8 @@ class Engine:
         sizes = range(1, CHUNK_ROWS + 1)
         n_rows = max(n for n in sizes if whole or n * max(T[:n]) <= CHUNK_TOKENS)
         group, end = group[:n_rows], begin + max(T[:n_rows])
-        self.prefill_piece(
-            cache, [s.row.slot for s in group], [s.request for s in group], begin, end
-        )
+        slots, requests = [s.row.slot for s in group], [s.request for s in group]
+        self.prefill_piece(cache, slots, requests, begin, end)
         for sample in group:
             sample.row.cached_ids = sample.request.ids[:end]
             if len(sample.request.ids) <= end:
