@@ -454,10 +454,22 @@ def test_hostile_bodies_are_a_400(server, raw):
     assert done.status_code == 400 and done.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_deep_body_is_a_400_and_no_line_in_the_log(server, capfd):
+    httpx = library("httpx")
+    body = {"messages": ASKED, "tools": [{"type": "function", "function": {"name": "f", "parameters": "deep"}}]}
+    raw = json.dumps(body).replace('"deep"', '{"a":' * 900 + "1" + "}" * 900)
+    head = {"Content-Type": "application/json"}
+    done = httpx.post(server[0] + "/v1/chat/completions", content=raw, headers=head)
+    assert done.status_code == 400 and "nested too deeply" in done.json()["error"]["message"]
+    assert "Traceback" not in capfd.readouterr().err and server[1].metrics.samples == 0
+
+
 def test_half_a_surrogate_is_text(server):
     httpx = library("httpx")
-    raw, head = b'{"prompt": "\\ud83d", "max_tokens": 2}', {"Content-Type": "application/json"}
-    assert httpx.post(server[0] + "/v1/completions", content=raw, headers=head).status_code == 200
+    head = {"Content-Type": "application/json"}
+    for half in (b"\\ud83d", b"\\uD83D"):
+        raw = b'{"prompt": "%s", "max_tokens": 2}' % half
+        assert httpx.post(server[0] + "/v1/completions", content=raw, headers=head).status_code == 200
 
 
 def test_a_request_that_breaks_gives_its_place_back(server, monkeypatch):

@@ -302,7 +302,8 @@ class Server:
             Route("/v1/preferences", self.prefer, methods=["POST"]),
             Route("/v1/render", self.render, methods=["POST"]),
         ]
-        handlers = dict.fromkeys((Refused, HTTPException, Exception), error_response)
+        kinds = Refused, HTTPException, RecursionError, Exception
+        handlers = dict.fromkeys(kinds, error_response)
         inner = Starlette(routes=routes, exception_handlers=handlers)
         guarded = Guard(inner, {route.path for route in routes}, self.config, self.metrics)
         origins = origins_of(self.config["cors_origins"])

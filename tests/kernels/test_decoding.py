@@ -153,7 +153,7 @@ def test_torch_does_it_without_a_compiler_or_for_another_model(monkeypatch):
     net, ids = random_model(tiny_config()), random_ids(tiny_config(), 1, 8)[0].tolist()
     params = SamplingParams(max_new_tokens=20, temperature=0.0)
     want = generate(net, None, [ids], params)[0].completions[0].ids
-    assert isinstance(Engine(net, None, 1).decode, NativeStep)
+    assert isinstance(Engine(net, None, 1).decode_step, NativeStep)
     changes = {"compile_c.shutil.which": lambda name: None, "generate.decode.is_plain": lambda _: False}
     for name, value in changes.items():
         with monkeypatch.context() as patch:
