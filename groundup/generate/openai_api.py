@@ -196,6 +196,7 @@ def chat_fields(body: dict, own_tools: Sequence[dict] | None) -> dict:
 def sampling_values(body: dict, seed: int) -> dict:
     """Return the sampling parameters of a body by our names. seed: if it has none."""
     values = {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
+    # Any whole number is a seed; -1 is none.
     asked = take(body, "seed", int, -1)
     values["seed"] = seed if asked == -1 else asked % 2**63
     stop = body.pop("stop", [])
@@ -282,6 +283,7 @@ def conversation(messages: Any) -> list[dict]:
         if wrong := message_problem(message):
             raise Refused(400, f"message {i}{wrong}", "messages")
         log_unknown([key for key in message if key not in MESSAGE + UNREAD], "messages[].")
+    # The reader of rows gets no thoughts of earlier answers: it would repeat them.
     known = [{key: one for key, one in m.items() if key in MESSAGE} for m in messages]
     try:
         return turns_at("messages", {"messages": known})
@@ -359,6 +361,7 @@ def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
 def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
     """Return a chat's messages with its system message, which names the tools."""
     (messages,) = asked.prompts
+    # The server's system message is for chats that have none.
     own = messages[0]["role"] == "system"
     return with_system(messages, {"system": "" if own else system, "tools": asked.tools})
 
@@ -473,6 +476,7 @@ class Choice:
         text, found, begin = self.tokenizer.decode(self.request.ids), [], 0
         decoder = StreamDecoder(self.tokenizer)
         scored = self.request.prompt_logprobs if self.asked.params.logprobs >= 0 else []
+        # Tokens that share a character have its place.
         for token, logprobs in zip(self.request.ids, scored, strict=False):
             found.append(Token(token, "", "", logprobs, begin=begin))
             is_special = token in self.tokenizer.special_ids

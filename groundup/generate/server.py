@@ -89,6 +89,7 @@ class Job:
         self.n_new = 0
 
     def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
+        # The choices of a prompt stand one behind another.
         self.requests, n = requests, self.asked.n
         self.n_prompt = sum(len(request.ids) for request in requests)
         each = enumerate(request for request in requests for _ in range(n))
@@ -96,6 +97,7 @@ class Job:
         self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
 
     def receive(self, event: Event) -> None:
+        # A place is free once its sample is generated, whether or not the client reads it.
         if not isinstance(event, Exception) and event[1].finish:
             self.give_back(1)
         self.events.put_nowait(event)
@@ -389,6 +391,7 @@ class Server:
     def admit(self, asked: ParsedRequest) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
         n_samples, most = asked.n_samples, self.config["max_queue"]
+        # Before anything is encoded: a body may hold 200,000 prompts.
         if n_samples > most:
             what = f"{n_samples} samples are asked for at once, max_queue is {most}"
             raise Refused(400, what, "n")
@@ -692,6 +695,7 @@ class Metrics:
         gauges = {"samples_running": running, "samples_waiting": max(0, self.samples - running)}
         for name, value in gauges.items():
             lines += [f"# TYPE groundup_{name} gauge", f"groundup_{name} {value}"]
+        # A bucket counts all that came within its time, so those of shorter times, too.
         name, total = "groundup_time_to_first_token_seconds", 0
         lines.append(f"# TYPE {name} histogram")
         for most, count in zip((*TTFT_SECONDS, "+Inf"), self.waits, strict=True):
