@@ -32,7 +32,7 @@ from groundup.generate import chat, sampling
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat
 from groundup.generate.completion import generate, never_sampled
-from groundup.generate.engine import Engine, Token
+from groundup.generate.engine import Engine, Request, Sample, Token
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import Tools
 from groundup.tokens.training import train
@@ -347,11 +347,11 @@ def test_the_oldest_turns_make_room_and_the_system_message_stays(tuned, capsys):
     talk = Chat(Engine(net, tokenizer, 1), params_of(tokenizer, net, max_new_tokens=30), system="短")
     [a], prompts = tokenizer.encode("a"), []
 
-    def stream(ids: list[int], params: SamplingParams) -> Iterator[Token]:
-        prompts.append(ids)
-        return iter([Token(a, "a", "", {})] * 30)
+    def run(requests: list[Request]) -> Iterator[tuple[None, Token]]:
+        prompts.append(requests[0].ids)
+        return iter([(None, Token(a, "a", "", {}))] * 30)
 
-    talk.engine.stream = stream
+    talk.engine.run = run
     ids = [tokenizer.render([{"role": "user", "content": f"{i}"}], add_generation_prompt=True)[0] for i in range(9)]
     answer = tokenizer.encode("a" * 30)
     turns = [[*asked, *answer, tokenizer.im_end_id, *tokenizer.encode("\n")] for asked in ids]
@@ -380,15 +380,15 @@ def test_ctrl_c_stops_the_answer_only(tuned, capsys):
     net, tokenizer = tuned
     params = params_of(tokenizer, net, max_new_tokens=200, ignore_eos=True, seed=1)
     talk = Chat(Engine(net, tokenizer, 1), params)
-    real, stop_after = talk.engine.stream, 11
+    real, stop_after = talk.engine.run, 11
 
-    def stream(ids: list[int], params: SamplingParams) -> Iterator[Token]:
-        for count, token in enumerate(real(ids, params), 1):
+    def run(requests: list[Request]) -> Iterator[tuple[Sample, Token]]:
+        for count, drawn in enumerate(real(requests), 1):
             if count == stop_after:
                 os.kill(os.getpid(), signal.SIGINT)
-            yield token
+            yield drawn
 
-    talk.engine.stream = stream
+    talk.engine.run = run
     before = signal.getsignal(signal.SIGINT)
     chat.show(talk, talk.ask("one"))
     assert signal.getsignal(signal.SIGINT) is before

@@ -479,10 +479,22 @@ def test_hostile_bodies_are_a_400(server, raw):
     assert done.status_code == 400 and done.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_deep_body_is_a_400_and_no_line_in_the_log(server, capfd):
+    httpx = library("httpx")
+    body = {"messages": ASKED, "tools": [{"type": "function", "function": {"name": "f", "parameters": "deep"}}]}
+    raw = json.dumps(body).replace('"deep"', '{"a":' * 900 + "1" + "}" * 900)
+    head = {"Content-Type": "application/json"}
+    done = httpx.post(server[0] + "/v1/chat/completions", content=raw, headers=head)
+    assert done.status_code == 400 and "nested too deeply" in done.json()["error"]["message"]
+    assert "Traceback" not in capfd.readouterr().err and server[1].metrics.samples == 0
+
+
 def test_half_a_surrogate_is_text(server):
     httpx = library("httpx")
-    raw, head = b'{"prompt": "\\ud83d", "max_tokens": 2}', {"Content-Type": "application/json"}
-    assert httpx.post(server[0] + "/v1/completions", content=raw, headers=head).status_code == 200
+    head = {"Content-Type": "application/json"}
+    for half in (b"\\ud83d", b"\\uD83D"):
+        raw = b'{"prompt": "%s", "max_tokens": 2}' % half
+        assert httpx.post(server[0] + "/v1/completions", content=raw, headers=head).status_code == 200
 
 
 def test_a_request_that_breaks_gives_its_place_back(server, monkeypatch):
@@ -543,8 +555,8 @@ def test_strangers_forms_and_too_much_are_refused(server, directory, monkeypatch
         assert httpx.get(other + "/metrics").status_code == 401 and httpx.get(other + "/health").status_code == 200
         assert httpx.post(url, json=body, headers=right).status_code == 200
         assert httpx.post(url, json=body | {"n": 3}, headers=right).status_code == 400
-        go_on, feed = threading.Event(), app.models["tiny"].engine.feed
-        monkeypatch.setattr(app.models["tiny"].engine, "feed", lambda: go_on.wait(20) and feed())
+        go_on, decode = threading.Event(), app.models["tiny"].engine.decode
+        monkeypatch.setattr(app.models["tiny"].engine, "decode", lambda: go_on.wait(20) and decode())
         with httpx.stream("POST", url, json=body | {"n": 2, "stream": True}, headers=right):
             busy = httpx.post(url, json=body, headers=right)
         go_on.set()
@@ -578,7 +590,7 @@ def test_a_model_that_breaks_answers_500_and_goes_on(server, monkeypatch):
     httpx = library("httpx")
     engine = server[1].models["tiny"].engine
     broken = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))  # noqa: E731
-    monkeypatch.setattr(engine, "feed", broken)
+    monkeypatch.setattr(engine, "decode", broken)
     body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
     assert httpx.post(server[0] + "/v1/completions", json=body).status_code == 500
     monkeypatch.undo()

@@ -64,7 +64,7 @@ class BeamSearch(Engine):
         cache.few_widths = self.compile
         # The prompt is read into row 0.
         for begin in range(0, n, CHUNK_TOKENS):
-            self.read_piece(cache, [0], [request], begin, min(begin + CHUNK_TOKENS, n))
+            self.prefill_piece(cache, [0], [request], begin, min(begin + CHUNK_TOKENS, n))
         select(cache, torch.zeros(K, dtype=torch.int64, device=self.device), n)
         beams = Beams(request.ids, request.params, request.limit, cfg.vocab_size, self.device)
         logits = request.logits.expand(K, -1)

@@ -154,10 +154,10 @@ def show(chat: Chat, pieces: Iterator[str]) -> None:
         with contextlib.closing(pieces):
             for number, piece in enumerate(pieces):
                 if number == 0 and chat.dropped:
-                    n, kept = chat.dropped, f"{chat.kept} of {chat.context} tokens are kept"
+                    n, kept = chat.dropped, f"{chat.kept} of {chat.context} tokens"
                     turns = "the oldest turn is" if n == 1 else f"the {n} oldest turns are"
-                    why = f"as {kept} for the answer (max_new_tokens)"
-                    note(f"The context is full, {why}: {turns} forgotten.")
+                    why = f"{kept} are kept for the answer (max_new_tokens)"
+                    note(f"The context is full, as {why}: {turns} forgotten.")
                 print(piece, end="", flush=True)
                 if pressed:
                     break

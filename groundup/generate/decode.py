@@ -88,13 +88,11 @@ def shared_copy(model: Transformer) -> Transformer:
 
 def merge_adapters(view: Transformer) -> None:
     """Replace each adapted matrix by the sum of both."""
-    for parent in list(view.modules()):
-        if isinstance(parent, LoRALinear):
-            continue  # replaced already: a parent comes before its children
-        for name, child in parent.named_children():
-            if isinstance(child, LoRALinear):
-                weight = nn.Parameter(child.merged_weight(), requires_grad=False)
-                setattr(parent, name, plain_linear(weight, child.bias))
+    for parent, name in linear_places(view):
+        child = getattr(parent, name)
+        if isinstance(child, LoRALinear):
+            weight = nn.Parameter(child.merged_weight(), requires_grad=False)
+            setattr(parent, name, plain_linear(weight, child.bias))
 
 
 def is_native(

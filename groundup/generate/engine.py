@@ -12,7 +12,7 @@ room for the next (continuous batching). Each draws from its own generator, seed
 seed, the prompt's ids and the sample's number. torch's global generators are not touched.
 
 On a CPU a step is one call of step.c, which computes a row to the bit as if it were alone.
-Elsewhere, and while prompts are read (prefill), the number of rows changes the rounding:
+Elsewhere, and in the prefill, which reads the prompts, the number of rows changes the rounding:
 log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16. So another id is next to
 never drawn in float32, now and then in bfloat16 and float16. Products and cache have the dtype of
 the autocast around the call, else that of the weights.
@@ -220,7 +220,7 @@ class Sample:
     def grow(self, token: int) -> tuple[str, str | None]:
         """Return what may be shown now, and the stop string before which the text ends, if any."""
         may_stop = len(self.ids) >= self.request.params.min_new_tokens
-        chars = self.decode(token)
+        chars = self.chars_of(token)
         self.n_chars += len(chars)
         for char in chars:
             self.pending += char
@@ -229,7 +229,7 @@ class Sample:
                 return self.show(len(self.pending) - len(stop)), stop
         return self.show(len(self.pending) - self.stops.n_pending), None
 
-    def decode(self, token: int) -> str:
+    def chars_of(self, token: int) -> str:
         if self.tokenizer is None or token >= self.tokenizer.vocab_size:
             return ""
         if token in self.tokenizer.special_ids and not self.request.params.skip_special_tokens:
@@ -273,7 +273,7 @@ class Engine:
         self.compile = compile and can_record(self.device)
         self.view = functools.partial(for_inference, dtype=self.dtype, copies=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
-        self.decode = decoding_step(self.model, self.compile)
+        self.decode_step = decoding_step(self.model, self.compile)
         self.autocast = functools.partial(
             torch.autocast, self.device.type, self.dtype, enabled=self.dtype != torch.float32
         )
@@ -285,9 +285,9 @@ class Engine:
         fixed = self.n_rows if self.compile else 0
         self.cache = Rows(self.model.cfg, self.device, self.dtype, fixed)
         self.prompts = PrefixIndex()  # of the samples that have a row
-        self.ended = PrefixIndex()  # texts that have ended: the prefix cache
+        self.prefix_cache = PrefixIndex()  # texts that have ended
         self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
-        self.reading: list[Sample] = []  # samples whose prompt is read
+        self.prefilling: list[Sample] = []  # samples whose prompt is read
         self.running: list[Sample] = []  # samples that generate
         self.promised_bytes = 0  # memory that those two may need
         self.drawn_for: list[Sample] = []  # samples that params and seen are for
@@ -298,14 +298,14 @@ class Engine:
         """Take the weights that `model` has now, between requests, with recorded steps."""
         # An answer would begin with one model and end with another
         assert self.compile and not self.busy
-        self.ended = PrefixIndex()
+        self.prefix_cache = PrefixIndex()
         # In their place: a CUDA graph reads weights and cache where it was recorded.
         for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
             old.data.copy_(new.data)
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.reading or self.running)
+        return bool(self.waiting or self.prefilling or self.running)
 
     def request(self, index: int, ids: list[int], params: SamplingParams) -> Request:
         """Return a request. Raise UserError if this model cannot serve it."""
@@ -339,7 +339,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Forget a request; its rows and their memory are free."""
         self.waiting = deque(pair for pair in self.waiting if pair[0] is not request)
-        for sample in self.reading + self.running:
+        for sample in self.prefilling + self.running:
             if sample.request is request:
                 self.leave(sample)
 
@@ -347,10 +347,10 @@ class Engine:
     def step(self, whole: bool = False) -> list[tuple[Sample, Token]]:
         """Return the next token of every sample that generates. Read a piece of the prompts;
         whole: all of them."""
-        logits = self.feed()  # after the last tokens
+        logits = self.decode()  # after the last tokens
         self.admit()
-        while self.reading:
-            self.read(whole)
+        while self.prefilling:
+            self.prefill(whole)
             if not whole:
                 break
         return self.draw(logits)
@@ -368,7 +368,7 @@ class Engine:
         requests, mine = iter(requests), set()
         try:
             while True:
-                while len(self.waiting) + len(self.reading) + len(self.running) < self.n_rows:
+                while len(self.waiting) + len(self.prefilling) + len(self.running) < self.n_rows:
                     request = next(requests, None)
                     if request is None:
                         break
@@ -404,35 +404,35 @@ class Engine:
     def admit(self) -> None:
         """Let waiting samples begin as long as there are rows, and memory for all that they may
         generate."""
-        while self.waiting and len(self.reading) + len(self.running) < self.n_rows:
+        while self.waiting and len(self.prefilling) + len(self.running) < self.n_rows:
             request, s = self.waiting[0]
             n_bytes = self.bytes_of(request)
             # The prefix cache makes room for requests.
-            while (short := n_bytes > self.spare_bytes()) and self.ended.ids:
-                self.ended.remove(next(iter(self.ended.ids)))
-            if short and (self.reading or self.running):
+            while (short := n_bytes > self.spare_bytes()) and self.prefix_cache.ids:
+                self.prefix_cache.remove(next(iter(self.prefix_cache.ids)))
+            if short and (self.prefilling or self.running):
                 break
             generator = torch.Generator(self.device)
             generator.manual_seed(request.seed_of(s))
             self.waiting.popleft()
-            self.reading.append(Sample(request, s, self.tokenizer, generator))
+            self.prefilling.append(Sample(request, s, self.tokenizer, generator))
             self.promised_bytes += n_bytes
-        if any(sample.row is None for sample in self.reading):
+        if any(sample.row is None for sample in self.prefilling):
             self.assign_rows()
 
     def assign_rows(self) -> None:
         """Give samples a row, with what the cache has of their prompts."""
-        new = [sample for sample in self.reading if sample.row is None]
+        new = [sample for sample in self.prefilling if sample.row is None]
         n_of_size = Counter(self.prompt_row(sample.request) for sample in new)
         reading, before = set(), PrefixIndex()  # requests, and their prompts
-        for sample in list(self.reading):
+        for sample in list(self.prefilling):
             request = sample.request
             if request in reading:  # another sample reads this very prompt
                 continue
             if sample.row is None:
                 self.assign_row(sample, n_of_size, before)
             if sample.row and len(sample.row.cached_ids) == len(request.ids):
-                self.reading.remove(sample)
+                self.prefilling.remove(sample)
                 self.running.append(sample)
                 continue
             reading.add(request)
@@ -472,15 +472,15 @@ class Engine:
         """Return (how many of `ids` a text in the cache begins with, that text)."""
         found = (
             (min(n_shared(text, ids), len(row.cached_ids)), row)
-            for texts in (self.prompts, self.ended)
+            for texts in (self.prompts, self.prefix_cache)
             for text, row in texts.beside(ids)
         )
         return max(found, key=itemgetter(0), default=(0, None))
 
-    def read(self, whole: bool) -> None:
-        """Read a piece of the prompts (prefill): up to CHUNK_TOKENS of them in the order of coming;
-        whole: of CHUNK_ROWS of about the same length."""
-        begun = [sample for sample in self.reading if sample.row]
+    def prefill(self, whole: bool) -> None:
+        """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole: of
+        CHUNK_ROWS of about the same length."""
+        begun = [sample for sample in self.prefilling if sample.row]
         if whole:
             begun.sort(key=lambda sample: len(sample.request.ids))
         begin, cache = len(begun[0].row.cached_ids), begun[0].row.cache
@@ -491,15 +491,16 @@ class Engine:
         sizes = range(1, CHUNK_ROWS + 1)
         n_rows = max(n for n in sizes if whole or n * max(T[:n]) <= CHUNK_TOKENS)
         group, end = group[:n_rows], begin + max(T[:n_rows])
-        self.read_piece(cache, [s.row.slot for s in group], [s.request for s in group], begin, end)
+        slots, requests = [s.row.slot for s in group], [s.request for s in group]
+        self.prefill_piece(cache, slots, requests, begin, end)
         for sample in group:
             sample.row.cached_ids = sample.request.ids[:end]
             if len(sample.request.ids) <= end:
-                self.reading.remove(sample)
+                self.prefilling.remove(sample)
                 self.running.append(sample)
         self.admit()  # samples that wait for these
 
-    def read_piece(
+    def prefill_piece(
         self, cache: KVCache, slots: list[int], requests: list[Request], begin: int, end: int
     ) -> None:
         """Read tokens begin to end of the prompts, all longer than `begin`, into these rows of
@@ -528,7 +529,7 @@ class Engine:
 
     def leave(self, sample: Sample) -> None:
         """Free the row of a sample; its text stays in the prefix cache while there is memory."""
-        (self.running if sample in self.running else self.reading).remove(sample)
+        (self.running if sample in self.running else self.prefilling).remove(sample)
         self.promised_bytes -= self.bytes_of(sample.request)
         row = sample.row
         if row in self.prompts.ids:
@@ -542,16 +543,16 @@ class Engine:
     def save_prefix(self, row: Row) -> None:
         """Keep a copy of a text, unless a kept one begins so; drop one that it begins with."""
         ids = row.cached_ids
-        for text, kept in self.ended.beside(ids):
+        for text, kept in self.prefix_cache.beside(ids):
             n = n_shared(text, ids)
             if n == len(ids):
                 return
             if n == len(text):
-                self.ended.remove(kept)
+                self.prefix_cache.remove(kept)
         if ids and cache_bytes(self.model.cfg, 1, len(ids), self.dtype) < self.spare_bytes():
-            self.ended.add(row.saved(self.model.cfg), ids)
-        if len(self.ended.ids) > self.n_rows:
-            self.ended.remove(next(iter(self.ended.ids)))
+            self.prefix_cache.add(row.saved(self.model.cfg), ids)
+        if len(self.prefix_cache.ids) > self.n_rows:
+            self.prefix_cache.remove(next(iter(self.prefix_cache.ids)))
 
     # ---- one token of each -----------------------------------------------------------------------
 
@@ -601,7 +602,7 @@ class Engine:
         kept = [sampling.keep_likeliest(processed, rows)[0], x[0]]
         return sample.json.first(drawn_orders(kept, params.temperature > 0, sample.generator))
 
-    def feed(self) -> Tensor | None:
+    def decode(self) -> Tensor | None:
         """Feed the tokens just drawn; return the next logits (R, V) float32."""
         if not self.running:
             return None
@@ -622,7 +623,7 @@ class Engine:
         # A tenth less time per call than no_grad
         lean = nullcontext() if self.compile else torch.inference_mode()
         with lean, self.autocast():
-            return self.decode(self.model, torch.as_tensor(tokens, device=self.device), parts)
+            return self.decode_step(self.model, torch.as_tensor(tokens, device=self.device), parts)
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -639,7 +640,7 @@ class Engine:
         """Raise UserError if the cache of these rows is more than the memory."""
         needed = cache_bytes(self.model.cfg, rows, length, self.dtype)
         free = free_bytes(self.device) + self.cache.n_bytes()
-        free += sum(row.cache.n_bytes for row in self.ended.ids)
+        free += sum(row.cache.n_bytes for row in self.prefix_cache.ids)
         if needed > free:
             what = f"a cache of {rows} x {length} tokens takes {needed / 2**30:.1f} GiB"
             what += f", {free / 2**30:.1f} GiB are free; fewer tokens"

@@ -132,7 +132,7 @@ class CacheStep:
         self.sizes = [part.lengths.shape[0] for part in parts]
         device = parts[0].lengths.device
         self.rows = [torch.arange(n, device=device) for n in self.sizes]
-        # The position of each row, (n, 1); one without a place of its own takes the last
+        # The position of each row, (n, 1); a row that is left unchanged has the last one
         at = [part.lengths.clamp(max=part.span.shape[0] - 1).unsqueeze(1) for part in parts]
         self.attentions = [attention_of(*each) for each in zip(parts, at, strict=True)]
         self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)

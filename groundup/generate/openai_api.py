@@ -32,31 +32,25 @@ SAMPLING += " ignore_eos skip_special_tokens"
 SAMPLING = {name: name for name in SAMPLING.split()} | {"min_tokens": "min_new_tokens"}
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
 # Fields that would change the answer and cannot be served, with the values that change nothing.
-REFUSED = (
-    "structured_outputs allowed_token_ids repetition_detection logits_processors prompt_embeds"
-    " truncate_prompt_tokens prompt_logprobs logprob_token_ids chat_template cache_salt"
-    " guided_json guided_regex guided_choice guided_grammar"
-)
-REFUSED = dict.fromkeys(REFUSED.split(), ()) | {
+REFUSED = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"}, {"type": "json_object"}),
     "modalities": (["text"],),
     "best_of": (1,),
     "suffix": ("",),
-    "functions": ([],),
     "function_call": ("none", "auto"),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "max_repetition_pattern_size": (0,),
-    "min_repetition_pattern_size": (0,),
-    "repetition_min_count": (0,),
-    "watermarking": (False,),
     "thinking_token_budget": (-1,),
     "include_reasoning": (True,),
-    "documents": ([],),
-    "priority": (0,),
 }
+for names, allowed in (
+    ("use_beam_search include_stop_str_in_output watermarking", (False,)),
+    ("functions bad_words documents", ([],)),
+    ("max_repetition_pattern_size min_repetition_pattern_size repetition_min_count priority", (0,)),
+    ("structured_outputs guided_json guided_regex guided_choice guided_grammar", ()),
+    ("allowed_token_ids repetition_detection logits_processors prompt_embeds cache_salt", ()),
+    ("truncate_prompt_tokens prompt_logprobs logprob_token_ids chat_template", ()),
+):
+    REFUSED |= dict.fromkeys(names.split(), allowed)
 REFUSED_IN_CHATS = {"echo": (False,), "add_special_tokens": (False,)}
 REFUSED_IN_COMPLETIONS = {"add_special_tokens": (True,)}
 # Fields that change no answer. Others that are not known are named in the log.
@@ -205,6 +199,7 @@ def chat_fields(body: dict, own_tools: Sequence[dict] | None) -> dict:
 def sampling_values(body: dict, seed: int) -> dict:
     """Return the sampling parameters of a body by our names. seed: if it has none."""
     values = {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
+    # Any whole number is a seed; -1 is none.
     asked = take(body, "seed", int, -1)
     values["seed"] = seed if asked == -1 else asked % 2**63
     stop = body.pop("stop", [])
@@ -292,6 +287,7 @@ def conversation(messages: Any) -> list[dict]:
         if wrong := message_problem(message):
             raise Refused(400, f"message {i}{wrong}", "messages")
         log_unknown([key for key in message if key not in MESSAGE + UNREAD], "messages[].")
+    # The reader of rows gets no thoughts of earlier answers: it would repeat them.
     known = [{key: one for key, one in m.items() if key in MESSAGE} for m in messages]
     try:
         return turns_at("messages", {"messages": known})
@@ -369,6 +365,7 @@ def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
 def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
     """Return a chat's messages with its system message, which names the tools."""
     (messages,) = asked.prompts
+    # The server's system message is for chats that have none.
     own = messages[0]["role"] == "system"
     return with_system(messages, {"system": "" if own else system, "tools": asked.tools})
 
@@ -381,33 +378,28 @@ class ThoughtReader:
 
     def __init__(self, opened: bool) -> None:
         """opened: whether the prompt ends with <think>, which the answer then lacks."""
-        self.state = "thinking" if opened else "beginning"  # then between, saying
-        self.pending = ""
+        self.text = THINK * opened  # so far
+        self.n_thoughts, self.n_said = 0, 0  # characters that were returned
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
         """Return (more thoughts, more of what is said)."""
-        self.pending += text
-        if self.state == "beginning":
-            begin = self.pending.lstrip()
-            if not last and THINK.startswith(begin):
-                return "", ""
-            thinks = begin.startswith(THINK)
-            self.state = "thinking" if thinks else "saying"
-            self.pending = begin.removeprefix(THINK) if thinks else self.pending
-        thoughts = ""
-        if self.state == "thinking":
-            thoughts, close, rest = self.pending.partition(THINK_END)
-            if not close:
-                keep = 0 if last else n_pending(thoughts, [THINK_END])
-                cut = len(thoughts) - keep
-                self.pending = thoughts[cut:]
-                return thoughts[:cut], ""
-            self.state, self.pending = "between", rest
-        if self.state == "between":  # the empty lines after </think>
-            self.pending = self.pending.lstrip("\n")
-            self.state = "saying" if self.pending else "between"
-        said, self.pending = self.pending, ""
-        return thoughts, said
+        self.text += text
+        thoughts, said = self.divide(last)
+        new = thoughts[self.n_thoughts :], said[self.n_said :]
+        self.n_thoughts, self.n_said = len(thoughts), len(said)
+        return new
+
+    def divide(self, last: bool) -> tuple[str, str]:
+        """Return (thoughts, what is said) of the text so far."""
+        begin = self.text.lstrip()
+        if not last and THINK.startswith(begin) and begin != THINK:
+            return "", ""
+        if not begin.startswith(THINK):
+            return "", self.text
+        thoughts, close, said = begin.removeprefix(THINK).partition(THINK_END)
+        if not close and not last:  # its end may become </think>
+            thoughts = thoughts[: len(thoughts) - n_pending(thoughts, [THINK_END])]
+        return thoughts, said.lstrip("\n")  # without the empty lines behind </think>
 
 
 class Choice:
@@ -488,6 +480,7 @@ class Choice:
         text, found, begin = self.tokenizer.decode(self.request.ids), [], 0
         decoder = StreamDecoder(self.tokenizer)
         scored = self.request.prompt_logprobs if self.asked.params.logprobs >= 0 else []
+        # Tokens that share a character have its place.
         for token, logprobs in zip(self.request.ids, scored, strict=False):
             found.append(Token(token, "", "", logprobs, begin=begin))
             is_special = token in self.tokenizer.special_ids

@@ -91,6 +91,7 @@ class Job:
         self.n_new = 0
 
     def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
+        # The choices of a prompt stand one behind another.
         self.requests, n = requests, self.asked.n
         self.n_prompt = sum(len(request.ids) for request in requests)
         each = enumerate(request for request in requests for _ in range(n))
@@ -98,6 +99,7 @@ class Job:
         self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
 
     def receive(self, event: Event) -> None:
+        # A place is free once its sample is generated, whether or not the client reads it.
         if not isinstance(event, Exception) and event[1].finish:
             self.give_back(1)
         self.events.put_nowait(event)
@@ -272,11 +274,8 @@ class Model(threading.Thread):
         if self.renderer:
             settings = template_settings(self.tokenizer, asked.template_settings)
             follow = partial(self.renderer.render, settings=settings, follows=True)
-        # Another seed for each choice: they may have called the same.
-        request = sample.request
-        seed = (request.params.seed + choice.index) % 2**63
-        own = {"n": 1, "seed": seed}
-        return tools.go_on(self.engine, request, sample.ids, messages, begun, follow, **own)
+        request, number = sample.request, choice.index
+        return tools.go_on(self.engine, request, sample.ids, messages, number, begun, follow)
 
 
 # ---- routes --------------------------------------------------------------------------------------
@@ -291,6 +290,8 @@ class Server:
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
         self.big_bodies = asyncio.Lock()
+        for model in models.values():
+            model.card["defaults"] = self.defaults
 
     def app(self) -> Any:
         """Return the ASGI application."""
@@ -306,7 +307,8 @@ class Server:
             Route("/v1/preferences", self.prefer, methods=["POST"]),
             Route("/v1/render", self.render, methods=["POST"]),
         ]
-        handlers = dict.fromkeys((Refused, HTTPException, Exception), error_response)
+        kinds = Refused, HTTPException, RecursionError, Exception
+        handlers = dict.fromkeys(kinds, error_response)
         inner = Starlette(routes=routes, exception_handlers=handlers)
         guarded = Guard(inner, {route.path for route in routes}, self.config, self.metrics)
         origins = origins_of(self.config["cors_origins"])
@@ -324,17 +326,16 @@ class Server:
 
     async def counts(self, _http: Any) -> Response:
         engines = [model.engine for model in self.models.values()]
-        running = sum(len(engine.running) + len(engine.reading) for engine in engines)
+        running = sum(len(engine.running) + len(engine.prefilling) for engine in engines)
         text = self.metrics.text(running)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def cards(self, _http: Any) -> Response:
-        cards = [model.card | {"defaults": self.defaults} for model in self.models.values()]
+        cards = [model.card for model in self.models.values()]
         return JSONResponse({"object": "list", "data": cards})
 
     async def one_card(self, http: Any) -> Response:
-        model = self.named(http.path_params["name"])
-        return JSONResponse(model.card | {"defaults": self.defaults})
+        return JSONResponse(self.named(http.path_params["name"]).card)
 
     def named(self, name: str) -> Model:
         """Return the model of this name; "" = the first."""
@@ -387,10 +388,7 @@ class Server:
         events = self.events(model, job, began)
         # A client that goes away cancels its job.
         if asked.stream:
-            texts = self.streamed(job, events, head)
-            response = StreamingResponse(texts, media_type="text/event-stream")
-            response.headers["Cache-Control"] = "no-cache"
-            return CancelOnDisconnect(response, model.cancelling(job))
+            return EventStream(self.streamed(job, events, head), model.cancelling(job))
         with model.cancelling(job):
             body = await or_disconnect(self.whole(job, events), http.receive)
         return Response(status_code=400) if body is None else JSONResponse(head | body)
@@ -412,6 +410,7 @@ class Server:
     def admit(self, asked: ParsedRequest) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
         n_samples, most = asked.n_samples, self.config["max_queue"]
+        # Before anything is encoded: a body may hold 200,000 prompts.
         if n_samples > most:
             what = f"{n_samples} samples are asked for at once, max_queue is {most}"
             raise Refused(400, what, "n")
@@ -517,15 +516,19 @@ async def read_body(http: Any, max_kb: int) -> bytes:
     return bytes(raw)
 
 
-class CancelOnDisconnect:
+class EventStream(StreamingResponse):
     """A stream that ends when its client goes away, also while it waits for a token."""
 
-    def __init__(self, response: Any, cancelling: contextlib.AbstractContextManager) -> None:
-        self.response, self.cancelling = response, cancelling
+    def __init__(
+        self, texts: AsyncIterator[str], cancelling: contextlib.AbstractContextManager
+    ) -> None:
+        head = {"Cache-Control": "no-cache"}
+        super().__init__(texts, media_type="text/event-stream", headers=head)
+        self.cancelling = cancelling
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         with self.cancelling:
-            await or_disconnect(self.response.stream_response(send), receive)
+            await or_disconnect(self.stream_response(send), receive)
 
 
 async def or_disconnect(work: Awaitable, receive: Any) -> Any:
@@ -717,6 +720,7 @@ class Metrics:
         gauges = {"samples_running": running, "samples_waiting": max(0, self.samples - running)}
         for name, value in gauges.items():
             lines += [f"# TYPE groundup_{name} gauge", f"groundup_{name} {value}"]
+        # A bucket counts all that came within its time, so those of shorter times, too.
         name, total = "groundup_time_to_first_token_seconds", 0
         lines.append(f"# TYPE {name} histogram")
         for most, count in zip((*TTFT_SECONDS, "+Inf"), self.waits, strict=True):

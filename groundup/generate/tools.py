@@ -113,22 +113,24 @@ class Tools:
         request: Request,
         ids: list[int],
         messages: list[dict],
+        choice: int = 0,
         begun: Sequence[int] = (),
         follow: Callable[[list[dict]], list[int]] | None = None,
-        **changes: int,
     ) -> tuple[ToolTurn, Request] | None:
         """Run what the answer to a request calls. Return the turn and the request for the next one;
         None if the answer calls nothing, or another turn has no room.
 
         ids: of the answer, with the one that ended it. begun: those of it that were in the prompt.
-        messages, follow: see `answer`. changes: of the next request's parameters."""
+        messages, follow: see `answer`. choice: number among the answers to the prompt."""
         # All turns share the first one's limit.
         room = request.limit - len(ids)
         turn = self.answer(engine.tokenizer, messages, [*begun, *ids[:-1]], room, follow)
         if not turn or not turn.ids:
             return None
-        changes |= {"max_new_tokens": room - len(turn.ids), "min_new_tokens": 0}
-        params = replace(request.params, **changes)
+        # Choices may have called the same, so each goes on with a seed of its own.
+        seed = (request.params.seed + choice) % 2**63
+        own = {"max_new_tokens": room - len(turn.ids), "min_new_tokens": 0, "n": 1, "seed": seed}
+        params = replace(request.params, **own)
         return turn, engine.request(request.index, request.ids + ids + turn.ids, params)
 
     def shown(self, messages: list[dict]) -> list[dict]:

@@ -128,10 +128,10 @@ def test_samples_wait_for_memory_and_one_that_never_fits_is_refused_with_the_num
     want = generate(net, None, texts, params)
     busy, size = [], kv_cache.cache_bytes(net.cfg, 1, net.cfg.block_size, torch.float32)
     monkeypatch.setattr(engine, "free_bytes", lambda device: 3.5 * size)
-    feed = Engine.feed
-    monkeypatch.setattr(Engine, "feed", lambda self: busy.append(self.cache.n_bytes() // size) or feed(self))
+    feed = Engine.decode
+    monkeypatch.setattr(Engine, "decode", lambda self: busy.append(self.cache.n_bytes() // size) or feed(self))
     # What the caches hold is taken from the free memory: the engine never has more than it found.
-    monkeypatch.setattr(Engine, "spare_bytes", lambda self: 3.5 * size - size * len(self.running + self.reading))
+    monkeypatch.setattr(Engine, "spare_bytes", lambda self: 3.5 * size - size * len(self.running + self.prefilling))
     assert ids_of(generate(net, None, texts, params)) == ids_of(want)
     assert 2 <= max(busy) <= 4
     monkeypatch.setattr(engine, "free_bytes", lambda device: 2**12)
@@ -260,13 +260,13 @@ def test_different_prompts_draw_independently():
 
 def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
     read = []
-    whole = engine.Engine.read_piece
+    whole = engine.Engine.prefill_piece
 
     def watched(self: engine.Engine, cache: KVCache, slots: list, requests: list, begin: int, end: int) -> None:
         read.extend(request.index for request in requests)
         whole(self, cache, slots, requests, begin, end)
 
-    monkeypatch.setattr(engine.Engine, "read_piece", watched)
+    monkeypatch.setattr(engine.Engine, "prefill_piece", watched)
     generate(net, None, [prompt(4), prompt(6)], SamplingParams(max_new_tokens=5, n=4), batch_size=3)
     assert sorted(read) == [0, 1]
 
@@ -287,7 +287,7 @@ def test_interrupted_while_a_row_is_placed(net, monkeypatch, where):
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream(prompt(9, seed=4), params))
     monkeypatch.undo()
-    assert not (engine.waiting or engine.reading or engine.running)
+    assert not (engine.waiting or engine.prefilling or engine.running)
     assert [token.id for token in engine.stream(prompt(9), params)] == want
 
 
@@ -340,7 +340,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
         results = generate(net, None, [prompt(9)], SamplingParams(max_new_tokens=8, temperature=0, logprobs=97))
         text = prompt(9) + results[0].completions[0].ids
         want = net(torch.tensor([text[:-1]]))[0, 8:].float().log_softmax(dim=-1)
-    assert next(iter(e.ended.ids)).cache.keys[0].dtype == torch.bfloat16
+    assert next(iter(e.prefix_cache.ids)).cache.keys[0].dtype == torch.bfloat16
     assert e.model.lm_head.dtype == e.model.layers[1].mlp.down_proj.dtype == torch.bfloat16
     assert e.model.embed_tokens.weight is net.embed_tokens.weight and net.lm_head.weight.dtype == torch.float32
     assert e.model.norm.weight is net.norm.weight
@@ -593,13 +593,13 @@ def test_beams_equal_transformers(net):
 def test_a_stream_reads_only_what_is_new(monkeypatch):
     net = random_model(tiny_config())
     read = []
-    whole = engine.Engine.read_piece
+    whole = engine.Engine.prefill_piece
 
     def watched(self: engine.Engine, cache: KVCache, slots: list, requests: list, begin: int, end: int) -> None:
         read.append((begin, end))
         whole(self, cache, slots, requests, begin, end)
 
-    monkeypatch.setattr(engine.Engine, "read_piece", watched)
+    monkeypatch.setattr(engine.Engine, "prefill_piece", watched)
     params = SamplingParams(max_new_tokens=6, temperature=0)
     session, text = Engine(net, None, rows=1), prompt(9)
     answer = [token.id for token in session.stream(text, params)]
@@ -771,14 +771,14 @@ def test_ids_are_the_same_alone_and_among_others_that_come_and_go(monkeypatch):
             assert request.index in requests  # nothing of a cancelled one
             if sample.last:
                 finished[request.index] = requests.pop(request.index).result()
-        assert len(busy.running) + len(busy.reading) <= rows
+        assert len(busy.running) + len(busy.prefilling) <= rows
         texts = [row for cache in busy.cache.caches.values() for row in cache.texts]
-        assert {id(row) for row in texts} == {id(s.row) for s in busy.running + busy.reading if s.row}  # no idle row
+        assert {id(row) for row in texts} == {id(s.row) for s in busy.running + busy.prefilling if s.row}  # no idle row
         moves = max(moves, len(busy.cache.caches))
     assert moves >= 2 and 1 < len(cancelled) < n / 3 and len(finished) + len(cancelled) == n
     assert ids_of([finished[i] for i in sorted(finished)]) == ids_of([alone[i] for i in sorted(finished)])
     assert busy.cache.n_bytes() == 0  # of what has ended only copies are kept, which give way to requests
-    assert len(busy.ended.ids) <= rows and not busy.prompts.ids and busy.promised_bytes == 0
+    assert len(busy.prefix_cache.ids) <= rows and not busy.prompts.ids and busy.promised_bytes == 0
 
 
 def test_prefix_index_finds_what_comparing_all_texts_finds():
@@ -822,13 +822,13 @@ def test_a_long_prompt_lets_the_others_go_on(net, monkeypatch):
 
 
 def test_what_requests_share_is_read_once(net, monkeypatch):
-    read, whole = [], engine.Engine.read_piece
+    read, whole = [], engine.Engine.prefill_piece
 
     def watched(self: engine.Engine, cache: KVCache, slots: list, requests: list, begin: int, end: int) -> None:
         read.extend((request.index, begin, min(end, len(request.ids))) for request in requests)
         whole(self, cache, slots, requests, begin, end)
 
-    monkeypatch.setattr(engine.Engine, "read_piece", watched)
+    monkeypatch.setattr(engine.Engine, "prefill_piece", watched)
     params, system = SamplingParams(6, temperature=0), prompt(20, seed=99)
     texts = [system + prompt(n, seed=n) for n in (5, 9, 2)] + [prompt(12, seed=1)]
     busy = Engine(net, None, rows=4)

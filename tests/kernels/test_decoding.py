@@ -153,16 +153,16 @@ def test_torch_does_it_without_a_compiler_or_for_another_model(monkeypatch):
     net, ids = random_model(tiny_config()), random_ids(tiny_config(), 1, 8)[0].tolist()
     params = SamplingParams(max_new_tokens=20, temperature=0.0)
     want = generate(net, None, [ids], params)[0].completions[0].ids
-    assert isinstance(Engine(net, None, 1).decode, NativeStep)
+    assert isinstance(Engine(net, None, 1).decode_step, NativeStep)
     changes = {"compile_c.shutil.which": lambda name: None, "generate.decode.is_plain": lambda _: False}
     for name, value in changes.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"groundup.{name}", value)
             decode.step_c.cache_clear()
-            assert Engine(net, None, 2).decode is decode_step
+            assert Engine(net, None, 2).decode_step is decode_step
             assert generate(net, None, [ids], params)[0].completions[0].ids == want
         decode.step_c.cache_clear()
-    assert Engine(net, None, 1, copies=False).decode is decode_step
+    assert Engine(net, None, 1, copies=False).decode_step is decode_step
     odd = random_model(dataclasses.replace(net.cfg, ffn_dim=33))
-    assert Engine(odd, None, 1).decode is decode_step and decode.is_native(net.cfg, CPU, torch.float32)
+    assert Engine(odd, None, 1).decode_step is decode_step and decode.is_native(net.cfg, CPU, torch.float32)
     assert not decode.is_native(net.cfg, CPU, torch.float16)
