@@ -139,12 +139,12 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
 def check_files(config: dict, wanted: dict[str, str]) -> None:
     """Look at all files that will be read and at where the results go, before anything is
     loaded: a mistake in the last task should not show after hours of the others."""
-    read = find_files(config["score"])
+    read = find_files(config["score"], "score")
     for task, source in wanted.items():
         if task == "perplexity":
             read += [file for domain in parse_domains(source) for file in domain.files]
         else:
-            read += find_files(source)
+            read += find_files(source, "data")
         if task in choices.TASKS:
             choices.read_task(task, source, config["shots"])
         elif task == "win_rate":

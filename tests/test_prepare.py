@@ -859,7 +859,7 @@ def bad_inputs(path: Path) -> dict[str, tuple[Path, str]]:
         "malformed.jsonl": nothing + "3 bad_json; first: PATH:1: bad_json: ",
         "latin.txt": nothing + "1 bad_encoding; first: PATH:1: bad_encoding: ",
         "none.json": nothing + "the input holds none",
-        "missing.txt": "data: no file matches 'PATH'; give",
+        "missing.txt": "data: no file matches 'PATH' in --input; give",
     }
 
 

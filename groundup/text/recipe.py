@@ -298,7 +298,7 @@ def files_digest(config: dict, sources: Sequence[Source]) -> str:
     UserError."""
     files = [parse_rules(source.rules).keep.rpartition(":")[0] for source in sources]
     for key in ("decontaminate", "prompts_from"):
-        files += find_files(config[key].removeprefix(CUT))
+        files += find_files(config[key].removeprefix(CUT), key)
     try:
         content = b"".join(Path(file).read_bytes() for file in files if file)
     except OSError as error:

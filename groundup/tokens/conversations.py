@@ -166,10 +166,13 @@ class ChatReader(RowReader):
         return dialogue_text(answered), tokenize_chat(answered, self.tokenizer)
 
 
-def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> Source:
+def read_chat(
+    path: str, tokenizer: Tokenizer, val_fraction: float, setting: str = "data"
+) -> Source:
     """Return the Conversations of raw files or of a directory of prepare.py --kind=chat.
 
-    Use the directory's token files if they are this tokenizer's, else its rows. Raise UserError."""
+    Use the directory's token files if they are this tokenizer's, else its rows. setting: that names
+    the path, for an error message. Raise UserError."""
     directory = Path(path)
     reader = ChatReader(tokenizer)
     if (directory / "manifest.json").exists():
@@ -183,7 +186,7 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> Source:
         if "tokenizer_fingerprint" in manifest:
             why = "its token files are another tokenizer's; its rows are tokenized again"
             reader.places.append(f"{directory}: {why}")
-    return read_source(path, reader, val_fraction)
+    return read_source(path, reader, val_fraction, setting)
 
 
 def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer) -> Conversations:
@@ -365,8 +368,8 @@ class ChatCorpus(RowCorpus):
         # a hundred conversations are learned well in 20 epochs, thirty in 100
         return max(30.0, 3000 / len(data.conversations))
 
-    def read(self, path: str, val_fraction: float) -> Source:
-        return read_chat(path, self.tokenizer, val_fraction)
+    def read(self, path: str, val_fraction: float, setting: str) -> Source:
+        return read_chat(path, self.tokenizer, val_fraction, setting)
 
     def lay_out(self, name: str, items: Conversations) -> ChatRows:
         return ChatRows(items, self.block_size, self.pack, self.seed, name)

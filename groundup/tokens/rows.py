@@ -109,11 +109,9 @@ class RowReader:
             return
         if not self.n_read:
             raise UserError(f"data: {name} is empty: no row in it")
-        # the reason may list the keys that rows are known by; they are listed once, at the end
-        first = self.places[0].split(f"; {self.kind} is known by")[0]
+        first = self.places[0]
         if self.n_read == self.dropped[STRANGE]:
-            tried = f"tried, by their keys: {row_formats.known_keys(self.kind)}"
-            raise UserError(f"data: {name} holds no {self.noun}s; first: {first}; {tried}")
+            raise UserError(f"data: {name} holds no {self.noun}s; first: {first}")
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
         raise UserError(f"data: {name} holds no usable {self.noun} ({reasons}); first: {first}")
 
@@ -144,10 +142,13 @@ class Source(NamedTuple):
     reader: RowReader  # what was left out
 
 
-def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
+def read_source(
+    path: str, reader: RowReader, val_fraction: float, setting: str = "data"
+) -> Source:
     """Return the items of a raw file, a glob, a directory of raw files, or one of prepare.py.
 
-    The last has its own splits; of the others val_fraction is held out."""
+    The last has its own splits; of the others val_fraction is held out. setting: that names the
+    path, for an error message."""
     store = reader.new_store()
     # An array of small numbers says where each item goes; the items are held once.
     if Path(path, "manifest.json").exists():
@@ -163,7 +164,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
         held_out = np.array(marks, bool)
     else:
         positions = array("Q")
-        for file in find_files(path):
+        for file in find_files(path, setting):
             for text, item in reader.read(file):
                 store.append(item)
                 positions.append(split_position(text.encode()))
@@ -206,15 +207,15 @@ class RowCorpus(Corpus):
         self.sources = [source._replace(train=(), val=()) for source in self.sources]
         self.val_sources = [source._replace(train=(), val=()) for source in self.val_sources]
 
-    def read(self, path: str, val_fraction: float) -> Source:
-        return read_source(path, self.reader(), val_fraction)
+    def read(self, path: str, val_fraction: float, setting: str) -> Source:
+        return read_source(path, self.reader(), val_fraction, setting)
 
     def _open_train(self) -> None:
         self.paths = paths_of(self.data)
         self.names = names_of(self.paths)
         # with validation data of their own, nothing is held out of the training data
         val_fraction = 0.0 if self.val_data else self.val_fraction
-        self.sources = [self.read(path, val_fraction) for path in self.paths]
+        self.sources = [self.read(path, val_fraction, "data") for path in self.paths]
         pairs = zip(self.names, self.sources, strict=True)
         self.train = [self.lay_out(name, source.train) for name, source in pairs]
         for data, source in zip(self.train, self.sources, strict=True):
@@ -233,7 +234,7 @@ class RowCorpus(Corpus):
     def _open_val(self) -> None:
         weights = parse_weights(self.val_data, self.val_data, "val_data") if self.val_data else {}
         self.val_names = names_of(list(weights))
-        self.val_sources = [self.read(path, 0.0) for path in weights]
+        self.val_sources = [self.read(path, 0.0, "val_data") for path in weights]
         held_out = dict(zip(self.names, (source.val for source in self.sources), strict=True))
         if self.val_data:
             # of a directory of prepare.py its validation split, of a raw file all items

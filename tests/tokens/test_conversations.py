@@ -403,13 +403,15 @@ def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, t
 
     text = message(write(tmp_path / "a.jsonl", [{"text": "novel"}]))
     assert "a.jsonl holds no conversations" in text and "kind='text'" in text
-    assert "messages | conversations | conversation | instruction,output" in text
+    assert "chat is known by: messages,answer | messages | conversations (docs/data.md lists all)" in text
+    near = message(write(tmp_path / "near.jsonl", [{"query": "q", "reply": "a"}] * 3))
+    assert near.count("query,response | query,answer | ") == 1
     assert "str, not an object" in message(write(tmp_path / "b.txt", ["prose"]))
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     assert "kind='preference'" in message(write(tmp_path / "c.jsonl", [pair]))
     bad = message(write(tmp_path / "d.jsonl", [{"messages": [user("q"), user("q"), assistant("a")]}]))
     assert "no usable conversation (1 two user turns in a row); first:" in bad and "d.jsonl:1:" in bad
-    assert "no file matches" in message(str(tmp_path / "nope.jsonl"))
+    assert "nope.jsonl' in --data; give" in message(str(tmp_path / "nope.jsonl"))
     assert "is empty" in message(write(tmp_path / "e.jsonl", []))
     long = message(write_talks(tmp_path / "f.jsonl", [[user("q"), assistant("a" * 500)]]))
     assert "nothing to train on in f.jsonl: 1 left out: no answer fits in block_size=64" in long
