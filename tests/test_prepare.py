@@ -231,7 +231,7 @@ def test_split_is_stable_under_additions_and_no_text_is_in_two(tmp_path, tok):
 
 
 def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok, capsys):
-    documents = texts(11)
+    documents = texts(51)
     run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", documents), tokenizer_dir=tok, val_fraction=1e-9)
     said = capsys.readouterr().out
     assert "warning: val takes none of so few documents (1e-09 of them); one is moved there, " in said
@@ -245,13 +245,22 @@ def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok
     assert " % of the text, and not trained on; " in said and "txt_split=blank or line" in said
 
 
+def test_a_long_document_that_is_most_of_val_is_said(tmp_path, tok, capsys):
+    documents = texts(60)
+    of_val = next(text for text in documents if plain_split(text, val=0.1, test=0.0) == "val")
+    long = next(t for t in (of_val * 200 + str(i) for i in range(99)) if plain_split(t, val=0.1, test=0.0) == "val")
+    path = write_jsonl(tmp_path / "x.jsonl", [*documents, long])
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, val_fraction=0.1)
+    assert re.search(r"warning: val has [5-9]\d % of the text: few, or long, documents are in it", capsys.readouterr().out)
+
+
 def test_no_val_is_made_where_none_is_wanted(tmp_path, tok):
     run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", texts(4)), tokenizer_dir=tok, val_fraction=0.0)
     assert list(read_back(tmp_path / "out")) == ["train"]
 
 
 def test_nothing_left_for_train_is_an_error(tmp_path, tok):
-    path = write_jsonl(tmp_path / "x.jsonl", [EN] * 11)
+    path = write_jsonl(tmp_path / "x.jsonl", [EN] * 51)
     with pytest.raises(UserError, match="no document is left for train"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     assert not (tmp_path / "out").exists()
@@ -307,13 +316,15 @@ def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_w
     assert np.fromfile(tmp_path / "ids", np.uint16).tolist() == Spaced().encode("One.\n\nTwo")
 
 
-def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
-    for n in (10, 11):
+def test_fifty_documents_are_few_and_more_are_not(tmp_path, tok, capsys):
+    for n in (11, 50, 51):
         path = write_jsonl(tmp_path / f"{n}.jsonl", texts(n))
         run(tmp_path / str(n), input=path, tokenizer_dir=tok, val_fraction=0.3)
         found = read_back(tmp_path / str(n))
-        assert len(found["train"]) + len(found["val"]) == {10: 20, 11: 11}[n]
-        assert ("only 10 documents" in capsys.readouterr().out) == (n == 10)
+        assert len(found["train"]) + len(found["val"]) == (2 * n if n <= 50 else n)
+        note = f"only {n} documents: the end of each becomes val (30 %)"
+        report = (tmp_path / str(n) / "report.md").read_text("utf-8")
+        assert (note in capsys.readouterr().out) == (note in report) == (n <= 50)
         run(tmp_path / f"{n}lines", input=path, tokenizer_dir=tok, fold="1/3", val_fraction=0.3)
         assert sum(map(len, read_back(tmp_path / f"{n}lines").values())) == n  # folds are of whole documents
 

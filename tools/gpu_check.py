@@ -324,7 +324,7 @@ class Check:
     def tuning(self) -> None:
         """sft packed, dpo and GRPO on the debug data, compiled."""
         rows, steps = [], 20 if self.gpu else 2
-        for script, more in (("sft", ["--pack=True"]), ("dpo", []), ("rl", ["--eval_prompts=1"])):
+        for script, more in (("sft", ["--pack=yes"]), ("dpo", []), ("rl", ["--eval_prompts=1"])):
             flags = [
                 f"--device={self.device}",
                 f"--compile={self.compiles}",

@@ -17,7 +17,7 @@ from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
 from groundup.tokens.training import SMALLEST
 
-VERSION = 14  # of what the settings give; a directory of another version differs
+VERSION = 15  # of what the settings give; a directory of another version differs
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
 CUT = "cut:"  # decontaminate='cut: files'
 CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
