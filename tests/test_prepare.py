@@ -251,7 +251,8 @@ def test_a_long_document_that_is_most_of_val_is_said(tmp_path, tok, capsys):
     long = next(t for t in (of_val * 200 + str(i) for i in range(99)) if plain_split(t, val=0.1, test=0.0) == "val")
     path = write_jsonl(tmp_path / "x.jsonl", [*documents, long])
     run(tmp_path / "out", input=path, tokenizer_dir=tok, val_fraction=0.1)
-    assert re.search(r"warning: val has [5-9]\d % of the text: few, or long, documents are in it", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(r"warning: val has [5-9]\d % of the text: few, or long, documents are in it", said)
 
 
 def test_no_val_is_made_where_none_is_wanted(tmp_path, tok):

@@ -316,7 +316,8 @@ def test_few_conversations_do_not_share_rows_and_are_seen_often(tok, tmp_path, m
         pack = "" if packed else " one per row (--pack=yes packs them),"
         line = f"few data    {n} conversations:{pack} {2500 / n:.0f} epochs (--epochs=3 is usual for many)"
         assert corpus.chosen_for_few(settings) == [line]
-    assert not corpus.chosen_for_few(settings | {"epochs": 20.0}) and not corpus.chosen_for_few(settings | {"max_steps": 9})
+    for given in ({"epochs": 20.0}, {"max_steps": 9}):
+        assert not corpus.chosen_for_few(settings | given)
     monkeypatch.setattr(conversations, "SEEN", 90)
     assert corpus.usual_epochs("") == 3 and not corpus.chosen_for_few(settings)
 
@@ -421,7 +422,8 @@ def test_bad_rows_are_counted_by_reason_and_named_by_line(tok, tmp_path):
     assert named == [f"{path}:{line}: two assistant turns in a row" for line in (11, 14, 17)]
     assert any(f"{path}:16: not understood: a turn has the role 'robot'" in place for place in source.reader.places)
     report = "\n".join(ChatCorpus(path, tok, 256, 1).report())
-    for part in ("x.jsonl: 4 left out: two assistant turns in a row; to keep such conversations join the two", ":12: bad_json", "1 lost turns after the last"):
+    two = "x.jsonl: 4 left out: two assistant turns in a row; to keep such conversations join the two"
+    for part in (two, ":12: bad_json", "1 lost turns after the last"):
         assert part in report
 
 
