@@ -298,6 +298,7 @@ if __name__ == "__main__":
             peak,
             others,
         )
+        warnings += plan.rate_warning(model, learning_rate)
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:
         sys.exit(0)
