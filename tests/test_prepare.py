@@ -317,15 +317,15 @@ def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_w
     assert np.fromfile(tmp_path / "ids", np.uint16).tolist() == Spaced().encode("One.\n\nTwo")
 
 
-def test_fifty_documents_are_few_and_more_are_not(tmp_path, tok, capsys):
-    for n in (11, 50, 51):
+def test_forty_documents_are_few_and_more_are_not(tmp_path, tok, capsys):
+    for n in (11, 40, 41):
         path = write_jsonl(tmp_path / f"{n}.jsonl", texts(n))
         run(tmp_path / str(n), input=path, tokenizer_dir=tok, val_fraction=0.3)
         found = read_back(tmp_path / str(n))
-        assert len(found["train"]) + len(found["val"]) == (2 * n if n <= 50 else n)
+        assert len(found["train"]) + len(found["val"]) == (2 * n if n <= 40 else n)
         note = f"only {n} documents: the end of each becomes val (30 %)"
         report = (tmp_path / str(n) / "report.md").read_text("utf-8")
-        assert (note in capsys.readouterr().out) == (note in report) == (n <= 50)
+        assert (note in capsys.readouterr().out) == (note in report) == (n <= 40)
         run(tmp_path / f"{n}lines", input=path, tokenizer_dir=tok, fold="1/3", val_fraction=0.3)
         assert sum(map(len, read_back(tmp_path / f"{n}lines").values())) == n  # folds are of whole documents
 
@@ -951,7 +951,7 @@ def test_tokenizer_without_an_end_of_text_is_refused(tmp_path, tok):
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "jsonl.gz"])
 def test_standard_input(tmp_path, tok, form):
-    documents = [ZH + EN] if form == "txt" else texts(40)
+    documents = [ZH + EN] if form == "txt" else texts(45)
     raw = documents[0].encode() if form == "txt" else write_jsonl(tmp_path / "x.jsonl", documents).read_bytes()
     raw = gzip.compress(raw) if form.endswith("gz") else raw
     flags = ["--input=-", f"--out_dir={tmp_path}/out", f"--tokenizer_dir={tok}", "--val_fraction=0.25", "--near=0"]

@@ -9,7 +9,7 @@ SPLITS = ("train", "val", "test")
 SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
 # With so few documents, or fewer, cut each one instead of hashing: val_fraction=0.1 of a dozen by
 # their hashes is none or a quarter of them, and a long one is half of the text.
-FEW = 50
+FEW = 40
 FEW_VAL = 16  # the loss of fewer validation rows says little
 
 

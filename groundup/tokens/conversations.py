@@ -359,7 +359,9 @@ def load_rows(rows: Sequence[ChatRows], sources: np.ndarray, numbers: np.ndarray
 
 
 FEW = 1000  # conversations: fewer do not share rows, for they would make a handful of steps
-SEEN = 2500  # conversations that a run sees at least, counting repetitions; measured: docs/data.md
+# Conversations that a run sees at least, counting repetitions: 20 steps of config/sft.py's 128. Of a
+# hundred, 10 and 20 epochs had 98.4 % of the tokens right in questions worded otherwise.
+SEEN = 2500
 
 
 @dataclass(eq=False)
