@@ -245,6 +245,16 @@ def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok
     assert " % of the text, and not trained on; " in said and "txt_split=blank or line" in said
 
 
+def test_ends_of_lines_are_no_validation_text(tmp_path, tok):
+    """Of a dozen lines whole ones are held out; of a dozen longer texts the ends."""
+    lines = [f"This is line {i} of a dozen." for i in range(12)]
+    for name, documents, cut in (("lines", lines, False), ("texts", [line * 50 for line in lines], True)):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", documents)
+        run(tmp_path / name, input=path, tokenizer_dir=tok, val_fraction=0.1, near=0.0)
+        found = read_back(tmp_path / name)
+        assert found["val"] and len(found["train"] + found["val"]) == (24 if cut else 12)
+
+
 def test_a_long_document_that_is_most_of_val_is_said(tmp_path, tok, capsys):
     documents = texts(60)
     of_val = next(text for text in documents if plain_split(text, val=0.1, test=0.0) == "val")

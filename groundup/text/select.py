@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files.splits import FEW, SPLITS, are_held_out, assign, cut_places
+from groundup.files.splits import SPLITS, are_few, are_held_out, assign, cut_places
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
 from groundup.text.recipe import Recipe, Source, parse_score
@@ -253,8 +253,9 @@ def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.nda
     if recipe.fold and len(starts) == 1:
         what = f"fold={recipe.fold} needs several documents, and there is one"
         raise UserError(f"prepare: {what}; use txt_split=blank")
-    wanted = recipe.val_fraction + recipe.test_fraction > 0 and not recipe.fold
-    return starts if wanted and len(starts) <= FEW else starts[:0]
+    share = 0 if recipe.fold else recipe.val_fraction + recipe.test_fraction
+    n_bytes = chosen.rows["n_bytes"][rows].sum()
+    return starts if share and are_few(len(starts), n_bytes, share) else starts[:0]
 
 
 class Piece(NamedTuple):
