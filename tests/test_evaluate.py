@@ -208,8 +208,8 @@ def test_why_a_row_is_not_understood_names_what_it_was_taken_for(run, base, tmp_
     lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
     _, null, unknown, bad_turns = [json.loads(line).get("score_problem") for line in lines]
     assert null == "not understood: no text under 'text' (keys text)"
-    known = "unknown format: keys foo; --text_key=KEY reads another key; neither a conversation nor a text"
-    assert unknown == f"not understood: {known}"
+    why = "prepare.py --text_key=KEY reads other names; neither a conversation nor a text"
+    assert unknown == f"not understood: unknown format: keys foo; {why}"
     assert bad_turns == "not understood: int, not a list of turns"
 
 

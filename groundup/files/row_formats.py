@@ -166,11 +166,9 @@ def hint_of(row: dict, kind: str) -> str:
     if kind == "chat" and thread and not name and may_be_turns:
         setting = ",".join(filter(None, (f"messages={thread}", names)))
         return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
-    if kind == "text" and not name:
-        texts = {key: len(value) for key, value in row.items() if isinstance(value, str)}
-        longest = max(texts, key=texts.get, default="")
-        return f"; --text_key={longest if longest.isidentifier() else 'KEY'} reads another key"
-    if kind == "text" or other in ("chat", "preference"):
+    if kind == "text":
+        return hint or "; prepare.py --text_key=KEY reads other names"
+    if other in ("chat", "preference"):
         return hint
     setting = (
         "question=KEY,answer=KEY" if kind == "chat" else "question=KEY,chosen=KEY,rejected=KEY"

@@ -130,8 +130,7 @@ def test_documents(name: str) -> None:
         ({"prompt": "问", "response": None}, "no text under 'response'"),
         (
             {"文": "一", "来源": "二"},
-            "unknown format: keys 文, 来源; --text_key=文 reads another key; "
-            "text is known by: text | completion | title,sections (docs/data.md lists all)",
+            "unknown format: keys 文, 来源; prepare.py --text_key=KEY reads other names; text is known by: text | ",
         ),
         ({"messages": [{"role": "user", "content": "问"}]}, "this is messages (OpenAI), of kind='chat'"),
         ({"prompt": "问", "response": "答", "chosen": "好", "rejected": "坏"}, "of kind='preference'"),
