@@ -65,7 +65,7 @@ demo: $(VENV)/core
 	$(PY) sample.py --init_from=out/demo --prompt='晚上' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PREPARE) --input='docs: python-docs, rules=length=..120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
 		--out_dir=data/demo_chat --tokenizer_dir=data/demo
-	$(PY) sft.py config/demo_sft.py $(call begin,demo demo_chat,demo_sft)
+	$(PY) sft.py config/demo_sft.py --epochs=2.2 $(call begin,demo demo_chat,demo_sft)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=groundup/demo/questions.jsonl --temperature=0
 	@echo 'next: make serve, to talk to it in the browser; make demo-chat or make demo-tools, to train it on'
 

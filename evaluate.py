@@ -10,7 +10,8 @@ torchrun --standalone --nproc_per_node=8 evaluate.py ...                       #
     mmlu cmmlu ceval  directory of .csv files; mmlu_text etc. score the     choices.py
                       texts of the answers instead of their letters
     generation        conversations; the last answer is the reference       text_metrics.py
-    preference        pairs of answers; init_from is a reward model         judging.py
+    preference        pairs of answers; init_from is a reward model, or a   judging.py
+                      language model, such as dpo.py's, with `reference`
     win_rate          two files of answers of sample.py, 'a.jsonl,b.jsonl'; judging.py
                       init_from is the reward model that judges them
 
@@ -68,6 +69,7 @@ limit = 0  # documents per domain, questions per subject, pairs, rows; at least 
 text_key = ""  # perplexity, score: the field with the text, as in prepare.py; empty = found
 txt_split = "file"  # file | blank (between blank lines) | line: a document of perplexity, score
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
+reference = ""  # preference of a language model: what it was tuned from; empty = log-probabilities
 max_new_tokens = 256  # generation: per answer, decoded greedily; at least 1
 judge = ""  # win_rate: model at base_url that judges; empty = the reward model in init_from
 base_url = ""  # of an OpenAI-compatible service
@@ -82,6 +84,7 @@ USED_BY = {  # settings that mean nothing to other tasks, with their defaults
     ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"},
     choices.TASKS: {"shots": 5},
     ("perplexity", *choices.TASKS, "generation"): {"weights": "full"},
+    ("preference",): {"reference": ""},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
 }
 
@@ -139,12 +142,12 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
 def check_files(config: dict, wanted: dict[str, str]) -> None:
     """Look at all files that will be read and at where the results go, before anything is
     loaded: a mistake in the last task should not show after hours of the others."""
-    read = find_files(config["score"])
+    read = find_files(config["score"], "score")
     for task, source in wanted.items():
         if task == "perplexity":
             read += [file for domain in parse_domains(source) for file in domain.files]
         else:
-            read += find_files(source)
+            read += find_files(source, "data")
         if task in choices.TASKS:
             choices.read_task(task, source, config["shots"])
         elif task == "win_rate":
@@ -175,6 +178,10 @@ def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
     """Return what init_from must be: "language model", "reward model" or "" (a service judges)."""
     judged = wanted.keys() & ({"preference"} if config["judge"] else set(JUDGED))
     others = wanted.keys() - set(JUDGED)
+    if "preference" in wanted and config["init_from"]:  # which may be either
+        path = checkpoint.resolve(config["init_from"])
+        if not reward_model.is_reward_model(path):
+            judged, others = judged - {"preference"}, others | {"preference"}
     if judged and others:
         what = f"{min(judged)} measures a reward model, {min(others)} a language model"
         what = f"tasks={config['tasks']!r}: {what}; start them one after the other"
@@ -191,6 +198,7 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer | None = None
     model: Transformer | None = None
     texts: domains.Settings | None = None
+    reference: Transformer | None = None  # that a language model is compared with on pairs
 
 
 def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> Loaded:
@@ -201,6 +209,7 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     directory = config["init_from"] or checkpoint.newest_run(rewards=wants_rewards)
     directory = checkpoint.resolve(directory)
     if wants_rewards:
+        refuse(config["reference"], f"reference is of a language model, {directory} gives rewards")
         model = reward_model.load(directory, device, dtype)
         tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
         return Loaded(device, dtype, directory, tokenizer, model)
@@ -215,12 +224,19 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     texts = text_settings(config, cfg)
     model = huggingface.load_model(directory, device, dtype=dtype).eval()
     model = to_int8(model) if config["weights"] == "int8" else model
-    return Loaded(device, dtype, directory, tokenizer, model, texts)
+    reference = None
+    if config["reference"]:
+        path = checkpoint.resolve(config["reference"])
+        other = Tokenizer.load(huggingface.tokenizer_dir(path)).fingerprint()
+        what = f"{path} and {directory} have different tokenizers"
+        refuse(other != tokenizer.fingerprint(), f"reference: {what}")
+        reference = huggingface.load_model(path, device, dtype=dtype).eval()
+    return Loaded(device, dtype, directory, tokenizer, model, texts, reference)
 
 
 def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
     """Return the results of a task. All ranks call it and get the same."""
-    device, dtype, _, tokenizer, model, texts = loaded
+    device, dtype, _, tokenizer, model, texts, _ = loaded
     size, limit = config["batch_size"], config["limit"]
     if task == "perplexity":
         return evaluate_domains(model, tokenizer, parse_domains(source), texts, dtype)
@@ -237,7 +253,8 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
         with autocast(device, dtype):
             return evaluate_generation(model, tokenizer, source, params, limit, size)
     if task == "preference":
-        return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
+        how = size, limit, dtype, loaded.reference
+        return judging.evaluate_preference(model, tokenizer, source, *how)
     paths = find_files(source)
     of_a, of_b = (found[: limit or None] for found in judging.read_both(*paths))
     if config["judge"]:
@@ -251,7 +268,7 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
 
 def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
     """Write the rows with their losses, and print what became of them."""
-    _, dtype, directory, tokenizer, model, texts = loaded
+    _, dtype, directory, tokenizer, model, texts, _ = loaded
     source, out = config["score"], Path(config["out"])
     key = rows.loss_key(directory, tokenizer, source, texts, dtype)
     how = texts, dtype, is_main

@@ -68,8 +68,8 @@ lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
 dropout = 0.0  # from 0 to 1
 # data
 block_size = 1024  # tokens per row; longer conversations are cut after an answer (at least 1)
-pack = True  # several conversations per row; False = one, padded to the longest of the micro-batch
-epochs = 3.0  # passes over the rows of all sources, if max_steps is 0 (from 0 to 1000)
+pack = "auto"  # auto | yes | no (conversations share rows, or are padded; auto: yes unless few)
+epochs = 0.0  # passes over all rows, if max_steps is 0; 0 = 3, of few rows more (from 0 to 1000)
 max_steps = 0  # 0 = as many as epochs takes (at least 0)
 max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # distillation: learn from a larger model's distributions too (docs/distillation.md)
@@ -260,14 +260,17 @@ if __name__ == "__main__":
             raise UserError(f"config: {key}={config[key]} needs a teacher")
 
     # ---- data
-    corpus = ChatCorpus(data, tokenizer, block_size, seed, val_data, val_fraction, pack)
+    share_rows = {"auto": None, "yes": True, "no": False}[pack]
+    corpus = ChatCorpus(data, tokenizer, block_size, seed, val_data, val_fraction, share_rows)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_tokens": tokens_per_step, "world_size": world_size}
+    settings |= {"pack": corpus.pack, "epochs": epochs or corpus.usual_epochs(max_epochs)}
     lost = corpus.left_out()  # for the error message
     max_steps = steps_of(settings, corpus.n_rows, rows_per_step, "total_batch_tokens", lost=lost)
     check_schedule(config, max_steps)
     order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     epochs_of_each, warnings = corpus.describe(order, max_steps * rows_per_step)
+    warnings += corpus.chosen_for_few(config)
     batch_line = f"{rows_per_step} rows of {block_size} tokens per step, {max_steps:,} steps, "
     batch_line += epochs_of_each
 
@@ -297,13 +300,14 @@ if __name__ == "__main__":
             peak,
             others,
         )
+        warnings += plan.rate_warning(model, learning_rate)
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:
         sys.exit(0)
 
     # ---- the checkpoint to continue, or the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
-    data_record |= {"pack": pack, "val_fraction": val_fraction, "max_epochs": max_epochs}
+    data_record |= {"pack": corpus.pack, "val_fraction": val_fraction, "max_epochs": max_epochs}
     data_record |= corpus.record()
     if teacher:
         data_record |= {"teacher_weights": huggingface.shared_fingerprint(teacher_dir)}

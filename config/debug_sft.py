@@ -16,6 +16,7 @@ device = "cpu"
 dtype = "float32"
 compile = False
 block_size = 256
+pack = "yes"
 batch_size = 2
 total_batch_tokens = 2 * 2 * 256  # two micro-steps, or two ranks
 max_steps = 50

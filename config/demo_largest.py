@@ -12,7 +12,6 @@ data = "data/demo_largest/examples.jsonl"
 val_fraction = 0.1
 compile = False  # a fresh machine may have no C++ compiler
 block_size = 128
-pack = False
 batch_size = 32
 max_steps = 20
 learning_rate = 1e-3

@@ -208,7 +208,8 @@ def test_why_a_row_is_not_understood_names_what_it_was_taken_for(run, base, tmp_
     lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
     _, null, unknown, bad_turns = [json.loads(line).get("score_problem") for line in lines]
     assert null == "not understood: no text under 'text' (keys text)"
-    assert unknown == "not understood: unknown format: keys foo; neither a conversation nor a text, give text_key"
+    why = "prepare.py --text_key=KEY reads other names; neither a conversation nor a text"
+    assert unknown == f"not understood: unknown format: keys foo; {why}"
     assert bad_turns == "not understood: int, not a list of turns"
 
 
@@ -355,7 +356,9 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--score={base}/rows.jsonl", "--data=x", "--out=x.jsonl"], "score and data are both given"),
     (["--tasks=win_rate", "--data=a", "--judge=m"], "judge, base_url and out belong together"),
     (["--tasks=win_rate", "--data={base}/rows.jsonl", "--init_from={base}/reward"], "needs two files of answers"),
-    (["--tasks=preference", "--data={base}/rows.jsonl"], "holds no reward model"),
+    (["--tasks=perplexity", "--data={base}/zh.txt", "--reference=x"], "reference='x' is only for preference"),
+    (["--tasks=preference", "--data={base}/rows.jsonl", "--init_from={base}/reward", "--reference={base}/model"],
+     "reference is of a language model"),
     (["--dat=x"], "did you mean 'data'"),
     (["--score={base}/rows.jsonl", "--out=x.jsonl", "--beside=x.json"], "score and beside are both given"),
     (["--score={base}/rows.jsonl", "--out=x.jsonl", "--tasks=generation"], "score and tasks are both given"),
@@ -367,7 +370,8 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--tasks=generation", "--data={base}/rows.jsonl", "--judge=x"], "judge='x' is only for win_rate"),
     (["--tasks=generation", "--data={base}/rows.jsonl", "--stride=7"], "stride=7 is only for perplexity"),
     (["--data={base}/zh.txt", "--shots=2"], "shots=2 is only for mmlu"),
-    (["--tasks=perplexity,preference", "--data=perplexity: {base}/zh.txt; preference: {base}/rows.jsonl"],
+    (["--tasks=perplexity,preference", "--data=perplexity: {base}/zh.txt; preference: {base}/rows.jsonl",
+      "--init_from={base}/reward"],
      "preference measures a reward model, perplexity a language model"),
     (["--tasks=perplexity,mmlu", "--data=perplexity: {base}/zh.txt; mmlu: nowhere"], "no file matches 'nowhere'"),
     (["--tasks=preference", "--data=nowhere", "--init_from={base}/reward"], "no file matches 'nowhere'"),
@@ -451,7 +455,7 @@ def test_the_other_tasks_are_reached(base, monkeypatch):
     monkeypatch.setattr(evaluate.judging, "evaluate_preference", spy("preference", *names))
     config = {"init_from": str(base / "model"), "block_size": 40, "stride": 0, "text_key": "", "txt_split": "file"}
     config |= {"batch_size": 3, "limit": 9, "shots": 2}
-    config |= {"max_new_tokens": 11, "chat_template_kwargs": "", "weights": "full"}
+    config |= {"max_new_tokens": 11, "chat_template_kwargs": "", "weights": "full", "reference": ""}
     subject = evaluate.load("language model", config, torch.device("cpu"), torch.float32)
     evaluate.measure("ceval_text", "DIR", subject, config)
     assert {"task": "ceval_text", "directory": "DIR", "shots": 2, "batch_size": 3}.items() <= calls["choices"].items()
@@ -502,6 +506,20 @@ def test_a_reward_model_whose_tokenizer_has_no_padding(run, base, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     printed, error = run("--tasks=preference", f"--data={tmp_path}/pairs.jsonl", f"--init_from={tmp_path}/bare")
     assert not error and re.search(r"pairs +3", printed)
+
+
+def test_a_language_model_prefers_by_log_probability_or_against_its_reference(run, base, tmp_path):
+    pairs = [{"prompt": "Q", "chosen": "a " * n, "rejected": "b"} for n in (1, 5, 9)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    flags = ["--tasks=preference", f"--data={tmp_path}/pairs.jsonl"]
+    accuracy = {}
+    for name, more in (("alone", []), ("itself", [f"--reference={base}/model"])):
+        _, error = run(*flags, *more, f"--out={tmp_path}/{name}.json")
+        assert not error
+        found = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["results"]["preference"]
+        accuracy[name] = found["accuracy"]
+        assert found["n"] == 3 and "ece" not in found
+    assert accuracy["itself"] == 0  # nothing has become likelier: a tie is wrong
 
 
 def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base, tmp_path):

@@ -231,7 +231,7 @@ def test_split_is_stable_under_additions_and_no_text_is_in_two(tmp_path, tok):
 
 
 def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok, capsys):
-    documents = texts(11)
+    documents = texts(51)
     run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", documents), tokenizer_dir=tok, val_fraction=1e-9)
     said = capsys.readouterr().out
     assert "warning: val takes none of so few documents (1e-09 of them); one is moved there, " in said
@@ -245,13 +245,33 @@ def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok
     assert " % of the text, and not trained on; " in said and "txt_split=blank or line" in said
 
 
+def test_ends_of_lines_are_no_validation_text(tmp_path, tok):
+    """Of a dozen lines whole ones are held out; of a dozen longer texts the ends."""
+    lines = [f"This is line {i} of a dozen." for i in range(12)]
+    for name, documents, cut in (("lines", lines, False), ("texts", [line * 50 for line in lines], True)):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", documents)
+        run(tmp_path / name, input=path, tokenizer_dir=tok, val_fraction=0.1, near=0.0)
+        found = read_back(tmp_path / name)
+        assert found["val"] and len(found["train"] + found["val"]) == (24 if cut else 12)
+
+
+def test_a_long_document_that_is_most_of_val_is_said(tmp_path, tok, capsys):
+    documents = texts(60)
+    of_val = next(text for text in documents if plain_split(text, val=0.1, test=0.0) == "val")
+    long = next(t for t in (of_val * 200 + str(i) for i in range(99)) if plain_split(t, val=0.1, test=0.0) == "val")
+    path = write_jsonl(tmp_path / "x.jsonl", [*documents, long])
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, val_fraction=0.1)
+    said = capsys.readouterr().out
+    assert re.search(r"warning: val has [5-9]\d % of the text: few, or long, documents are in it", said)
+
+
 def test_no_val_is_made_where_none_is_wanted(tmp_path, tok):
     run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", texts(4)), tokenizer_dir=tok, val_fraction=0.0)
     assert list(read_back(tmp_path / "out")) == ["train"]
 
 
 def test_nothing_left_for_train_is_an_error(tmp_path, tok):
-    path = write_jsonl(tmp_path / "x.jsonl", [EN] * 11)
+    path = write_jsonl(tmp_path / "x.jsonl", [EN] * 51)
     with pytest.raises(UserError, match="no document is left for train"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     assert not (tmp_path / "out").exists()
@@ -307,13 +327,15 @@ def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_w
     assert np.fromfile(tmp_path / "ids", np.uint16).tolist() == Spaced().encode("One.\n\nTwo")
 
 
-def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
-    for n in (10, 11):
+def test_forty_documents_are_few_and_more_are_not(tmp_path, tok, capsys):
+    for n in (11, 40, 41):
         path = write_jsonl(tmp_path / f"{n}.jsonl", texts(n))
         run(tmp_path / str(n), input=path, tokenizer_dir=tok, val_fraction=0.3)
         found = read_back(tmp_path / str(n))
-        assert len(found["train"]) + len(found["val"]) == {10: 20, 11: 11}[n]
-        assert ("only 10 documents" in capsys.readouterr().out) == (n == 10)
+        assert len(found["train"]) + len(found["val"]) == (2 * n if n <= 40 else n)
+        note = f"only {n} documents: the end of each becomes val (30 %)"
+        report = (tmp_path / str(n) / "report.md").read_text("utf-8")
+        assert (note in capsys.readouterr().out) == (note in report) == (n <= 40)
         run(tmp_path / f"{n}lines", input=path, tokenizer_dir=tok, fold="1/3", val_fraction=0.3)
         assert sum(map(len, read_back(tmp_path / f"{n}lines").values())) == n  # folds are of whole documents
 
@@ -859,7 +881,7 @@ def bad_inputs(path: Path) -> dict[str, tuple[Path, str]]:
         "malformed.jsonl": nothing + "3 bad_json; first: PATH:1: bad_json: ",
         "latin.txt": nothing + "1 bad_encoding; first: PATH:1: bad_encoding: ",
         "none.json": nothing + "the input holds none",
-        "missing.txt": "data: no file matches 'PATH'; give",
+        "missing.txt": "data: no file matches 'PATH' in --input; give",
     }
 
 
@@ -939,7 +961,7 @@ def test_tokenizer_without_an_end_of_text_is_refused(tmp_path, tok):
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "jsonl.gz"])
 def test_standard_input(tmp_path, tok, form):
-    documents = [ZH + EN] if form == "txt" else texts(40)
+    documents = [ZH + EN] if form == "txt" else texts(45)
     raw = documents[0].encode() if form == "txt" else write_jsonl(tmp_path / "x.jsonl", documents).read_bytes()
     raw = gzip.compress(raw) if form.endswith("gz") else raw
     flags = ["--input=-", f"--out_dir={tmp_path}/out", f"--tokenizer_dir={tok}", "--val_fraction=0.25", "--near=0"]

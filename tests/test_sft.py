@@ -1,6 +1,7 @@
 """sft.py as users run it: the loss of transformers, on any number of ranks, and exact resume."""
 
 import json
+import re
 import runpy
 import shutil
 import signal
@@ -45,7 +46,7 @@ FLAGS += [
     "--learning_rate=1e-2",
     "--peak_tflops=1",
 ]
-FLAGS += ["--val_fraction=0.2"]
+FLAGS += ["--val_fraction=0.2", "--pack=yes"]
 
 
 def talk(i: int) -> dict:
@@ -373,7 +374,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--dropout=0.1"], ["--pack=False", "--trainable=lora"]], ids=["dropout", "padded"]
+    "flags", [["--dropout=0.1"], ["--pack=no", "--trainable=lora"]], ids=["dropout", "padded"]
 )
 def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags):
     """From the checkpoint of step 2, which is all that is left of a run."""
@@ -416,7 +417,7 @@ def test_a_file_of_rows_and_prepared_tokens_give_the_same_run(base, tmp_path, ru
     assert [e["loss"] for e in a] == [e["loss"] for e in b]
 
 
-@pytest.mark.parametrize("flags", [[], ["--pack=False"]], ids=["packed", "padded"])
+@pytest.mark.parametrize("flags", [[], ["--pack=no"]], ids=["packed", "padded"])
 def test_the_loss_and_the_step_are_means_over_labels_however_the_batch_is_cut(
     run, base, tmp_path, flags
 ):
@@ -455,7 +456,7 @@ RANK_CASES = {
     "all": [],
     "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
     "lora powersgd": ["--trainable=lora", "--compress=powersgd", "--warmup_steps=1"],
-    "padded": ["--pack=False", "--total_batch_tokens=1024"],
+    "padded": ["--pack=no", "--total_batch_tokens=1024"],
     "few labels": ["--data=FEW", "--val_data=FEW"],
     "taught": ["--teacher=TEACHER", "--distill_beta=0.5"],
 }
@@ -515,6 +516,19 @@ def test_a_rank_without_labels_neither_waits_nor_spoils_the_others(two_ranks):
     assert len(losses) == 2 and all(0 < loss < 7 for loss in losses)
 
 
+def test_a_hundred_rows_and_no_other_flag_are_a_run_that_says_what_it_chose(run, capsys):
+    """Packed, in three epochs, they made a handful of steps."""
+    assert run("--plan_only=True", "--pack=auto", "--batch_size=8") == 0
+    plan = capsys.readouterr().out
+    n = int(re.search(r"few data +(\d+) conversations: one per row .--pack=yes packs them., 2[5-9] epochs", plan)[1])
+    assert "is for larger models" not in plan and 90 <= n <= 110
+    assert re.search(r"batch .* 31[34] steps, 2[5-9]\.\d\d epochs of", plan)
+    assert run("--plan_only=True", "--pack=auto", "--batch_size=8", "--epochs=3", "--learning_rate=2e-5") == 0
+    plan = capsys.readouterr().out
+    assert "warning     learning_rate=2e-05 is for larger models" in plan
+    assert "epochs (" not in plan.partition("few data")[2] and re.search(r"batch .* 3\.\d\d epochs of", plan)
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
@@ -524,7 +538,7 @@ def test_a_rank_without_labels_neither_waits_nor_spoils_the_others(two_ranks):
         (["--init_from="], "init_from: give the run"),
         (["--init_from=nowhere"], "nowhere"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
-        (["--epochs=0"], "too few to learn from"),
+        (["--epochs=0.1"], "too few to learn from"),
         (["--epochs=-1"], "epochs must be from 0 to 1000, got -1.0"),
         (["--epochs=1e999"], "epochs must be from 0 to 1000, got inf"),
         (["--eval_new_tokens=0"], "eval_new_tokens must be at least 1, got 0"),
@@ -548,7 +562,7 @@ def test_a_resume_with_other_adapters_is_refused(run, tmp_path, capsys):
         "--lora_alpha=8",
         "--lora_rank=4",
         "--trainable=all",
-        "--pack=False",
+        "--pack=no",
         "--val_fraction=0.3",
     ):
         with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:

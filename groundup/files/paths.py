@@ -67,10 +67,12 @@ def matches(name: str) -> list[str]:
 # ---- the files of a setting --------------------------------------------------------------------
 
 
-def find_files(input: str) -> list[str]:
+def find_files(input: str, setting: str = "") -> list[str]:
     """Return the paths of `input`: files, directories, globs, comma-separated; "-" is standard
     input. In the order given, each once; of a directory the files that `is_data`, recursively, in
-    the byte order of relative paths. Raise UserError for a part that matches no file."""
+    the byte order of relative paths. Raise UserError for a part that matches no file.
+
+    setting: the name of the one that holds `input`, for the message."""
     found: list[str] = []
     for part in filter(None, split_names(input)):
         matched = [part] if part == "-" else matches(part)
@@ -81,7 +83,8 @@ def find_files(input: str) -> list[str]:
         ]
         if not files:
             hint = "give files, directories or globs, separated by commas"
-            raise UserError(f"data: no file matches {part!r}; {hint}")
+            named = f" in --{setting}" if setting else ""
+            raise UserError(f"data: no file matches {part!r}{named}; {hint}")
         found += files
     unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file
     for file in found:

@@ -112,7 +112,7 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
             raise BadRow("nested too deeply") from None
     raise BadRow(
         f"unknown format: {keys_of(original)}{hint_of(row, kind)}; "
-        f"{kind} is known by: {known_keys(kind)}"
+        f"{kind} is known by: {nearest_keys(tuple(row), kind)} (docs/data.md lists all)"
     )
 
 
@@ -179,8 +179,33 @@ def hint_of(row: dict, kind: str) -> str:
     return f"{hint}; prepare.py --text_key='{setting}' reads other names"
 
 
-def known_keys(kind: str) -> str:
-    return " | ".join(known.keys for known in FORMATS[kind])
+def known_keys(kind: str) -> list[str]:
+    """Return the keys of each format of a kind, each once."""
+    return list(dict.fromkeys(known.keys for known in FORMATS[kind]))
+
+
+@lru_cache(maxsize=64)  # the rows of a file have the same keys
+def nearest_keys(keys: tuple[str, ...], kind: str) -> str:
+    """Return the keys of the three formats that are most like those of a row, for people."""
+    own = [pairs_of_letters(key) for key in keys[:20]]
+
+    def unlike(known: str) -> float:
+        wanted = [pairs_of_letters(key) for key in known.split(",")]
+        found = [max((alike(one, other) for other in own), default=0.0) for one in wanted]
+        # up to a half it is chance; of formats that are equally like it the commoner comes first
+        return -sum(share for share in found if share > 0.5) / len(found)
+
+    return " | ".join(sorted(known_keys(kind), key=unlike)[:3])
+
+
+def pairs_of_letters(key: object) -> set[str]:
+    padded = f" {str(key).lower()[:40]} "
+    return {padded[i : i + 2] for i in range(len(padded) - 1)}
+
+
+def alike(one: set[str], other: set[str]) -> float:
+    """Return the Dice coefficient of two sets, from 0 to 1."""
+    return 2 * len(one & other) / (len(one) + len(other))
 
 
 MEDIA = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))

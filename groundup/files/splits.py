@@ -7,7 +7,12 @@ import numpy as np
 
 SPLITS = ("train", "val", "test")
 SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
-FEW = 10  # with so few documents, or fewer, cut each one instead of hashing
+# With so few documents, or fewer, cut each one instead of hashing: val_fraction=0.1 of a dozen by
+# their hashes is none or a quarter of them, and a long one is half of the text.
+FEW = 40
+VERY_FEW = 10  # cut also if their ends are short
+LEAST_END = 100  # bytes that a document gives on average: of lines the ends are no text
+FEW_VAL = 16  # the loss of fewer validation rows says little
 
 
 def dialogue_text(messages: list[dict]) -> str:
@@ -44,6 +49,13 @@ def split_position(raw: bytes) -> int:
     Of a pair it is the hash of its prompt. Other rows do not move it, and copies of a text or
     prompt are in one split."""
     return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
+
+
+def are_few(n_documents: int, n_bytes: int, share: float) -> bool:
+    """Return whether documents are so few that each is cut. share: of the text, behind train."""
+    if n_documents <= VERY_FEW:
+        return True
+    return n_documents <= FEW and share * n_bytes >= LEAST_END * n_documents
 
 
 def cut_places(length: int, val_fraction: float, test_fraction: float) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def parts_of(spec: str) -> list[Part]:
         name, weight = split_weight(piece)
         if weight and not re.fullmatch(r"\d+\.?\d*|\.\d+", weight):
             name, weight = piece, ""
-        files = [file for file in find_files(name) if file not in taken]
+        files = [file for file in find_files(name, "input") if file not in taken]
         taken.update(files)
         parts.append((Part(name, files, float(weight or 0)), weight))
     if any(weight for _, weight in parts) and not all(part.weight for part, _ in parts):

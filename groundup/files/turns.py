@@ -584,6 +584,10 @@ CHAT_PROBLEMS = (
 )  # fmt: skip
 
 
+# What to do about two turns in a row.
+JOIN = "to keep such conversations join the two into one turn"
+
+
 def trim_chat(messages: list[dict]) -> list[dict]:
     """Return the messages up to the assistant's last one: what follows is never answered."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")

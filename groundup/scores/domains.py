@@ -49,9 +49,9 @@ def parse_domains(spec: str) -> list[Domain]:
         named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
         if named or os.path.isdir(part):
             name = named[1].strip() if named else os.path.basename(os.path.abspath(part))
-            domains.append(Domain(name, find_files(named[2] if named else part)))
+            domains.append(Domain(name, find_files(named[2] if named else part, "data")))
             continue
-        for path in find_files(part):  # wiki.jsonl.gz is the domain wiki
+        for path in find_files(part, "data"):  # wiki.jsonl.gz is the domain wiki
             name = os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
             domains.append(Domain(name, [path]))
     if not domains:

@@ -1,5 +1,5 @@
-"""Answers judged: how often a reward model agrees with a file of pairs, and which of two models
-answers better.
+"""Answers judged: how often a model agrees with a file of pairs, and which of two models answers
+better.
 
     evaluate_preference(model, tokenizer, "pairs.jsonl")
         -> accuracy, with its standard error and by length
@@ -30,11 +30,12 @@ from groundup.files.turns import BadRow
 from groundup.files.untrusted import loads
 from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply
-from groundup.scores.likelihood import split_over_ranks
+from groundup.scores.likelihood import score_tokens, split_over_ranks
 from groundup.scores.text_metrics import standard_error
 from groundup.tokens.pairs import PairReader
 from groundup.tokens.rows import read_source
 from groundup.train import ranks
+from model import Transformer
 from tokenizer import Tokenizer
 
 Z95 = 1.959964  # standard deviations of the normal distribution on each side that hold 95 %
@@ -66,38 +67,58 @@ class Verdict(NamedTuple):
     orders: tuple[str, ...] = ()
 
 
-# ---- a reward model on pairs ---------------------------------------------------------------------
+# ---- a model on pairs ----------------------------------------------------------------------------
 
 
 def evaluate_preference(
-    model: RewardModel,
+    model: RewardModel | Transformer,
     tokenizer: Tokenizer,
     data: str,
     batch_size: int = 16,
     limit: int = 0,
     dtype: torch.dtype = torch.float32,
+    reference: Transformer | None = None,
 ) -> dict:
     """Return the figures of reward_model.measure, the standard error of the accuracy, and
     `left_out` {reason: how many} with the `places` of the first ones. None = no pair to measure.
 
-    data: as reward.py's val_data, without weights. limit: first pairs of each part of it, 0 =
-    all. The ranks share the pairs."""
+    A language model's score of an answer is its log-probability; with a reference, what dpo.py
+    started from, the difference from that one's: DPO's implicit reward without its beta. data: as
+    reward.py's val_data, without weights. limit: first pairs of each part of it, 0 = all. The ranks
+    share the pairs."""
     paths = [part.strip() for part in data.split(",") if part.strip()]
     # A prepared directory has a validation split; of a file all pairs count.
     sources = [read_source(p, PairReader(tokenizer, model.cfg.block_size), 0.0) for p in paths]
     pairs = [pair for source in sources for pair in (source.val or source.train)[: limit or None]]
-    sides = []  # chosen, rejected, chosen, rejected, ...
+    sides = []  # (ids, the first that counts) of the chosen answer, then of the rejected one
     for pair in pairs:
-        sides += [[*pair.prompt.tolist(), *one.tolist()] for one in (pair.chosen, pair.rejected)]
-    scores = shared_scores(model, sides, batch_size, dtype)
-    scores = torch.tensor(scores, dtype=torch.float64)
+        for answer, n_unlearned in zip(pair[1:3], pair.n_unlearned, strict=True):
+            ids = [*pair.prompt.tolist(), *answer.tolist()]
+            sides.append((ids, len(pair.prompt) + n_unlearned))
+    if isinstance(model, RewardModel):
+        scores = shared_scores(model, [ids for ids, _ in sides], batch_size, dtype)
+        scores = torch.tensor(scores, dtype=torch.float64)
+    else:
+        scores = logps_of(model, sides, batch_size, dtype)
+    if reference is not None:
+        scores -= logps_of(reference, sides, batch_size, dtype)
     lengths = torch.tensor([(len(pair.chosen), len(pair.rejected)) for pair in pairs])
     found = reward_model.measure(scores[0::2], scores[1::2], *lengths.T)
     found = {"n": len(pairs), "accuracy_se": standard_error(found["accuracy"], len(pairs))} | found
+    if not isinstance(model, RewardModel):
+        found.pop("ece")  # of a probability that a log-probability's difference is not
     found = {name: None if math.isnan(value) else value for name, value in found.items()}
     left_out = sum((source.reader.dropped for source in sources), Counter())
     places = [place for one in sources for place in one.reader.places]
     return found | {"left_out": dict(left_out), "places": places}
+
+
+def logps_of(
+    model: Transformer, sides: list[tuple[list[int], int]], batch_size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the log-probability of ids[first:] for each (ids, first) of sides, (N,) float64."""
+    found = score_tokens(model, sides, batch_size, dtype)
+    return -torch.tensor([one.nats for one in found], dtype=torch.float64)
 
 
 def shared_scores(

@@ -216,7 +216,7 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: recor
     if problem:
         # It is neither. Say what is wrong with the shape that it looks like.
         why = not_chat if row_formats.recognise(row, "chat") and not settings.text_key else problem
-        hint = "; neither a conversation nor a text, give text_key"
+        hint = "; neither a conversation nor a text"
         hint = hint if why.startswith("unknown format") else ""
         return Work(fields, f"not understood: {without_list(why)}{hint}")
     if not text.strip():
@@ -308,7 +308,7 @@ def write_rewards(
 def files_of(source: str) -> list[str]:
     """Return the files of rows in `source`: files, directories or globs. Raise UserError if
     there are none."""
-    if "-" in (paths := find_files(source)):
+    if "-" in (paths := find_files(source, "score")):
         what = "standard input cannot be scored, for it is read more than once"
         raise UserError(f"reward: {what}; give a file")
     found = [path for path in paths if not answer_files.is_settings_file(path)]

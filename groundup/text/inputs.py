@@ -86,7 +86,7 @@ def find_inputs(
 def files_of(source: Source, number: int, work: Path, kind: str) -> Iterator[Input]:
     for name in filter(None, paths.split_names(source.input)):
         if name not in ("-", *BUILT_IN):
-            for path in find_files(name):
+            for path in find_files(name, "input"):
                 yield look(path, shown_name(path), number, source)
             continue
         made = spool_stdin(work) if name == "-" else work / f"{name}.jsonl"

@@ -17,7 +17,7 @@ from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
 from groundup.tokens.training import SMALLEST
 
-VERSION = 14  # of what the settings give; a directory of another version differs
+VERSION = 15  # of what the settings give; a directory of another version differs
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
 CUT = "cut:"  # decontaminate='cut: files'
 CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
@@ -298,7 +298,7 @@ def files_digest(config: dict, sources: Sequence[Source]) -> str:
     UserError."""
     files = [parse_rules(source.rules).keep.rpartition(":")[0] for source in sources]
     for key in ("decontaminate", "prompts_from"):
-        files += find_files(config[key].removeprefix(CUT))
+        files += find_files(config[key].removeprefix(CUT), key)
     try:
         content = b"".join(Path(file).read_bytes() for file in files if file)
     except OSError as error:

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from groundup.errors import UserError
+from groundup.files import turns
 from groundup.files.row_formats import describe_unread
+from groundup.files.splits import FEW_VAL
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
@@ -22,7 +24,6 @@ from groundup.text.select import Selection, SourceDocs
 from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Unit
 from groundup.tokens.token_files import ROWS_FORMAT
 
-FEW_ROWS = 16  # the loss of fewer validation rows says little
 HTML_TAG = re.compile(r"</?(p|div|span|a|li|td|body|html)\b[^<>]*>|<br ?/?>", re.IGNORECASE)
 SHOWN_FILES = 1000  # with losses, or unreadable, in manifest.json; errors.tsv has all
 
@@ -124,6 +125,7 @@ def summarize(
         print(f"prepare: warning: nothing is left for train of source {name}")
     n_bytes = by_fate(chosen.fates, chosen.rows["n_bytes"])
     info = what_became(inputs, counts, by_fate(chosen.fates), n_bytes)
+    info["split_notes"] = chosen.split_notes
     if recipe.near > 0:
         info["near"] = {"not_compared": chosen.capped}
     if recipe.sources[0].name:
@@ -235,7 +237,8 @@ def summary(info: dict) -> list[str]:
                 lines.append(f"read as {reason}: {n:,}")
                 continue
             size = n_bytes["dropped"].get(reason, 0) if what == "dropped" else 0
-            lines.append(f"{what}: {n:,} {reason}" + (f" ({size:,} bytes)" if size else ""))
+            line = f"{what}: {n:,} {reason}" + (f" ({size:,} bytes)" if size else "")
+            lines.append(line + (f"; {turns.JOIN}" if reason.endswith("turns_in_a_row") else ""))
     for reason, n in documents["lost_lines"].items():
         lines.append(f"lost: {n:,} {reason} within texts that are kept")
     if info["marked"]:
@@ -247,7 +250,7 @@ def summary(info: dict) -> list[str]:
     if evals := info.get("decontaminate"):
         few = f"{evals['unprotected']:,} of {evals['items']:,} evaluation items"
         lines.append(f"{few} are too short to be looked for")
-    return lines + answer_pairs.describe(info.get("answers", []))
+    return lines + answer_pairs.describe(info.get("answers", [])) + info.get("split_notes", [])
 
 
 def is_encoding(name: str) -> bool:
@@ -299,7 +302,7 @@ def print_report(manifest: dict, seconds: float) -> None:
         hint = f"a run whose block_size is {n_val} or more needs a larger val_fraction"
         print(f"prepare: warning: val has {n_val} tokens; {hint}")
     n_rows = manifest["splits"].get("val", {}).get("rows", 0)
-    if manifest["format"] == ROWS_FORMAT and 0 < n_rows < FEW_ROWS:
+    if manifest["format"] == ROWS_FORMAT and 0 < n_rows < FEW_VAL:
         few = f"val has {n_rows} rows: too few to trust its loss; raise val_fraction"
         print(f"prepare: warning: {few}")
     megabytes = manifest["info"]["bytes"]["read"] / 1e6

@@ -7,7 +7,7 @@ of one that is kept.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files.splits import FEW, SPLITS, are_held_out, assign, cut_places
+from groundup.files.splits import SPLITS, are_few, are_held_out, assign, cut_places
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
 from groundup.text.recipe import Recipe, Source, parse_score
@@ -34,6 +34,7 @@ from tokenizer import Tokenizer
 # fill the vocabulary.
 MAX_REPEATS = 8
 ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that tuning never sees
+LARGE_VAL = 0.2  # share of the text above which a validation split draws a warning
 
 
 # ---- which documents are kept --------------------------------------------------------------------
@@ -51,6 +52,7 @@ class Selection:
     partner: np.ndarray  # (n,) int64: of a dropped copy, the earlier document; else -1
     similarity: np.ndarray  # (n,) float32: of the two
     capped: int = 0  # documents not compared with all of a large bucket, see near_duplicates
+    split_notes: list[str] = field(default_factory=list)  # what is unusual about the splits
     tokenized: Iterator = iter(())  # encodes the next unit, in order, see `wait_for`
     n_tokenized: int = 0
 
@@ -174,8 +176,8 @@ def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits.
 
     Pairs of all sources are split together: a prompt may be in several sources, and must not be in
-    two splits. Texts of a source with few documents are cut, each into all splits. Print that, and
-    a warning if val or held_out is empty."""
+    two splits. Texts of a source with few documents are cut, each into all splits. That, and what
+    else is unusual about the splits, goes into chosen.split_notes."""
     source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
     rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
@@ -203,7 +205,7 @@ def split_rows(
         held_out = are_held_out(chosen.rows["question"][rows], recipe.hold_out)
         if len(rows) and not held_out.any():
             few = f"takes none of so few conversations{of_source}"
-            print(f"prepare: warning: hold_out={recipe.hold_out} {few}")
+            chosen.split_notes.append(f"warning: hold_out={recipe.hold_out} {few}")
         rows = rows[~held_out]
     splits[rows], moved = assign(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
@@ -215,20 +217,25 @@ def split_rows(
     hint = "; if a .txt file holds many documents, --txt_split=blank or line separates them"
     if not by_file or chosen.rows["offset"][rows].any():  # rows, or lines
         hint = ""
+    n_bytes = chosen.rows["n_bytes"][rows]
+    share = n_bytes[splits[rows] == 1].sum() / max(1, n_bytes.sum())
     if len(starts):
         splits[rows] = 0
         many = f"{len(starts)} documents{of_source}: the end of each"
         few = many if len(starts) > 1 else f"1 document{of_source}: its end"
         ends = {"val": recipe.val_fraction, "test": recipe.test_fraction}
         parts = [f"{split} ({100 * share:g} %)" for split, share in ends.items() if share]
-        print(f"prepare: only {few} becomes {' and '.join(parts)}{hint}")
+        chosen.split_notes.append(f"only {few} becomes {' and '.join(parts)}{hint}")
     elif moved:
-        n_bytes = chosen.rows["n_bytes"][rows]
-        share = 100 * n_bytes[splits[rows] == 1].sum() / n_bytes.sum()
         wanted = recipe.fold or recipe.val_fraction
         few = f"val takes none of so few documents{of_source} ({wanted} of them)"
-        lost = f"one is moved there, {share:.2g} % of the text, and not trained on"
-        print(f"prepare: warning: {few}; {lost}{hint}")
+        lost = f"one is moved there, {100 * share:.2g} % of the text, and not trained on"
+        chosen.split_notes.append(f"warning: {few}; {lost}{hint}")
+    elif not recipe.fold and share > max(LARGE_VAL, 2 * recipe.val_fraction):
+        many = (
+            f"val has {100 * share:.0f} % of the text{of_source}: few, or long, documents are in it"
+        )
+        chosen.split_notes.append(f"warning: {many}; give more, or shorter ones")
     return starts
 
 
@@ -246,8 +253,9 @@ def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.nda
     if recipe.fold and len(starts) == 1:
         what = f"fold={recipe.fold} needs several documents, and there is one"
         raise UserError(f"prepare: {what}; use txt_split=blank")
-    wanted = recipe.val_fraction + recipe.test_fraction > 0 and not recipe.fold
-    return starts if wanted and len(starts) <= FEW else starts[:0]
+    share = 0 if recipe.fold else recipe.val_fraction + recipe.test_fraction
+    n_bytes = chosen.rows["n_bytes"][rows].sum()
+    return starts if share and are_few(len(starts), n_bytes, share) else starts[:0]
 
 
 class Piece(NamedTuple):

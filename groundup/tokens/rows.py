@@ -26,8 +26,8 @@ import numpy as np
 from groundup.errors import UserError, say
 from groundup.files import records, row_formats, untrusted
 from groundup.files.paths import Stage, find_files, parse_data_dir, parse_weights
-from groundup.files.splits import assign, split_position
-from groundup.files.turns import BadRow
+from groundup.files.splits import FEW_VAL, assign, split_position
+from groundup.files.turns import JOIN, BadRow
 from groundup.tokens.batches import Corpus, names_of
 from groundup.tokens.mixture import Sampler
 from groundup.tokens.token_files import read_manifest, verify_sha256
@@ -114,11 +114,9 @@ class RowReader:
             return
         if not self.n_read:
             raise UserError(f"data: {name} is empty: no row in it")
-        # the reason may list the keys that rows are known by; they are listed once, at the end
-        first = self.places[0].split(f"; {self.kind} is known by")[0]
+        first = self.places[0]
         if self.n_read == self.dropped[STRANGE]:
-            tried = f"tried, by their keys: {row_formats.known_keys(self.kind)}"
-            raise UserError(f"data: {name} holds no {self.noun}s; first: {first}; {tried}")
+            raise UserError(f"data: {name} holds no {self.noun}s; first: {first}")
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
         raise UserError(f"data: {name} holds no usable {self.noun} ({reasons}); first: {first}")
 
@@ -137,7 +135,9 @@ class RowReader:
 
 
 def with_remedy(reason: str) -> str:
-    """Return why rows were left out or cut, with what to do about it if that is a setting."""
+    """Return why rows were left out or cut, with what to do about it if the user can."""
+    if reason.endswith("turns in a row"):
+        return f"{reason}; {JOIN}"
     return reason + ("; a larger --block_size keeps more" if "block_size" in reason else "")
 
 
@@ -149,10 +149,11 @@ class Source(NamedTuple):
     reader: RowReader  # what was left out
 
 
-def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
+def read_source(path: str, reader: RowReader, val_fraction: float, setting: str = "data") -> Source:
     """Return the items of a raw file, a glob, a directory of raw files, or one of prepare.py.
 
-    The last has its own splits; of the others val_fraction is held out."""
+    The last has its own splits; of the others val_fraction is held out. setting: that names the
+    path, for an error message."""
     store = reader.new_store()
     # An array of small numbers says where each item goes; the items are held once.
     if Path(path, "manifest.json").exists():
@@ -168,7 +169,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> Source:
         held_out = np.array(marks, bool)
     else:
         positions = array("Q")
-        for file in find_files(path):
+        for file in find_files(path, setting):
             for text, item in reader.read(file):
                 store.append(item)
                 positions.append(split_position(text.encode()))
@@ -211,15 +212,15 @@ class RowCorpus(Corpus):
         self.sources = [source._replace(train=(), val=()) for source in self.sources]
         self.val_sources = [source._replace(train=(), val=()) for source in self.val_sources]
 
-    def read(self, path: str, val_fraction: float) -> Source:
-        return read_source(path, self.reader(), val_fraction)
+    def read(self, path: str, val_fraction: float, setting: str) -> Source:
+        return read_source(path, self.reader(), val_fraction, setting)
 
     def _open_train(self) -> None:
         self.paths = paths_of(self.data)
         self.names = names_of(self.paths)
         # with validation data of their own, nothing is held out of the training data
         val_fraction = 0.0 if self.val_data else self.val_fraction
-        self.sources = [self.read(path, val_fraction) for path in self.paths]
+        self.sources = [self.read(path, val_fraction, "data") for path in self.paths]
         pairs = zip(self.names, self.sources, strict=True)
         self.train = [self.lay_out(name, source.train) for name, source in pairs]
         for data, source in zip(self.train, self.sources, strict=True):
@@ -238,7 +239,7 @@ class RowCorpus(Corpus):
     def _open_val(self) -> None:
         weights = parse_weights(self.val_data, self.val_data, "val_data") if self.val_data else {}
         self.val_names = names_of(list(weights))
-        self.val_sources = [self.read(path, 0.0) for path in weights]
+        self.val_sources = [self.read(path, 0.0, "val_data") for path in weights]
         held_out = dict(zip(self.names, (source.val for source in self.sources), strict=True))
         if self.val_data:
             # of a directory of prepare.py its validation split, of a raw file all items
@@ -253,11 +254,20 @@ class RowCorpus(Corpus):
             if name in self.val
         }
 
+    def n_items(self, data: Any) -> int:
+        """Return how many items the rows of `data` hold."""
+        return data.n_rows
+
     def need_validation(self, val_fraction: float) -> None:
-        """Raise UserError if no row is held out, with what was left out and why."""
-        if self.val:
-            return
+        """Raise UserError if no row is held out, with what was left out and why. Warn of few."""
         readers = [source.reader for source in self.val_sources or self.sources]
+        if self.val:
+            n = sum(map(self.n_items, self.val.values()))
+            few = f"{n} {readers[0].noun}{'s are' if n > 1 else ' is'} held out for validation"
+            how = "give more in val_data" if self.val_data else "raise val_fraction"
+            if n < FEW_VAL:
+                say(f"warning     {few}: too few to trust the val loss; {how}")
+            return
         # what was lost on the way says what to change
         lost = left_out(readers, self.all_val)
         if not self.val_sources and (self.n_rows > 1 or not val_fraction):
@@ -301,9 +311,9 @@ class RowCorpus(Corpus):
         lines = []
         for split, every in (("training", self.train), ("validation", self.all_val)):
             for data in every:
-                rows = f"{data.n_rows:,} rows for {split}"
-                if getattr(data, "pack", False):
-                    rows = f"{len(data.members):,} conversations in {rows}"
+                rows, n = f"{data.n_rows:,} rows for {split}", self.n_items(data)
+                if n > data.n_rows:
+                    rows = f"{n:,} conversations in {rows}"
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
                 for what, n in data.counts.items():
                     lines.append(f"{data.name}: {n:,} {with_remedy(what)}")
@@ -361,7 +371,7 @@ def steps_of(
     how = f"smaller steps and more epochs: {more}"
     if config.get("pack"):  # measured on a hundred conversations: smaller steps alone did not do
         epochs = max(20, 2 * config["epochs"])
-        how = f"one conversation per row and more epochs: --pack=False --epochs={epochs:g}"
+        how = f"one conversation per row and more epochs: --pack=no --epochs={epochs:g}"
         how += "; a model of a few million parameters also wants --learning_rate=1e-3"
     if "block_size" in lost:
         how = f"raise block_size, or {how}"

@@ -218,6 +218,15 @@ def memory_warning(need: float, device: torch.device) -> list[str]:
     return [f"warning     needs {need / GIB:.2f} GiB, {text}"]
 
 
+def rate_warning(model: Transformer, learning_rate: float) -> list[str]:
+    """Return a line if a small model is tuned with the learning rate of a large one, see
+    config/sft.py."""
+    if learning_rate >= 1e-4 or parameter_table(model)["total"] >= 100e6:
+        return []
+    usual = "1e-4 to 1e-3 is usual below 100M parameters"
+    return [f"warning     learning_rate={learning_rate:g} is for larger models: {usual}"]
+
+
 def time_line(flops: float, peak: float, world_size: int, note: str) -> str:
     """Return the line on the time that all steps take. peak, note: as in `describe`."""
     if not peak:

@@ -596,8 +596,18 @@ def test_the_chosen_dialogue_of_hh_rlhf_is_a_conversation() -> None:
     row = {"chosen": HH + "没有。", "rejected": HH + "有"}
     turns = [user("最喜欢的词？"), assistant("你呢？"), user("我先问的"), assistant("没有。")]
     assert messages_of(row) == (turns, "")
-    assert messages_of(row | {"chosen": "没有。"})[1].endswith(" | ".join(
-        known.keys for known in row_formats.CHATS))  # fmt: skip
+    assert messages_of(row | {"chosen": "没有。"})[1].startswith("unknown format")
+
+
+def test_an_unknown_format_names_the_three_that_are_most_like_it() -> None:
+    for kind, row, first in (
+        ("chat", {"query": "问", "reply": "答"}, "query,response"),
+        ("chat", {"Problem_text": "问", "problem": "", "sol": "答"}, "problem,solution"),
+        ("preference", {"prompt": "问", "chosen_answer": "好", "rejected_answer": "坏"}, "prompt,chosen,rejected"),
+        ("text", {"q": "问"}, "text"),  # none is like it: the commonest
+    ):
+        with pytest.raises(turns.BadRow, match=f"{kind} is known by: {first} [|] [^|]+ [|] [^|]+ .docs/data.md lists"):
+            row_formats.read(row, kind)
 
 
 S, U, A, E, T = (

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import json
 import math
 import random
@@ -19,7 +20,7 @@ from test_model import tiny_config
 from test_self_instruct import Endpoint as Service
 
 import reward
-from groundup.align import reward_model
+from groundup.align import losses, reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.files import answer_files
@@ -103,6 +104,28 @@ def test_preference_is_what_reward_py_measures(judge, tmp_path, monkeypatch):
     assert found["n"] == 60 and sum(found["left_out"].values()) == 2 and "pairs.jsonl:61" in found["places"][0]
     right = [1.0] * round(60 * found["accuracy"]) + [0.0] * round(60 * (1 - found["accuracy"]))
     assert found["accuracy_se"] == pytest.approx(statistics.stdev(right) / math.sqrt(60))
+
+
+def test_a_language_model_prefers_as_dpo_py_measures_it(judge, tmp_path):
+    """By the log-probabilities of its own batches, alone and less those of a reference."""
+    _, tokenizer = judge
+    path = write(tmp_path / "pairs.jsonl", [*map(pair, range(40)), {"nothing": 1}])
+    models = []
+    for seed in (2, 3):
+        torch.manual_seed(seed)
+        models.append(Transformer(tiny_config(vocab_size=tokenizer.vocab_size, block_size=96)).eval())
+        for p in models[-1].parameters():
+            if p.ndim == 2:
+                torch.nn.init.normal_(p, std=0.2)
+    corpus = PairCorpus(path, tokenizer, 96, seed=1, val_data=path)
+    (batches,) = corpus.val_batches(16, 0).values()
+    logps = [torch.cat([losses.pair_logps(model, batch)[0] for batch in given], 1)
+             for model, given in zip(models, itertools.tee(batches), strict=True)]  # fmt: skip
+    for reference, (chosen, rejected) in ((None, logps[0]), (models[1], logps[0] - logps[1])):
+        found = evaluate_preference(models[0], tokenizer, path, batch_size=7, reference=reference)
+        assert found["n"] == 40 and found["left_out"] == {"not understood": 1}
+        assert found["accuracy"] == pytest.approx((chosen > rejected).double().mean().item())
+        assert 0 < found["accuracy"] < 1
 
 
 def test_preference_on_several_files_and_few_pairs(judge, tmp_path):

@@ -13,7 +13,8 @@ import torch
 import prepare
 from configurator import is_key
 from groundup.demo import python_docs as corpora
-from groundup.errors import UserError
+from groundup.errors import UserError, say
+from groundup.tokens import conversations
 from groundup.tokens.batches import Batches, changed_entry
 from groundup.tokens.conversations import (
     ChatCorpus,
@@ -303,6 +304,37 @@ def test_few_conversations_may_be_repeated_more_often(tok, tmp_path):
     assert warned(30, 150) and warned(1000, 40)
 
 
+def test_few_conversations_do_not_share_rows_and_are_seen_often(tok, tmp_path, monkeypatch):
+    path = write_talks(tmp_path / "a.jsonl", talks(60))
+    settings = {"pack": "auto", "epochs": 0.0, "max_steps": 0, "max_epochs": ""}
+    for limit, packed in ((61, False), (10, True)):
+        monkeypatch.setattr(conversations, "FEW", limit)
+        corpus = ChatCorpus(path, tok, 256, 7, pack=None, val_fraction=0.1)
+        n = len(corpus.train[0].members)
+        assert corpus.pack is packed and all(rows.pack is packed for rows in corpus.train + corpus.all_val)
+        assert (corpus.n_rows < n) is packed and corpus.usual_epochs("") == 2500 / n and corpus.usual_epochs("4") == 3
+        pack = "" if packed else " one per row (--pack=yes packs them),"
+        line = f"few data    {n} conversations:{pack} {2500 / n:.0f} epochs (--epochs=3 is usual for many)"
+        assert corpus.chosen_for_few(settings) == [line]
+    for given in ({"epochs": 20.0}, {"max_steps": 9}):
+        assert not corpus.chosen_for_few(settings | given)
+    monkeypatch.setattr(conversations, "SEEN", 90)
+    assert corpus.usual_epochs("") == 3 and not corpus.chosen_for_few(settings)
+
+
+def test_few_rows_for_validation_draw_a_warning(tok, tmp_path, capsys):
+    path, other = (write_talks(tmp_path / name, talks(n)) for name, n in (("a.jsonl", 60), ("b.jsonl", 3)))
+    for flags, said in (
+        ({"val_fraction": 0.02}, "held out for validation: too few to trust the val loss; raise val_fraction"),
+        ({"val_data": other}, "3 conversations are held out for validation: too few to trust the val loss; give more"),
+        ({"val_fraction": 0.5}, ""),
+    ):
+        say.cache_clear()
+        ChatCorpus(path, tok, 256, 7, **flags).need_validation(0.02)
+        printed = capsys.readouterr().err
+        assert said in printed and bool(said) == bool(printed)
+
+
 def test_the_labels_of_rows_of_two_sources(tok, two_files):
     a, b = two_files
     corpus = ChatCorpus(f"{a}=3,{b}=1", tok, 256, 7)
@@ -390,7 +422,8 @@ def test_bad_rows_are_counted_by_reason_and_named_by_line(tok, tmp_path):
     assert named == [f"{path}:{line}: two assistant turns in a row" for line in (11, 14, 17)]
     assert any(f"{path}:16: not understood: a turn has the role 'robot'" in place for place in source.reader.places)
     report = "\n".join(ChatCorpus(path, tok, 256, 1).report())
-    for part in ("x.jsonl: 4 left out: two assistant turns in a row", ":12: bad_json", "1 lost turns after the last"):
+    two = "x.jsonl: 4 left out: two assistant turns in a row; to keep such conversations join the two"
+    for part in (two, ":12: bad_json", "1 lost turns after the last"):
         assert part in report
 
 
@@ -403,13 +436,15 @@ def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, t
 
     text = message(write(tmp_path / "a.jsonl", [{"text": "novel"}]))
     assert "a.jsonl holds no conversations" in text and "kind='text'" in text
-    assert "messages | conversations | conversation | instruction,output" in text
+    assert "; chat is known by: " in text and text.endswith(" (docs/data.md lists all)")
+    near = message(write(tmp_path / "near.jsonl", [{"query": "q", "reply": "a"}] * 3))
+    assert near.count("query,response | query,answer | ") == 1
     assert "str, not an object" in message(write(tmp_path / "b.txt", ["prose"]))
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     assert "kind='preference'" in message(write(tmp_path / "c.jsonl", [pair]))
     bad = message(write(tmp_path / "d.jsonl", [{"messages": [user("q"), user("q"), assistant("a")]}]))
     assert "no usable conversation (1 two user turns in a row); first:" in bad and "d.jsonl:1:" in bad
-    assert "no file matches" in message(str(tmp_path / "nope.jsonl"))
+    assert "nope.jsonl' in --data; give" in message(str(tmp_path / "nope.jsonl"))
     assert "is empty" in message(write(tmp_path / "e.jsonl", []))
     long = message(write_talks(tmp_path / "f.jsonl", [[user("q"), assistant("a" * 500)]]))
     assert "nothing to train on in f.jsonl: 1 left out: no answer fits in block_size=64" in long

@@ -261,7 +261,8 @@ def test_answers_that_are_equal_as_tokens_are_equal(tok, tmp_path):
 
 def test_nothing_usable_is_one_clear_line(tok, tmp_path):
     chat = write(tmp_path / "chat.jsonl", [{"messages": [user("a"), assistant("b")]}] * 2)
-    with pytest.raises(UserError, match=r"no preference pairs; first: .*chat.jsonl:1: .*kind='chat'; tried, .*prompt,"):
+    said = "no preference pairs; first: .*chat.jsonl:1: .*kind='chat'; preference is known by: messages,"
+    with pytest.raises(UserError, match=said):
         PairCorpus(chat, tok, 64, 1)
     lone = write(tmp_path / "lone.jsonl", [{"prompt": "q", "rejected": "b"}])
     with pytest.raises(UserError, match="lone.jsonl:1: not understood: a rejected answer but none under 'chosen'"):
