@@ -251,7 +251,7 @@ class Check:
     def tuning(self) -> None:
         """sft packed, dpo and GRPO on the debug data, compiled."""
         rows, steps = [], 20 if self.gpu else 2
-        for stage, more in (("sft", "--pack=True"), ("dpo", ""), ("rl", "--eval_prompts=1")):
+        for stage, more in (("sft", "--pack=yes"), ("dpo", ""), ("rl", "--eval_prompts=1")):
             command = [f"{stage}.py", f"config/debug_{stage}.py", *more.split(), *self.on_device]
             command += [f"--max_steps={steps}", "--warmup_steps=2"]
             events, _ = self.tried(stage, *command)
