@@ -32,10 +32,11 @@ from pathlib import Path
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files.untrusted import read_json
+from groundup.files.untrusted import parse_object, read_bytes, read_json
 from groundup.tokens import engines
+from groundup.tokens.spans import Spans, encode_parts, position
 from groundup.tokens.templates import TRIAL, ChatTemplate, Piece, take_tools
-from groundup.tokens.text_tokenizer import TextTokenizer, find_templates, find_tokenizer
+from groundup.tokens.text_tokenizer import TextTokenizer, find_tokenizer
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # text to train on: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
@@ -88,6 +89,21 @@ class Tokenizer(TextTokenizer):
         self.recent_ids = lru_cache(maxsize=RECENT)(self._ids)
         self.turn_end_id = self._find_turn_end()
         self.stop_ids |= {self.turn_end_id} - {-1}
+
+    @staticmethod
+    def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+        """Return also the templates of additional_chat_templates/NAME.jinja, in the config."""
+        files = TextTokenizer.read_more(directory, files)
+        more = sorted(directory.glob("additional_chat_templates/*.jinja"))
+        if not more:
+            return files
+        config = parse_object(files.get("tokenizer_config.json", b"{}"))
+        named = find_templates(files, config)
+        named |= {path.stem: read_bytes(path).decode() for path in more}
+        listed = [{"name": name, "template": source} for name, source in named.items() if source]
+        config["chat_template"] = listed
+        files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
+        return files | {"tokenizer_config.json": engines.to_json(config)}
 
     # ---- our own form
 
@@ -155,7 +171,7 @@ class Tokenizer(TextTokenizer):
         flags = ("lstrip", "rstrip")
         strips = {
             token["content"]: tuple(bool(token.get(flag)) for flag in flags)
-            for token in self.added_tokens
+            for token in self.engine.added_tokens
         }
         words = self.engine.words
         return ChatTemplate(source, self.special_tokens, variables, words, strips, self.date)
@@ -246,12 +262,10 @@ class Tokenizer(TextTokenizer):
             mask += learned
         return ids, mask
 
-    def _spans(self, text: str, cuts: tuple[int, ...], place: str) -> engines.Spans:
+    def _spans(self, text: str, cuts: tuple[int, ...], place: str) -> Spans:
         """Return the ids of a piece's text, and where each begins and ends."""
-        try:
-            return self.engine.encode_parts(text, cuts, place)
-        except BaseException as error:
-            raise engines.named_panic(error) from None
+        with engines.panics_in_one_line():
+            return encode_parts(self.engine, text, cuts, place)
 
     def _ids(self, text: str, cuts: tuple[int, ...] = (), place: str = engines.START) -> list[int]:
         """Return the ids of a piece's text."""
@@ -274,11 +288,23 @@ class Tokenizer(TextTokenizer):
         begins, ends = np.array(begins, int), np.array(ends, int)
         mask = np.zeros(len(ids), int)
         for span in piece.learned:
-            begin, end = (self.engine.position(text, at) for at in span)
+            begin, end = (position(self.engine, text, at) for at in span)
             inside = np.flatnonzero((begins < end) & (ends > begin))
             if len(inside):
                 mask[inside[0] : inside[-1] + 1] = 1
         return ids, mask.tolist()
+
+
+def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by their names, "default" and "tool_use" ..."""
+    found = config.get("chat_template") or ""
+    if isinstance(found, list):
+        named = {one["name"]: one["template"] for one in found}
+    else:
+        named = {"default": found}
+    if "chat_template.jinja" in files:
+        named["default"] = files["chat_template.jinja"].decode()
+    return named
 
 
 def split_answer(ids: Sequence[int], mask: Sequence[int]) -> tuple[list[int], list[int]]:

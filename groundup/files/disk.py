@@ -14,7 +14,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import IO
 
-from groundup.errors import UserError, say
+from groundup.errors import say
 
 try:
     import fcntl
@@ -94,27 +94,3 @@ def free_name(path: Path, ending: str) -> Path:
         shutil.rmtree(hidden, ignore_errors=True)
         if not os.path.lexists(hidden):
             return hidden
-
-
-@contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
-    """Yield a hidden directory that is renamed to `out` at the end, and removed after an error.
-
-    Raise UserError at once if `out` cannot be replaced: it holds files, or is a mount point.
-    """
-    try:
-        if out.exists():
-            out.rmdir()
-    except OSError as error:
-        text = f"out_dir={str(out)!r} is not empty or cannot be replaced ({error.strerror})"
-        raise UserError(f"config: {text}; give another, or one inside it") from None
-    temp = free_name(out, "tmp")
-    try:
-        temp.mkdir(parents=True)
-        yield temp
-        for path in (*temp.iterdir(), temp):
-            sync(path)
-        temp.rename(out)
-        sync(out.parent)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)

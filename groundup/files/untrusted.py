@@ -50,14 +50,6 @@ def crc32_of(path: str | Path) -> int:
     return crc
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise UserError if `path` is no file that may be replaced, such as a device."""
-    if path.exists() and not path.is_file():
-        raise UserError(
-            f"config: out={str(path)!r} is no regular file and would be replaced; name a file"
-        )
-
-
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """Return the content of a file. Raise OSError if it is no regular one, or too large."""
     if (size := check_regular(path)) > most:

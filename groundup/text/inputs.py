@@ -22,8 +22,9 @@ from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import paths, readers, records, streams
+from groundup.files import readers, records, streams
 from groundup.files.paths import find_files, shown_name
+from groundup.files.sources import split_names
 from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 
@@ -83,7 +84,7 @@ def find_inputs(
 
 
 def files_of(source: Source, number: int, work: Path, kind: str) -> Iterator[Input]:
-    for name in filter(None, paths.split_names(source.input)):
+    for name in filter(None, split_names(source.input)):
         if name not in ("-", *BUILT_IN):
             for path in find_files(name):
                 yield look(path, shown_name(path), number, source)

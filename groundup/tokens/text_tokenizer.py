@@ -25,7 +25,7 @@ from groundup.tokens.engines import (
     SentencePieceBPE,
     Unsupported,
     added_token,
-    named_panic,
+    panics_in_one_line,
     to_json,
 )
 
@@ -53,7 +53,11 @@ class TextTokenizer:
         self.files = files
         self.generation_config = generation_config
         self.config = config = parse_object(files.get("tokenizer_config.json", b"{}"))
-        self.backend, self.engine = self._choose_engine(config)
+        if "tokenizer.json" in files:
+            self.engine = engine_of(files["tokenizer.json"])
+        else:
+            self.engine = SentencePieceBPE(files["tokenizer.model"], config)
+        self.backend = self.engine.backend
         self.special_tokens = self.engine.special_tokens
         self.special_ids = frozenset(self.special_tokens.values())
         # what each id writes; special tokens write their names
@@ -79,14 +83,6 @@ class TextTokenizer:
         ends = generation.get("eos_token_id")
         ends = set(ends if isinstance(ends, list) else [ends]) & self.special_ids
         self.stop_ids = frozenset((ends | {self.eot_id, self.im_end_id}) - {-1})
-
-    def _choose_engine(self, config: dict) -> tuple[str, Engine]:
-        if "tokenizer.json" not in self.files:
-            self.added_tokens = list((config.get("added_tokens_decoder") or {}).values())
-            engine = SentencePieceBPE(self.files["tokenizer.model"], config)
-            return "sentencepiece", engine
-        backend, engine, self.added_tokens = engine_of(self.files["tokenizer.json"])
-        return backend, engine
 
     def __reduce__(self) -> tuple:
         """Pickle the files: a compiled template cannot be."""
@@ -115,12 +111,36 @@ class TextTokenizer:
         # whatever is wrong inside a file is one line for the user
         damage = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
         try:
-            return cls(read_more(directory, files), generation_config)
+            return cls(cls.read_more(directory, files), generation_config)
         except UserError as error:
             raise UserError(f"tokenizer: cannot use {directory}: {error}") from None
         except damage as error:
             what = f"{type(error).__name__}: {error}"
             raise UserError(f"tokenizer: {directory} is damaged: {what}") from None
+
+    @staticmethod
+    def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+        """Return the FILES of a tokenizer with what a directory's other files say.
+
+        In old directories these are special_tokens_map.json, {"eos_token": name}, and
+        added_tokens.json, {name: id}."""
+        config = parse_object(files.get("tokenizer_config.json", b"{}"))
+        changes = {}
+        # Newer directories have all this in tokenizer_config.json, which then wins.
+        tokens = config.get("added_tokens_decoder") or {}
+        names = directory / "special_tokens_map.json"
+        if not tokens and names.exists():
+            for key, name in read_json(names).items():
+                if key.endswith("_token") and config.get(key) != name:
+                    changes[key] = name
+        added = directory / "added_tokens.json"
+        if added.exists():
+            tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
+            changes["added_tokens_decoder"] = tokens
+        if "tokenizer.json" in files:
+            files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
+            changes.pop("added_tokens_decoder", None)
+        return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read."""
@@ -147,17 +167,13 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text, never a special one; lone surrogates become U+FFFD."""
-        try:
+        with panics_in_one_line():
             return self.engine.encode(text)
-        except BaseException as error:
-            raise named_panic(error) from None
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return `encode` as uint32 (n,)."""
-        try:
+        with panics_in_one_line():
             return self.engine.encode_array(text)
-        except BaseException as error:
-            raise named_panic(error) from None
 
     def encode_token(self, token: bytes) -> list[int]:
         """Return the ids of a token's bytes, which may be part of a character; [] if unknown."""
@@ -203,17 +219,16 @@ class TextTokenizer:
 
 
 @functools.lru_cache(maxsize=4)
-def engine_of(tokenizer_json: bytes) -> tuple:
-    """Return (backend, engine, added tokens) of a tokenizer.json.
+def engine_of(tokenizer_json: bytes) -> Engine:
+    """Return the engine that runs a tokenizer.json.
 
     A run opens the tokenizer of its data, its start and its checkpoint: most often the same one,
     and checking the merges of 50,000 tokens takes a second."""
     description = parse_object(tokenizer_json)
-    added = description.get("added_tokens") or []
     try:
-        return "bpe", ByteLevelBPE(description), added
+        return ByteLevelBPE(description)
     except Unsupported as why:
-        return "tokenizers", LibraryTokenizer(description, str(why)), added
+        return LibraryTokenizer(description, str(why))
 
 
 class Pieces(dict):
@@ -248,49 +263,6 @@ def begins_text(files: dict[str, bytes], config: dict) -> bool:
     steps = processor.get("processors") or [processor]
     templates = [step for step in steps if step.get("type") == "TemplateProcessing"]
     return any("SpecialToken" in step["single"][0] for step in templates)
-
-
-def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by their names, "default" and "tool_use" ..."""
-    found = config.get("chat_template") or ""
-    if isinstance(found, list):
-        named = {one["name"]: one["template"] for one in found}
-    else:
-        named = {"default": found}
-    if "chat_template.jinja" in files:
-        named["default"] = files["chat_template.jinja"].decode()
-    return named
-
-
-def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the FILES of a tokenizer with what a directory's other files say.
-
-    These are additional_chat_templates/NAME.jinja and, in old directories, special_tokens_map.json:
-    {"eos_token": name}, and added_tokens.json: {name: id}."""
-    config = parse_object(files.get("tokenizer_config.json", b"{}"))
-    changes = {}
-    more = sorted(directory.glob("additional_chat_templates/*.jinja"))
-    if more:
-        named = find_templates(files, config) | {
-            path.stem: read_bytes(path).decode() for path in more
-        }
-        listed = [{"name": name, "template": source} for name, source in named.items() if source]
-        changes["chat_template"] = listed
-        files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
-    # Newer directories have all this in tokenizer_config.json, which then wins.
-    tokens, names = config.get("added_tokens_decoder") or {}, directory / "special_tokens_map.json"
-    if not tokens and names.exists():
-        for key, name in read_json(names).items():
-            if key.endswith("_token") and config.get(key) != name:
-                changes[key] = name
-    added = directory / "added_tokens.json"
-    if added.exists():
-        tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
-        changes["added_tokens_decoder"] = tokens
-    if "tokenizer.json" in files:
-        files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
-        changes.pop("added_tokens_decoder", None)
-    return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
 
 
 def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:

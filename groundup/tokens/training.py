@@ -11,10 +11,10 @@ from groundup.tokens import bpe
 from groundup.tokens.engines import (
     PATTERNS,
     SIZE_STEP,
+    ByteLevelBPE,
     added_token,
     in_chars,
     merge_words,
-    read_bpe,
     to_json,
 )
 from groundup.tokens.text_tokenizer import FAST
@@ -215,7 +215,7 @@ def extended_bpe(
     # with the special tokens in "vocab", so that no merge makes one of them
     description = json.loads(with_specials(files, [], first)["tokenizer.json"])
     # what tiktoken cannot run could not be extended by its own merges either
-    old, model = read_bpe(description), description["model"]
+    old, model = ByteLevelBPE(description), description["model"]
     if old.nfc:
         texts = (unicodedata.normalize("NFC", text) for text in texts)
     counts = bpe.count_chunks(texts, old.pattern)
@@ -241,7 +241,7 @@ def extended_bpe(
         pairs = with_all_splits(pairs, set(words.values()), vocab)
     model["merges"] = pairs
     # the matrix products of the head are faster at a multiple of SIZE_STEP
-    names = reserved(-top % SIZE_STEP, old.specials)
+    names = reserved(-top % SIZE_STEP, old.special_tokens)
     return with_specials(files | {"tokenizer.json": to_json(description)}, names, top)
 
 

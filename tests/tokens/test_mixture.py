@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from groundup.errors import UserError
-from groundup.files.paths import Stage, find_files, parse_data_dir, parse_weights
+from groundup.files.paths import find_files
+from groundup.files.sources import Stage, parse_data_dir, parse_weights
 from groundup.tokens import mixture
 from groundup.tokens.mixture import Mixture, Sampler, window_sampler
 
