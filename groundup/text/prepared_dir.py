@@ -22,11 +22,10 @@ from groundup.tokens.token_files import (
     ROWS_FORMAT,
     PackedData,
     TokenData,
-    map_tokens,
     read_manifest,
     token_dtype,
 )
-from groundup.tokens.token_writer import verify, verify_sha256
+from groundup.tokens.token_writer import map_tokens, verify, verify_sha256
 from tokenizer import Tokenizer
 
 # What a damaged directory may raise; UserError is a ValueError.

@@ -1,10 +1,10 @@
 """From a step to the tensors of a micro-batch: the loader of all trainers, and pretrain.py's data.
 
-    step (from 0), micro-step -> numbers of samples       Batches.samples
+    step (from 0), micro-step -> numbers of samples       Batches._load
     -> source, and where the sample starts in it          Mixture.starts_of (mixture.py)
     -> block_size + 1 ids                                 TokenData.window (token_files.py)
     -> x = ids[:-1], y = ids[1:]                          load_windows
-    -> a queue, in a thread -> the device                 Batches._load, Batches.next
+    -> a queue, filled by a thread -> the device          Batches.next
 
 data_dir and `data` name the sources of a run (files/sources.py says how). `Corpus` is what the data
 of all trainers share. Its kinds are `TextCorpus`, here, and those of conversations.py for sft.py,
@@ -88,13 +88,6 @@ class Batches:
         sources, starts = self.order.starts_of(samples)
         return int(self.corpus.count_targets(sources, starts).sum())
 
-    def samples(self, step: int, micro_step: int) -> np.ndarray:
-        """Return the sample numbers of this rank's micro-batch, (batch_size,) int64."""
-        # the step's samples: all micro-batches of rank 0, then all of rank 1, ...
-        number = self.rank * self.accum_steps + micro_step  # of the micro-batch in the step
-        first = self.position(step) + number * self.batch_size
-        return np.arange(first, first + self.batch_size)
-
     def next(self) -> tuple:
         """Return the next micro-batch, on the device. Raise what the thread raised."""
         # keep the error: a second call raises it again instead of waiting for ever
@@ -130,8 +123,11 @@ class Batches:
         first = self.first_step * self.accum_steps
         # find the samples of 32 micro-batches at once: numpy is slow on few numbers
         for begin in itertools.count(first, 32):  # this rank's micro-batches, from the run's first
-            steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
-            samples = np.stack([self.samples(step, micro_step) for step, micro_step in steps])
+            step, micro_step = np.divmod(np.arange(begin, begin + 32), self.accum_steps)
+            # a step's samples: all micro-batches of rank 0, then all of rank 1, ...
+            number = self.rank * self.accum_steps + micro_step  # of the micro-batch in the step
+            begins = self.position(step) + number * self.batch_size
+            samples = begins[:, None] + np.arange(self.batch_size)
             sources, starts = self.order.starts_of(samples)  # (32, batch_size) each
             for k in range(32):
                 batch = self.corpus.load(sources[k], starts[k])
@@ -167,9 +163,15 @@ class Corpus:
     ) -> Mixture:
         """Return the order of samples. Raise UserError if max_epochs ends it before max_steps."""
         samplers = [self.sampler(k, seed, samples_per_step) for k in range(len(self.train))]
+        # max_epochs: '4', for all sources, or 'data/a=2,data/b=8'
+        epochs: dict[int, float] = {}
+        if number := parse_number(max_epochs):
+            epochs = dict.fromkeys(range(len(samplers)), number)
+        elif max_epochs:
+            epochs = self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"))
         limits = [math.inf] * len(samplers)  # in samples of each source
-        for k, epochs in self._most_epochs(max_epochs).items():
-            limits[k] = max(1, int(epochs * samplers[k].per_epoch))
+        for k, most in epochs.items():
+            limits[k] = max(1, int(most * samplers[k].per_epoch))
         # the settings count steps, the order counts samples
         stages = [(step * samples_per_step, weights) for step, weights in self.stages]
         order = Mixture(samplers, seed, stages, self.names, limits)
@@ -179,14 +181,6 @@ class Corpus:
             ends = f"with {max_epochs=} the data end after step {last} of {max_steps}"
             raise UserError(f"data: {ends}; {fewer}raise max_epochs")
         return order
-
-    def _most_epochs(self, max_epochs: str) -> dict[int, float]:
-        """Return {number of a source: most epochs} of '4', for all, or 'data/a=2,data/b=8'."""
-        if not max_epochs:
-            return {}
-        if number := parse_number(max_epochs):
-            return dict.fromkeys(range(len(self.train)), number)
-        return self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"))
 
     def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return (n,) int64: how many targets of each of these samples are trained on."""
@@ -256,12 +250,11 @@ class Corpus:
         return found
 
 
-def names_of(paths: Sequence[str], names: Sequence[str] | None = None) -> list[str]:
+def names_of(paths: Sequence[str], names: Sequence[str] = ()) -> list[str]:
     """Return a short name for each path: its last part, or the path where that is not unique.
 
     names: use these instead of the last parts."""
-    if names is None:
-        names = [Path(path).name or path for path in paths]
+    names = names or [Path(path).name or path for path in paths]
     pairs = zip(names, paths, strict=True)
     return [name if names.count(name) == 1 else path for name, path in pairs]
 
@@ -329,7 +322,7 @@ def sources_of(path: str, split: str) -> dict[SourceKey, tuple[float, int]]:
 def log_names(keys: Sequence[SourceKey]) -> list[str]:
     """Return names for the log: of the source or directory, or the path if that is not unique."""
     paths = [os.path.relpath(directory / source) for directory, source in keys]
-    return names_of(paths, [source or directory.resolve().name for directory, source in keys])
+    return names_of(paths, [(directory / source).name for directory, source in keys])
 
 
 class TextCorpus(Corpus):

@@ -61,41 +61,8 @@ REPEATED = ("a", "A", "1", " ", "\n", ".", "\u7532", "ab", "a ", "a1")
 REPETITIVE = [part * 400 + end for part in REPEATED for end in "!\0"]
 
 # tiktoken's regular expressions overflow their stack on about a million white-space characters, so
-# it gets text in blocks. A text may be cut between a letter or digit and one of these (U+3001 and
-# on: Chinese punctuation): no pattern here has a chunk across the two, looks back, or looks further
-# ahead than to the end of a run of white space.
-MAX_CHARS = 100_000
-SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
-
-
-def blocks(text: str, pattern: str) -> Iterator[str]:
-    """Yield `text` in parts of at most MAX_CHARS, cut where that cannot change the chunks.
-
-    Only a chunk of more than MAX_CHARS is cut inside."""
-    start = 0
-    while len(text) - start > MAX_CHARS:
-        cut = SAFE_CUT.search(text, start + MAX_CHARS // 2, start + MAX_CHARS)
-        end = cut.start() if cut else border_of_chunks(text, start, pattern)
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-def border_of_chunks(text: str, start: int, pattern: str) -> int:
-    """Return where the last chunk ends that may end a block from `start` on.
-
-    If the first one is too long for a block: the end of the block."""
-    last = start + MAX_CHARS
-    end = start
-    for chunk in regex.finditer(pattern, text, pos=start, endpos=last):
-        # It may go on; and whether a quote begins a chunk ('re) is seen two characters later.
-        if chunk.end() > last - 2:
-            break
-        # At the end of a text several chunks of white space can become one.
-        if end == start or not chunk[0].isspace():
-            end = chunk.end()
-    return end if end > start else last
-
+# a text is cut where so many of them stand in a row.
+MAX_SPACE = 100_000
 
 # ---- how tokenizer.json writes tokens --------------------------------------------------------
 
@@ -253,11 +220,15 @@ class ByteLevelBPE(Engine):
 
     def encode_array(self, text: str) -> np.ndarray:
         text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
-        parts = [self._encode_block(block) for block in blocks(text, self.pattern)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ends = range(MAX_SPACE, len(text), MAX_SPACE)
+        cuts = [end for end in ends if text[end - MAX_SPACE : end].isspace()]
+        if not cuts:
+            return self._encode(text)
+        parts = itertools.pairwise([0, *cuts, len(text)])
+        return np.concatenate([self._encode(text[begin:end]) for begin, end in parts])
 
-    def _encode_block(self, text: str) -> np.ndarray:
-        """Return the ids of a text that is not too long for tiktoken."""
+    def _encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text without too much white space in a row."""
         data = text.encode() if self.missing else b""
         if len(data) == len(data.translate(None, self.missing)):
             # tiktoken finds the added words before the pattern cuts the text

@@ -138,11 +138,6 @@ class Segment(NamedTuple):
         in_rest = np.bincount(self.pattern[:rest], minlength=len(self.quotas))
         return cycles * self.quotas + in_rest
 
-    def reaches(self, source: int, n: int) -> int:
-        """Return which sample of this segment (from 0) is the source's n-th (from 0)."""
-        cycles, rest = divmod(n, int(self.quotas[source]))
-        return cycles * CYCLE + int(np.flatnonzero(self.pattern == source)[rest])
-
 
 class Mixture:
     """The order of all samples, with exact proportions of the sources in every CYCLE samples.
@@ -190,10 +185,11 @@ class Mixture:
             self.segments.append(segment)
             # the segment ends where the stage does, or where the first source is exhausted
             n = stop - first
-            for source in np.flatnonzero(left):
-                room = self.limits[source] - before[source]
-                if room < math.inf:
-                    n = min(n, segment.reaches(source, int(room)))
+            for source in np.flatnonzero((left > 0) & np.isfinite(self.limits)):
+                room = int(self.limits[source] - before[source])  # samples that are left
+                cycles, rest = divmod(room, int(segment.quotas[source]))
+                in_cycle = np.flatnonzero(segment.pattern == source)[rest]
+                n = min(n, cycles * CYCLE + int(in_cycle))
             if n == math.inf:  # the last stage, with a source that is never exhausted
                 return before
             first, before = first + n, before + segment.counts(n)

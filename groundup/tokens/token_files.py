@@ -14,12 +14,6 @@ The last shard of a split ends with one more <|endoftext|>, so that the end of t
 learned too. Documents do not cross shards; windows do. Each named source (wiki, code) has such
 files in a directory of its own name. token_writer.py writes the files; packing.py adds rows of
 whole documents (`PackedData`).
-
-Of conversations (--kind=chat) there are, in the order of the rows in train.jsonl:
-
-    train_00000.npy        ids of all conversations end to end
-    train_00000.mask.npy   uint8, 1 for ids of the assistant's turns
-    train_00000.off.npy    int64, n + 1: where each conversation begins, and where the last ends
 """
 
 import hashlib
@@ -63,9 +57,8 @@ TEXT = {
     "sources?": {"*": TOTAL | {"weight?": is_weight}},
     "info": dict,
 }
-CONVERSATION_FILES = ("file", "mask", "offsets")  # their keys in a manifest
-CHAT_TOKENS = {"ids": is_count, "conversations": is_count, "sha256": SUMS}
-CHAT_TOKENS |= dict.fromkeys(CONVERSATION_FILES, is_inside)
+CONVERSATION_FILES = {"file": is_inside, "mask": is_inside, "offsets": is_inside}  # see token_writer.py
+CHAT_TOKENS = CONVERSATION_FILES | {"ids": is_count, "conversations": is_count, "sha256": SUMS}
 ROW_SPLIT = {"file": is_inside, "rows": is_count, "bytes": is_count, "sha256": str}
 ROWS = {
     "vocab_size?": is_count,
@@ -228,33 +221,6 @@ def map_checked(
     return array
 
 
-def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:
-    """Return (tokens, mask, offsets) of a split, mapped. entry: the manifest's.
-
-    Raise UserError if they are not as they were written: all of them are read now."""
-    kinds = (dtype, "uint8", "int64")
-    lengths = (entry["ids"], entry["ids"], entry["conversations"] + 1)
-    return [
-        map_checked(directory, entry[key], entry["sha256"], kind, length)
-        for key, kind, length in zip(CONVERSATION_FILES, kinds, lengths, strict=True)
-    ]
-
-
-def block_sums(tokens: np.ndarray) -> np.ndarray:
-    """Return the CRC-32 of each block of token ids, uint32."""
-    size = BLOCK_BYTES // tokens.itemsize  # tokens in a block
-    blocks = [tokens[k : k + size] for k in range(0, len(tokens), size)]
-    return np.array([zlib.crc32(block) for block in blocks], np.uint32)
-
-
-def file_sums(path: Path) -> np.ndarray:
-    """Return the CRC-32 of each block of a file of token ids, as `block_sums`."""
-    with open(path, "rb") as f:
-        f.seek(len(npy_header(np.dtype("u1"), 0)))  # the header is no part of a block
-        blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
-        return np.fromiter(map(zlib.crc32, blocks), np.uint32)
-
-
 class TokenData:
     """One split of a data directory, or of one source, as one long row of tokens.
 
@@ -272,15 +238,16 @@ class TokenData:
         self.eot_id = self.manifest["eot_id"]
         self.tokenizer_fingerprint = self.manifest["tokenizer_fingerprint"]
 
-        shards_of = {
+        # {split: entries of the manifest, one for each shard}
+        entries = {
             name: [s for s in entry["shards"] if source in (None, s.get("source", ""))]
             for name, entry in self.manifest["splits"].items()
         }
-        if not shards_of.get(split):
-            has = ", ".join(name for name, shards in shards_of.items() if shards) or "none"
+        if not entries.get(split):
+            has = ", ".join(name for name, shards in entries.items() if shards) or "none"
             lacks = f"{self.dir / (source or '')} has no split {split!r} (has: {has})"
             raise NoSplit(f"data: {lacks}; rerun prepare.py with more text")
-        self.entries = shards_of[split]  # of the manifest, one for each shard
+        self.entries = entries[split]
         self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)
         self.n_documents: int = sum(shard["documents"] for shard in self.entries)
         sha256 = {name: sha for shard in self.entries for name, sha in shard["sha256"].items()}
@@ -326,36 +293,34 @@ class TokenData:
         filled = 0
         k = int(np.searchsorted(self.ends, start, side="right"))  # the shard with the first token
         while filled < length:
-            shard = self.shards[k]
-            shard_start = int(self.ends[k]) - len(shard)  # in tokens of the split
-            begin = start + filled - shard_start
-            piece = shard[begin : begin + length - filled]
-            self._check_blocks(k, begin, begin + len(piece))
-            self._check_ids(piece, k, begin)
+            shard_start = int(self.ends[k]) - len(self.shards[k])  # in tokens of the split
+            piece = self._read(k, start + filled - shard_start, length - filled)
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             k += 1
         return out
 
-    def _check_blocks(self, k: int, begin: int, end: int) -> None:
-        """Raise UserError if a block that holds tokens [begin, end) of shard k is damaged."""
-        size = BLOCK_BYTES // self.shards[k].itemsize
-        for block in range(begin // size, -(-end // size)):
-            if self.checked[k][block]:
-                continue
-            first = block * size
-            if zlib.crc32(self.shards[k][first : first + size]) != self.sums[k][block]:
-                where = f"{self.paths[k]} changed since it was written (tokens from {first} on)"
-                raise UserError(f"data: {where}; {AGAIN}")
-            self.checked[k][block] = 1
+    def _read(self, k: int, begin: int, length: int) -> np.ndarray:
+        """Return the tokens of shard k from `begin` on, up to `length` of them.
 
-    def _check_ids(self, piece: np.ndarray, k: int, begin: int) -> None:
-        """Raise UserError for an id that the model has no embedding for."""
+        Raise UserError if a block that holds them is damaged, or for an id that is too large."""
+        shard, sums, checked = self.shards[k], self.sums[k], self.checked[k]
+        piece = shard[begin : begin + length]
+        size = BLOCK_BYTES // shard.itemsize  # tokens in a block
+        for block in range(begin // size, -(-(begin + len(piece)) // size)):
+            first = block * size
+            if not checked[block] and zlib.crc32(shard[first : first + size]) != sums[block]:
+                what = f"{self.paths[k]} changed since it was written (tokens from {first} on)"
+                raise UserError(f"data: {what}; {AGAIN}")
+            checked[block] = 1
+
+        # the model has no embedding for an id that is not below vocab_size
         if piece.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(piece >= self.vocab_size))
             found = f"{self.paths[k]} holds token id {piece[at]} at offset {begin + at}"
             size = f"the tokenizer has vocab_size={self.vocab_size}"
             raise UserError(f"data: {found}, but {size}; rerun prepare.py")
+        return piece
 
     def document_starts(self) -> np.ndarray:
         """Return (n_documents,) int64: where each document begins in the split."""
