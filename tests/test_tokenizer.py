@@ -42,7 +42,7 @@ from groundup.files.untrusted import scrub
 from groundup.tokens import engines
 from groundup.tokens.bpe import count_chunks, train_bpe
 from groundup.tokens.engines import PATTERNS, TO_CHAR, added_token
-from groundup.tokens.training import advice, extended, train
+from groundup.tokens.training import advice, extended, in_chars, train
 from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -759,7 +759,7 @@ def whole_chunks_first(tok: Tokenizer, words: list[str], size: int = 636) -> dic
     listed as a merge, "a b" in one string, and whole chunks are taken first: as Llama 3's is."""
     d = json.loads(tok.files["tokenizer.json"])
     vocab = {word: i for word, i in d["model"]["vocab"].items() if i < size}
-    vocab |= {engines.in_chars(word.encode()): size + i for i, word in enumerate(words)}
+    vocab |= {in_chars(word.encode()): size + i for i, word in enumerate(words)}
     splits = [(w[:i], w[i:]) for w in sorted(vocab, key=vocab.get) for i in range(1, len(w))]
     merges = [f"{a} {b}" for a, b in splits if a in vocab and b in vocab]
     d["model"] |= {"vocab": vocab, "merges": merges, "ignore_merges": True}

@@ -56,10 +56,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import prepare
-from configurator import configure, is_key, write_config
+from configurator import configure, is_key, split_names, write_config
 from groundup.errors import UserError
 from groundup.files.paths import is_data
-from groundup.files.sources import split_names
 from groundup.files.splits import FEW, SPLITS, split_of
 from groundup.text import dedup, report
 from groundup.text import unit as text_unit

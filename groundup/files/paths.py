@@ -1,17 +1,35 @@
-"""Which files a setting means: names, globs and directories, separated by commas (sources.py)."""
+"""Which files a setting means: names, globs and directories, separated by commas (configurator.py
+says how a comma may be part of a name).
+"""
 
 import glob
 import os
 import re
 from pathlib import Path
 
+from configurator import split_names
 from groundup.errors import UserError
-from groundup.files.sources import split_names
 
 # By these a directory that prepare.py made is known, also without its manifest.
 PREPARED = {"report.md", "dropped.tsv"}
 # Also of packed files.
 DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+
+def matches(name: str) -> list[str]:
+    """Return the paths that a name or glob matches; brackets of existing folders are no glob."""
+    if os.path.exists(name):
+        return [name]
+    if found := sorted(glob.glob(name, recursive=True)):
+        return found
+    # Which folders exist as they are written? Only what is behind them is a glob.
+    folder, rest = name, ""
+    while folder and not os.path.isdir(folder):
+        folder, last = os.path.split(folder)
+        rest = os.path.join(last, rest) if rest else last
+        if not last:
+            return []
+    return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
 
 
 def find_files(input: str) -> list[str]:
@@ -36,22 +54,6 @@ def find_files(input: str) -> list[str]:
         if os.path.islink(unlinked.setdefault(real, file)):
             unlinked[real] = file
     return list(unlinked.values())
-
-
-def matches(name: str) -> list[str]:
-    """Return the paths that a name or glob matches; brackets of existing folders are no glob."""
-    if os.path.exists(name):
-        return [name]
-    if found := sorted(glob.glob(name, recursive=True)):
-        return found
-    # Which folders exist as they are written? Only what is behind them is a glob.
-    folder, rest = name, ""
-    while folder and not os.path.isdir(folder):
-        folder, last = os.path.split(folder)
-        rest = os.path.join(last, rest) if rest else last
-        if not last:
-            return []
-    return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
 
 
 def list_directory(top: str) -> list[str]:

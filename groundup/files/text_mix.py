@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from configurator import split_names, split_weight
 from groundup.errors import UserError
 from groundup.files import readers
 from groundup.files.paths import find_files
 from groundup.files.records import Report
-from groundup.files.sources import split_names, split_weight
 from groundup.files.untrusted import scrub
 
 MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges

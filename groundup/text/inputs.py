@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from configurator import split_names
 from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.paths import find_files, shown_name
-from groundup.files.sources import split_names
 from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 

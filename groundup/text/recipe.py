@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
+from configurator import split_names
 from groundup.errors import UserError, refuse
 from groundup.files.encodings import check_codec
 from groundup.files.paths import find_files
-from groundup.files.sources import split_names
 from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules

@@ -6,7 +6,7 @@
     -> x = ids[:-1], y = ids[1:]                          load_windows
     -> a queue, filled by a thread -> the device          Batches.next
 
-data_dir and `data` name the sources of a run (files/sources.py says how). `Corpus` is what the data
+data_dir and `data` name the sources of a run (mixture.py says how). `Corpus` is what the data
 of all trainers share. Its kinds are `TextCorpus`, here, and those of conversations.py for sft.py,
 pairs.py for dpo.py and reward.py, prompts.py for rl.py.
 """
@@ -26,9 +26,16 @@ import torch
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.files.sources import parse_data_dir, parse_number, parse_weights
 from groundup.tokens import IGNORE
-from groundup.tokens.mixture import Mixture, Sampler, quotas, window_sampler
+from groundup.tokens.mixture import (
+    Mixture,
+    Sampler,
+    parse_data_dir,
+    parse_number,
+    parse_weights,
+    quotas,
+    window_sampler,
+)
 from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate, read_manifest
 
 # ---- the loader ------------------------------------------------------------------------------

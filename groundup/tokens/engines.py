@@ -80,13 +80,8 @@ TO_CHAR = byte_alphabet()
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
 
-def in_chars(token: bytes) -> str:
-    """Return a token as tokenizer.json writes it."""
-    return "".join([TO_CHAR[byte] for byte in token])
-
-
 def in_bytes(word: str) -> bytes:
-    """Return the bytes of a word of tokenizer.json, the inverse of in_chars."""
+    """Return the bytes of a word of tokenizer.json."""
     try:
         return bytes([TO_BYTE[char] for char in word])
     except KeyError:
@@ -569,27 +564,30 @@ class SentencePieceBPE(Engine):
 def piece_types(model: bytes) -> list[int]:
     """Return the types of the pieces of a ModelProto (sentencepiece_model.proto): 1 = normal.
 
-    A piece is field 1: its text (field 1), score (2) and type (3), in protobuf's wire format."""
+    A piece is field 1, a message of its text (field 1), score (2) and type (3)."""
+    return [dict(fields(piece)).get(3, 1) for number, piece in fields(model) if number == 1]
 
-    def varint(at: int) -> tuple[int, int]:
-        # seven bits a byte, the lowest first; the eighth bit says that another byte follows
-        value = shift = 0
-        while True:
-            value |= (model[at] & 127) << shift
-            shift, at = shift + 7, at + 1
-            if model[at - 1] < 128:
-                return value, at
 
-    def fields(at: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (number, begin, end or value) of the fields there."""
-        while at < end:
-            # The low three bits of a key say how the value is written: 0 = a varint, 1 and 5 =
-            # eight and four bytes, 2 = its size, then bytes.
-            key, at = varint(at)
-            number, wire = key >> 3, key & 7
-            size, begin = varint(at) if wire in (0, 2) else ({1: 8, 5: 4}[wire], at)
-            yield number, begin, size if wire == 0 else begin + size
-            at = begin if wire == 0 else begin + size
+def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield (number, value) of the fields of a message in protobuf's wire format."""
+    rest = iter(message)
+    # The low three bits of a key say how the value is written: 0 = a varint, 1 and 5 = eight and
+    # four bytes, 2 = its size, then bytes. No key is 0, so that is the end.
+    while key := varint(rest):
+        wire = key & 7
+        if wire == 0:
+            yield key >> 3, varint(rest)
+        else:
+            size = varint(rest) if wire == 2 else {1: 8, 5: 4}[wire]
+            yield key >> 3, bytes(itertools.islice(rest, size))
 
-    pieces = [(begin, end) for number, begin, end in fields(0, len(model)) if number == 1]
-    return [next((v for n, _, v in fields(*one) if n == 3), 1) for one in pieces]
+
+def varint(rest: Iterator[int]) -> int:
+    """Read a number: seven bits a byte, the lowest first; the eighth bit says that more follow."""
+    value = shift = 0
+    for byte in rest:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    return value

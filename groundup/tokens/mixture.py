@@ -8,11 +8,13 @@ i. So a run resumes anywhere without stored state: the number of steps done is e
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from configurator import split_names, split_weight
 from groundup.errors import UserError
 
 CYCLE = 1024  # samples within which the sources have their exact proportions
@@ -54,6 +56,59 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     while len(outside := np.flatnonzero(flat >= n)):
         flat[outside] = encrypt(flat[outside])
     return flat.astype(np.int64).reshape(np.shape(index))
+
+
+# ---- the settings data_dir, data, val_data and max_epochs ------------------------------------
+
+
+class Stage(NamedTuple):
+    first_step: int  # number of steps before it
+    weights: dict[str, float | None]  # by path; None = the user gave none
+
+
+def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
+    """Return the stages in the value `spec` of the setting `key`. Raise UserError."""
+    stages = []
+    for part in spec.split(";"):
+        step, colon, paths = re.fullmatch(r"\s*(?:(\d+)\s*(:))?(.*)", part, re.DOTALL).groups()
+        if not colon and ";" in spec:
+            problem = f"{part.strip()!r} in {key}={spec!r} has no first step"
+            raise UserError(f"data: {problem}; write '0: a=1; 8000: b=1'")
+        stages.append(Stage(int(step or 0), parse_weights(paths, spec, key)))
+    steps = [stage.first_step for stage in stages]
+    if steps != sorted({0, *steps}):
+        problem = f"stages of {key}={spec!r} begin at steps {steps}"
+        raise UserError(f"data: {problem}; begin at 0 and go up")
+    return stages
+
+
+def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, float | None]:
+    """Return {'data/a': 0.7, 'data/b': 0.3} of 'data/a=0.7,data/b=0.3'. Raise UserError."""
+    weights: dict[str, float | None] = {}
+    for part in split_names(text):
+        path, number = split_weight(part)
+        weight = parse_number(number) if number else None
+        named = f"{part!r} in {key}={spec!r}"
+        if not path or (number and weight is None):
+            raise UserError(f"data: {named} is not 'path' or 'path=weight above 0'")
+        if path in weights:
+            raise UserError(f"data: {path!r} comes twice in {key}={spec!r}; add its weights up")
+        weights[path] = weight
+    # a share of some and no share of others has no meaning
+    bare = [path for path, weight in weights.items() if weight is None]
+    if 0 < len(bare) < len(weights):
+        problem = f"{bare[0]!r} in {key}={spec!r} has no weight but others have"
+        raise UserError(f"data: {problem}; weigh all or none")
+    return weights
+
+
+def parse_number(text: str) -> float | None:
+    """Return the finite number above 0 that `text` is, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
 
 
 # ---- one source ------------------------------------------------------------------------------

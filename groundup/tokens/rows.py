@@ -26,11 +26,10 @@ import numpy as np
 from groundup.errors import UserError, say
 from groundup.files import records, row_formats, untrusted
 from groundup.files.paths import find_files
-from groundup.files.sources import Stage, parse_data_dir, parse_weights
 from groundup.files.splits import assign, split_position
 from groundup.files.turns import BadRow
 from groundup.tokens.batches import Corpus, names_of
-from groundup.tokens.mixture import Sampler
+from groundup.tokens.mixture import Sampler, Stage, parse_data_dir, parse_weights
 from groundup.tokens.token_files import read_manifest, verify_sha256
 from tokenizer import Tokenizer
 

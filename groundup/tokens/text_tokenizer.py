@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -70,19 +69,29 @@ class TextTokenizer:
             raise UserError(f"its ids reach from {least} to {self.vocab_size - 1}, over {most}")
 
         # By our own name of the token, or by the role that the files give to one of theirs.
-        generation = parse_object(generation_config)
-        find = partial(find_special, self.special_tokens, config, generation)
-        self.eot_id = find("eos_token", name="<|endoftext|>")
-        self.pad_id = find("pad_token", name="<|pad|>")
-        self.bos_id = find("bos_token", default=self.eot_id)
+        self.generation = parse_object(generation_config)
+        self.eot_id = self._find_special("eos_token", name="<|endoftext|>")
+        self.pad_id = self._find_special("pad_token", name="<|pad|>")
+        self.bos_id = self._find_special("bos_token", default=self.eot_id)
         self.begins = self.bos_id >= 0 and begins_text(files, config)
         # markers of our own chat format; others' are found by their template
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
         # a chat model often has several: the end of a text, of a turn, of a call
-        ends = generation.get("eos_token_id")
+        ends = self.generation.get("eos_token_id")
         ends = set(ends if isinstance(ends, list) else [ends]) & self.special_ids
         self.stop_ids = frozenset((ends | {self.eot_id, self.im_end_id}) - {-1})
+
+    def _find_special(self, key: str, name: str = "", default: int = -1) -> int:
+        """Return the id of the special token `name`, or else of the one that the files name `key`.
+
+        tokenizer_config.json has it as a text or {"content": text}."""
+        token = self.config.get(key)  # such as "eos_token"
+        token = token["content"] if isinstance(token, dict) else token
+        candidates = [self.special_tokens.get(name), self.special_tokens.get(token)]
+        ids = self.generation.get(key + "_id")  # a number or a list
+        candidates += ids if isinstance(ids, list) else [ids]
+        return next((i for i in candidates if i in self.special_tokens.values()), default)
 
     def __reduce__(self) -> tuple:
         """Pickle the files: a compiled template cannot be."""
@@ -271,7 +280,7 @@ def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
     lacking = [
         {"id": int(i)} | token
         for i, token in tokens.items()
-        if not any(form in tokenizer_json for form in as_written(token["content"]))
+        if json.dumps(token["content"], ensure_ascii=False).encode() not in tokenizer_json
     ]
     if not lacking:
         return tokenizer_json
@@ -282,28 +291,3 @@ def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
     taken |= {token["id"] for token in added}
     description["added_tokens"] = added + [one for one in lacking if one["id"] not in taken]
     return to_json(description)
-
-
-def as_written(text: str) -> list[bytes]:
-    """Return a text as JSON files write it, with and without escapes."""
-    return [json.dumps(text, ensure_ascii=escaped).encode() for escaped in (False, True)]
-
-
-def find_special(
-    special_tokens: dict[str, int],
-    config: dict,
-    generation_config: dict,
-    key: str,
-    name: str = "",
-    default: int = -1,
-) -> int:
-    """Return the id of the special token `name`, or else of the one that the files name `key`.
-
-    tokenizer_config.json has it as a text or {"content": text}, generation_config.json under
-    `key`_id as a number or a list."""
-    token = config.get(key)  # such as "eos_token"
-    token = token["content"] if isinstance(token, dict) else token
-    ids = generation_config.get(key + "_id")
-    candidates = [special_tokens.get(name), special_tokens.get(token)]
-    candidates += ids if isinstance(ids, list) else [ids]
-    return next((i for i in candidates if i in special_tokens.values()), default)

@@ -57,7 +57,11 @@ TEXT = {
     "sources?": {"*": TOTAL | {"weight?": is_weight}},
     "info": dict,
 }
-CONVERSATION_FILES = {"file": is_inside, "mask": is_inside, "offsets": is_inside}  # see token_writer.py
+CONVERSATION_FILES = {
+    "file": is_inside,
+    "mask": is_inside,
+    "offsets": is_inside,
+}  # see token_writer.py
 CHAT_TOKENS = CONVERSATION_FILES | {"ids": is_count, "conversations": is_count, "sha256": SUMS}
 ROW_SPLIT = {"file": is_inside, "rows": is_count, "bytes": is_count, "sha256": str}
 ROWS = {

@@ -11,9 +11,9 @@ from groundup.tokens import bpe
 from groundup.tokens.engines import (
     PATTERNS,
     SIZE_STEP,
+    TO_CHAR,
     ByteLevelBPE,
     added_token,
-    in_chars,
     merge_words,
     to_json,
 )
@@ -143,6 +143,11 @@ def bpe_files(merges: Sequence[tuple[int, int]], pattern: str) -> dict[str, byte
     description = bpe_description(merges, (*SPECIALS, *reserved(n_reserved, ())), pattern)
     config = CONFIG | {"tokenizer_class": FAST}
     return {"tokenizer.json": to_json(description), "tokenizer_config.json": to_json(config)}
+
+
+def in_chars(token: bytes) -> str:
+    """Return a token as tokenizer.json writes it."""
+    return "".join([TO_CHAR[byte] for byte in token])
 
 
 def bpe_description(
