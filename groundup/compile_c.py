@@ -21,7 +21,7 @@ def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
     """Return the compiled file as a library; None without a C compiler (that knows OpenMP, if used).
 
     Compiling takes a second, so the library is kept in ~/.cache/groundup (XDG_CACHE_HOME)."""
-    compilers = map(shutil.which, ("gcc", "clang", "cc"))
+    compilers = map(shutil.which, ("gcc", "clang", "cc"))  # the first of them that is installed
     compiler = next(filter(None, compilers), "")
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     tune = "-march=native" if is_x86 else "-mcpu=native"
@@ -44,7 +44,7 @@ def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
             # Several processes may compile at the same time: write under a name of our own.
             new = cache / f"{start}.{os.getpid()}.tmp"
             command += ["-o", str(new)]
-            run(command)
+            run(command)  # a second, at most COMPILE_S
             library = new.replace(cache / f"{start}-{crc32_of(new):08x}.so")
             return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
@@ -60,7 +60,7 @@ def run(command: list[str]) -> None:
     except BaseException:  # the time is over, or Ctrl-C
         if os.name == "posix":
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
+        process.kill()  # Windows knows no groups
         process.wait()
         raise
     if status:

@@ -45,7 +45,7 @@ def lock(file: IO | int, shared: bool = False, wait: bool = False) -> None:
     """
     with housekeeping("lock files, so run no command twice at the same time"):
         if fcntl is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # as a file system without locks
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
 
@@ -73,7 +73,7 @@ def sync(path: Path) -> None:
     """Put a file, or the names in a directory, on the disk."""
     if path.is_file():
         with open(path, "rb+") as file:
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # returns when the disk has it
         return
     with housekeeping("fsync a directory"):  # SMB and FUSE may refuse it
         directory = os.open(path, os.O_RDONLY)
@@ -89,8 +89,8 @@ def free_name(path: Path, ending: str) -> Path:
     What a killed process left under it is removed; the next number is for what cannot be."""
     for number in count():
         hidden = path.with_name(f".{path.name}.{ending}{number or ''}")
-        with suppress(OSError):
+        with suppress(OSError):  # it is a directory, or not there
             hidden.unlink()
-        shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)  # NFS may keep what is open
         if not os.path.lexists(hidden):
             return hidden

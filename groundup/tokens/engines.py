@@ -57,8 +57,8 @@ PATTERNS = {
 # it as a text's end.
 DIGITS_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 # Inputs that expose catastrophic backtracking: none of them ends like it begins.
-REPEATED = ("a", "A", "1", " ", "\n", ".", "\u7532", "ab", "a ", "a1")
-REPETITIVE = [part * 400 + end for part in REPEATED for end in "!\0"]
+PARTS = ("a", "A", "1", " ", "\n", ".", "\u7532", "ab", "a ", "a1")
+REPETITIVE = [part * 400 + end for part in PARTS for end in "!\0"]
 
 # tiktoken's regular expressions overflow their stack on about a million white-space characters, so
 # a text is cut where so many of them stand in a row.
@@ -66,17 +66,11 @@ MAX_SPACE = 100_000
 
 # ---- how tokenizer.json writes tokens --------------------------------------------------------
 
-
-def byte_alphabet() -> dict[int, str]:
-    """Return {byte: the printable character that stands for it in tokenizer.json}, as in GPT-2.
-
-    Printable Latin-1 stands for itself, the characters from U+0100 on for the other 68 bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(0x100 + i) for i, b in enumerate(others)}
-
-
-TO_CHAR = byte_alphabet()
+# {byte: the character that stands for it in tokenizer.json}, as in GPT-2. Printable Latin-1 stands
+# for itself, the characters from U+0100 on for the other 68 bytes.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [b for b in range(256) if b not in PRINTABLE]
+TO_CHAR = {b: chr(b) for b in PRINTABLE} | {b: chr(0x100 + i) for i, b in enumerate(OTHERS)}
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
 
@@ -119,10 +113,12 @@ class Engine:
     special_tokens {text: id}: ordinary text never becomes one of them
     words {text: id}: added words that ordinary text does become (Qwen's "<think>")
     token_bytes {id: bytes} of all tokens that are not special
+    begins: whether the begin token stands before every text, unless tokenizer_config.json says it
     """
 
     backend: str
     token_bytes: dict[int, bytes]
+    begins: bool
 
     def __init__(self, added_tokens: list[dict]) -> None:
         self.added_tokens = added_tokens
@@ -174,30 +170,36 @@ class ByteLevelBPE(Engine):
         no_steps = {"type": "Sequence", "normalizers": []}
         if normalizer not in ("", "NFC") and description["normalizer"] != no_steps:
             raise Unsupported(f"its normalizer {normalizer!r} is not supported; none and NFC are")
-        self.nfc = normalizer == "NFC"
+        self.nfc = normalizer == "NFC"  # else there is none, or one without steps
         self.pattern = split_pattern(description.get("pre_tokenizer"))
         # newer files list added tokens among the others, too
         added = self.special_tokens | self.words
-        self.ranks = read_ranks(description["model"], added)
+        self.ranks = read_ranks(description["model"], added)  # checked: tiktoken merges alike
         self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in self.ranks)
 
         self.added_words = set(self.words)  # tiktoken takes no other collection
-        ranks, pattern = self.ranks, self.pattern
-        encoding = tiktoken.Encoding(
-            "bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added
+        self.encoding = tiktoken.Encoding(
+            "bpe", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=added
         )
-        self.encoding = encoding
-        self.token_bytes = {i: token for token, i in ranks.items()}
+        self.token_bytes = {i: token for token, i in self.ranks.items()}
         self.token_bytes |= {i: word.encode() for word, i in self.words.items()}
+        self._try_pattern()
 
-        # The pattern may be anybody's: try it before any text that matters is cut by it. Ours are
-        # tested.
-        is_ours = pattern in (*PATTERNS.values(), DIGITS_GPT2)
-        if not is_ours and (why := why_unusable(lambda: cut_repetitive(encoding, pattern))):
-            raise UserError(f"its pattern cannot be used: {why}: {pattern!r:.200}")
+    def _try_pattern(self) -> None:
+        """Raise UserError or Unsupported for a pattern that cannot be used: it may be anybody's."""
+
+        def cut_repetitive() -> None:
+            # as both libraries do
+            for text in REPETITIVE:
+                self.encoding.encode_ordinary(text)
+                regex.findall(self.pattern, text)
+
+        is_ours = self.pattern in (*PATTERNS.values(), DIGITS_GPT2)  # these are tested
+        if not is_ours and (why := why_unusable(cut_repetitive)):
+            raise UserError(f"its pattern cannot be used: {why}: {self.pattern!r:.200}")
         wanted = ALL_KINDS.encode().translate(None, self.missing)
-        if encoding.decode_bytes(self.encode(ALL_KINDS)) != wanted:
-            raise Unsupported(f"its pattern leaves out part of the text: {pattern!r:.200}")
+        if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != wanted:
+            raise Unsupported(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
 
     def _check_words(self) -> None:
         """Raise Unsupported for added words that tiktoken would not find in the same places."""
@@ -253,7 +255,7 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
     Raise Unsupported for other ways to split text."""
     # Three ways are known: ByteLevel alone (GPT-2), with Digits (SmolLM), with a Split (all newer).
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
-    *splits, last = steps
+    *splits, last = steps  # what cuts the text, then what writes bytes as characters
     kinds = [step.get("type") for step in steps]
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         own_regex = last.get("use_regex", True)
@@ -269,13 +271,6 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
                 return splits[0]["pattern"]["Regex"]
     supported = "Split by a Regex and ByteLevel is"
     raise Unsupported(f"it splits text by {kinds}, which is not supported; {supported}")
-
-
-def cut_repetitive(encoding: tiktoken.Encoding, pattern: str) -> None:
-    """Cut texts that expose a pattern which takes too long, as both libraries do."""
-    for text in REPETITIVE:
-        encoding.encode_ordinary(text)
-        regex.findall(pattern, text)
 
 
 def read_ranks(model: dict, added: dict[str, int]) -> dict[bytes, int]:
@@ -299,7 +294,7 @@ def panics_in_one_line() -> Iterator[None]:
         yield
     except BaseException as error:
         # Rust's panics come as a BaseException of a class that no module exports
-        if type(error).__name__ != "PanicException":
+        if type(error).__name__ != "PanicException":  # such as Ctrl-C
             raise
         what = " ".join(str(error).split())
         fails = "the pattern that splits text fails on this text"
@@ -336,9 +331,9 @@ def check_merges(
         why = "are not in the order of the token ids, or make tokens that do not exist"
         raise Unsupported(f"its merges {why}")
     # Second condition: joining leads to each token by way of a listed pair.
-    listed = set(merges)
+    listed = set(merges)  # as (left, right)
     for token, rank in ranks.items():
-        parts = merge_below(token, rank, ranks)
+        parts = merge_below(token, rank, ranks)  # two, if merges lead to the token
         if len(parts) > 2 and whole_chunks:
             splits = [(token[:i], token[i:]) for i in range(1, len(token))]
             known = [(left, right) for left, right in splits if left in ranks and right in ranks]
@@ -446,7 +441,7 @@ class LibraryTokenizer(Engine):
     def parts(self, text: str, place: str) -> Iterator[tuple[int, Any]]:
         """Yield (where it begins, the library's Encoding) of each part that is encoded alone."""
         found = self.runner(place).encode(text, add_special_tokens=False)
-        cuts = []
+        cuts = []  # where parts begin
         if not {*self.special_tokens.values()}.isdisjoint(found.ids):
             # a Unigram vocabulary may hold the names of special tokens as words: cut those
             cuts = [match.start() + 1 for match in self.names.finditer(text)]
@@ -490,7 +485,7 @@ class SentencePieceBPE(Engine):
         except RuntimeError:
             raise UserError("tokenizer.model is damaged") from None
         self.processor = processor
-        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.sha256 = hashlib.sha256(model).hexdigest()  # stands for all pieces and scores
         added = config.get("added_tokens_decoder") or {}
         super().__init__([token | {"id": int(i)} for i, token in added.items()])
         # so far these are tokens behind the pieces: the library does not know them
@@ -499,7 +494,7 @@ class SentencePieceBPE(Engine):
         pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
         for i, (piece, kind) in enumerate(zip(pieces, piece_types(model), strict=True)):
             if processor.is_control(i) or processor.is_unknown(i):
-                self.special_tokens[piece] = i
+                self.special_tokens[piece] = i  # <s>, </s>, <unk>
             elif processor.is_byte(i):
                 self.token_bytes[i] = bytes_of_piece(piece)
             else:
@@ -521,6 +516,9 @@ class SentencePieceBPE(Engine):
         if self.has_prefix:
             self.bare = sentencepiece.SentencePieceProcessor(model_proto=model + NO_PREFIX)
         self.legacy = bool(config.get("legacy"))
+        self.begins = str(config.get("tokenizer_class", "")).startswith(
+            "Llama"
+        )  # transformers' way
 
         breaks = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in within]
         breaks += [re.escape(word) for word in behind if word not in {*pieces}]
@@ -529,7 +527,7 @@ class SentencePieceBPE(Engine):
 
     def encode(self, text: str) -> list[int]:
         text = scrub(text)
-        if not self.breaks.search(text):
+        if not self.breaks.search(text):  # nearly always
             return self.processor.encode(text)
         ids = []
         for part, processor, own_ids in self.parts(text, START):
@@ -574,7 +572,7 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     # The low three bits of a key say how the value is written: 0 = a varint, 1 and 5 = eight and
     # four bytes, 2 = its size, then bytes. No key is 0, so that is the end.
     while key := varint(rest):
-        wire = key & 7
+        wire = key & 7  # how the value is written
         if wire == 0:
             yield key >> 3, varint(rest)
         else:

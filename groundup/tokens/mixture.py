@@ -86,7 +86,7 @@ def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, floa
     """Return {'data/a': 0.7, 'data/b': 0.3} of 'data/a=0.7,data/b=0.3'. Raise UserError."""
     weights: dict[str, float | None] = {}
     for part in split_names(text):
-        path, number = split_weight(part)
+        path, number = split_weight(part)  # the number as text, or ""
         weight = parse_number(number) if number else None
         named = f"{part!r} in {key}={spec!r}"
         if not path or (number and weight is None):
@@ -169,7 +169,7 @@ def window_sampler(
 def quotas(weights: np.ndarray) -> np.ndarray:
     """Return the samples (int64) of each source in a cycle, by largest remainder."""
     # Round down, then give what is left, one each, to the sources that lost most by rounding.
-    exact = weights / weights.sum() * CYCLE
+    exact = weights / weights.sum() * CYCLE  # samples of each source, with fractions
     whole = np.floor(exact).astype(np.int64)
     by_remainder = np.argsort(-(exact - whole), kind="stable")  # the first of equal ones
     whole[by_remainder[: CYCLE - whole.sum()]] += 1
@@ -214,7 +214,7 @@ class Mixture:
         self.names = list(names) or [str(source) for source in range(len(samplers))]
         self.seed = seed
         self.limits = np.array(limits or [math.inf] * len(samplers))
-        self.end: int | None = None
+        self.end: int | None = None  # set when all sources are exhausted
         self.segments: list[Segment] = []
         stages = stages or [(0, [1.0] * len(samplers))]
         # each stage ends where the next one begins, the last one never
@@ -223,7 +223,10 @@ class Mixture:
         for (first, weights), stop in zip(stages, stops, strict=True):
             if self.end is None:
                 before = self._add_stage(first, stop, np.array(weights, dtype=float), before)
-        self.firsts = np.array([segment.first for segment in self.segments])
+        # the same for all segments at once, each of them a row
+        self.firsts, self.quotas, self.before, self.pattern, self.nth = map(
+            np.array, zip(*self.segments, strict=True)
+        )
 
     def _add_stage(
         self, first: int, stop: float, weights: np.ndarray, before: np.ndarray
@@ -260,7 +263,7 @@ class Mixture:
         # One cycle has each source as often as its quota says, in a seeded order. The segment
         # repeats it.
         keys = hash_words(8, "pattern", self.seed, len(self.segments))
-        order = permute(np.arange(CYCLE), CYCLE, keys)
+        order = permute(np.arange(CYCLE), CYCLE, keys)  # (CYCLE,)
         pattern = np.repeat(np.arange(len(n_samples)), n_samples)[order]
         nth = np.empty(CYCLE, dtype=np.int64)
         for source, n in enumerate(n_samples):
@@ -270,17 +273,12 @@ class Mixture:
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, numbers within them), int64, of samples of any shape."""
         samples = np.asarray(samples, dtype=np.int64)
-        sources, numbers = np.empty_like(samples), np.empty_like(samples)
         which = np.searchsorted(self.firsts, samples, side="right") - 1  # segment of each sample
-        for k in np.unique(which):
-            in_segment, segment = which == k, self.segments[k]
-            cycles, in_cycle = np.divmod(samples[in_segment] - segment.first, CYCLE)
-            source = segment.pattern[in_cycle]
-            sources[in_segment] = source
-            # samples of the same source: before the segment, in whole cycles, in this cycle
-            earlier = segment.before[source] + cycles * segment.quotas[source]
-            numbers[in_segment] = earlier + segment.nth[in_cycle]
-        return sources, numbers
+        cycles, in_cycle = np.divmod(samples - self.firsts[which], CYCLE)
+        sources = self.pattern[which, in_cycle]
+        # samples of the same source: before the segment, in whole cycles, in this cycle
+        earlier = self.before[which, sources] + cycles * self.quotas[which, sources]
+        return sources, earlier + self.nth[which, in_cycle]
 
     def starts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, where the samples start in them), int64, of samples of any shape.
@@ -305,7 +303,7 @@ class Mixture:
 
     def changes(self, samples_per_step: int) -> dict[int, dict[str, float]]:
         """Return {step (from 1): {source: share}} of the steps in which a new pattern begins."""
-        found = {}
+        found = {}  # {step: shares}
         for segment in self.segments:
             shares = (segment.quotas / CYCLE).tolist()
             step = segment.first // samples_per_step + 1

@@ -27,7 +27,7 @@ def encode_parts(engine: Engine, text: str, cuts: Sequence[int], place: str) -> 
         ids += new
         begins += [start + one for one in part_begins]
         ends += [start + one for one in part_ends]
-        start += position(engine, part, len(part))
+        start += position(engine, part, len(part))  # where the next part begins
     return ids, begins, ends
 
 
@@ -42,14 +42,14 @@ def encode_spans(engine: Engine, text: str, place: str) -> Spans:
     ids, begins, ends = [], [], []
     text = scrub(text)
     if isinstance(engine, LibraryTokenizer):
-        for start, found in engine.parts(text, place):
+        for start, found in engine.parts(text, place):  # in characters
             ids += found.ids
             begins += [start + begin for begin, _ in found.offsets]
             ends += [start + end for _, end in found.offsets]
         return ids, begins, ends
 
     start = 0
-    for part, processor, own_ids in engine.parts(text, place):
+    for part, processor, own_ids in engine.parts(text, place):  # in bytes
         size = len(part.encode())
         found = [(i, 0, size) for i in own_ids] or sentencepiece_spans(processor, part)
         ids += [i for i, _, _ in found]
@@ -61,7 +61,7 @@ def encode_spans(engine: Engine, text: str, place: str) -> Spans:
 
 def sentencepiece_spans(processor: Any, text: str) -> list[tuple[int, int, int]]:
     """Return (id, first byte, end) of each token of a text."""
-    pieces = processor.encode(text, out_type="proto").pieces
+    pieces = processor.encode(text, out_type="proto").pieces  # with their places in the text
     found = [[piece.id, piece.begin, piece.end] for piece in pieces]
     # of a character in several tokens only the last one has its place
     for one, following in reversed(list(itertools.pairwise(found))):
@@ -74,8 +74,8 @@ def position(engine: Engine, text: str, end: int) -> int:
     """Return where text[:end] ends, as encode_spans counts."""
     if isinstance(engine, LibraryTokenizer):
         return end  # the library counts characters
-    seen = scrub(text[:end])
+    seen = scrub(text[:end])  # as it was encoded
     if isinstance(engine, ByteLevelBPE):
         seen = unicodedata.normalize("NFC", seen) if engine.nfc else seen
-        return len(seen.encode().translate(None, engine.missing))
+        return len(seen.encode().translate(None, engine.missing))  # these have no token
     return len(seen.encode())

@@ -49,8 +49,8 @@ class TextTokenizer:
 
     def __init__(self, files: dict[str, bytes], generation_config: bytes = b"{}") -> None:
         """Take the files of a Hugging Face directory, {name: content}; `save` writes them."""
-        self.files = files
-        self.generation_config = generation_config
+        self.files = files  # what `save` writes, byte for byte
+        self.generation_config = generation_config  # as it was read
         self.config = config = parse_object(files.get("tokenizer_config.json", b"{}"))
         if "tokenizer.json" in files:
             self.engine = engine_of(files["tokenizer.json"])
@@ -62,7 +62,7 @@ class TextTokenizer:
         # what each id writes; special tokens write their names
         self.pieces = Pieces(self.engine.token_bytes)
         self.pieces |= {i: name.encode() for name, i in self.special_tokens.items()}
-        self.vocab_size = 1 + max(self.pieces)
+        self.vocab_size = 1 + max(self.pieces)  # ids may have gaps
         # the head of a model has a row for every id, so one wild id would take all memory
         least, most = min(self.pieces), MOST_IDS
         if not 0 <= least <= self.vocab_size <= most:
@@ -72,8 +72,9 @@ class TextTokenizer:
         self.generation = parse_object(generation_config)
         self.eot_id = self._find_special("eos_token", name="<|endoftext|>")
         self.pad_id = self._find_special("pad_token", name="<|pad|>")
-        self.bos_id = self._find_special("bos_token", default=self.eot_id)
-        self.begins = self.bos_id >= 0 and begins_text(files, config)
+        self.bos_id = self._find_special("bos_token", default=self.eot_id)  # ours has no other
+        begins = config.get("add_bos_token", self.engine.begins)
+        self.begins = self.bos_id >= 0 and bool(begins)
         # markers of our own chat format; others' are found by their template
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
@@ -104,7 +105,7 @@ class TextTokenizer:
         for name in (*FILES, "generation_config.json"):
             try:
                 files[name] = read_bytes(directory / name)
-            except FileNotFoundError:
+            except FileNotFoundError:  # none of them has to be there
                 continue
             except OSError as error:
                 where = directory / name
@@ -141,19 +142,19 @@ class TextTokenizer:
         if not tokens and names.exists():
             for key, name in read_json(names).items():
                 if key.endswith("_token") and config.get(key) != name:
-                    changes[key] = name
+                    changes[key] = name  # the names of eos_token and so on
         added = directory / "added_tokens.json"
         if added.exists():
             tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
             changes["added_tokens_decoder"] = tokens
         if "tokenizer.json" in files:
             files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
-            changes.pop("added_tokens_decoder", None)
+            changes.pop("added_tokens_decoder", None)  # tokenizer.json has them now
         return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read."""
-        os.makedirs(directory, exist_ok=True)
+        os.makedirs(directory, exist_ok=True)  # a new one, or a checkpoint's
         files, config = self.files, dict(self.config)
         reads_all = config.get("tokenizer_class", FAST) in (FAST, "TokenizersBackend")
         if "tokenizer.json" in files and not reads_all:
@@ -189,11 +190,11 @@ class TextTokenizer:
         # for a new token's embedding: the mean of those of the tokens that it was made of
         if isinstance(self.engine, ByteLevelBPE):
             # what a tokenizer that extends this one would find in one chunk
-            token = token.translate(None, self.engine.missing)
+            token = token.translate(None, self.engine.missing)  # bytes without a token are left out
             return self.engine.encoding._encode_single_piece(token) if token else []
         try:
             return self.encode(token.decode())
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # part of a character
             return []
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -235,9 +236,11 @@ def engine_of(tokenizer_json: bytes) -> Engine:
     and checking the merges of 50,000 tokens takes a second."""
     description = parse_object(tokenizer_json)
     try:
-        return ByteLevelBPE(description)
+        engine = ByteLevelBPE(description)
     except Unsupported as why:
-        return LibraryTokenizer(description, str(why))
+        engine = LibraryTokenizer(description, str(why))
+    engine.begins = begins_text(description)
+    return engine
 
 
 class Pieces(dict):
@@ -259,19 +262,12 @@ def find_tokenizer(directory: Path) -> Path:
     return directory / "latest" if is_run else directory
 
 
-def begins_text(files: dict[str, bytes], config: dict) -> bool:
-    """Return whether the tokenizer puts its begin token before every text.
-
-    Ask tokenizer_config.json, then the template in tokenizer.json; for a sentencepiece model do
-    what transformers does for Llama's."""
-    if "add_bos_token" in config:  # the file says it outright
-        return bool(config["add_bos_token"])
-    if "tokenizer.json" not in files:
-        return str(config.get("tokenizer_class", "")).startswith("Llama")
-    processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
-    steps = processor.get("processors") or [processor]
+def begins_text(description: dict) -> bool:
+    """Return whether a parsed tokenizer.json puts a special token before every text."""
+    processor = description.get("post_processor") or {}
+    steps = processor.get("processors") or [processor]  # one step, or a sequence
     templates = [step for step in steps if step.get("type") == "TemplateProcessing"]
-    return any("SpecialToken" in step["single"][0] for step in templates)
+    return any("SpecialToken" in part for step in templates for part in step["single"][:1])
 
 
 def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
@@ -282,7 +278,7 @@ def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
         for i, token in tokens.items()
         if json.dumps(token["content"], ensure_ascii=False).encode() not in tokenizer_json
     ]
-    if not lacking:
+    if not lacking:  # as in nearly all directories
         return tokenizer_json
     description = parse_object(tokenizer_json)
     added, vocab = description.get("added_tokens") or [], description["model"]["vocab"]
