@@ -40,8 +40,8 @@ from groundup.errors import UserError
 from groundup.files.text_mix import mix_texts
 from groundup.files.untrusted import scrub
 from groundup.tokens import engines
-from groundup.tokens.bpe import count_chunks, train_bpe
-from groundup.tokens.engines import PATTERNS, TO_CHAR, added_token
+from groundup.tokens.bpe import PATTERNS, count_chunks, train_bpe
+from groundup.tokens.engines import TO_CHAR, added_token
 from groundup.tokens.training import advice, extended, in_chars, train
 from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready
 

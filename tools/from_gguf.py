@@ -19,9 +19,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from merge import whole_directory
 
 from groundup.errors import UserError
+from groundup.files.directories import whole_directory
 from groundup.tokens import engines
 from groundup.tokens.engines import PATTERNS
 from groundup.train.config_json import write_json

@@ -11,8 +11,6 @@ training state.
 
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -27,7 +25,7 @@ from safetensors import SafetensorError
 
 from configurator import configure
 from groundup.errors import UserError, reason_of
-from groundup.files.disk import free_name, sync
+from groundup.files.directories import whole_directory
 from groundup.train import checkpoint, huggingface
 from tokenizer import Tokenizer
 
@@ -58,30 +56,6 @@ def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"checkpoint: cannot write {out}: {reason_of(error)}") from None
     return source, out, sum(p.numel() for p in model.parameters())
-
-
-@contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
-    """Yield a hidden directory that is renamed to `out` at the end, and removed after an error.
-
-    Raise UserError at once if `out` cannot be replaced: it holds files, or is a mount point.
-    """
-    try:
-        if out.exists():
-            out.rmdir()
-    except OSError as error:
-        text = f"out_dir={str(out)!r} is not empty or cannot be replaced ({error.strerror})"
-        raise UserError(f"config: {text}; give another, or one inside it") from None
-    temp = free_name(out, "tmp")
-    try:
-        temp.mkdir(parents=True)
-        yield temp
-        for path in (*temp.iterdir(), temp):
-            sync(path)
-        temp.rename(out)
-        sync(out.parent)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
 
 
 if __name__ == "__main__":

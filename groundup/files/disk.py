@@ -20,6 +20,7 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+HAS_LOCKS = fcntl is not None
 
 
 @contextmanager
@@ -48,22 +49,6 @@ def lock(file: IO | int, shared: bool = False, wait: bool = False) -> None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # as a file system without locks
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
-
-
-def lock_directory(path: Path, shared: bool = False, wait: bool = False) -> int:
-    """Make a directory if needed and lock it. Return a handle; closing it ends the lock."""
-    # The directory itself is locked, because a file would stay behind. Windows opens none.
-    while True:
-        path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path if fcntl else os.devnull, os.O_RDONLY)
-        try:
-            lock(handle, shared, wait)
-        except BlockingIOError:
-            os.close(handle)
-            raise
-        if not fcntl or (path.exists() and os.path.samestat(os.stat(path), os.fstat(handle))):
-            return handle
-        os.close(handle)  # of a directory that the process before has removed meanwhile
 
 
 # ---- whole or not at all -------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def why_unusable(action: Callable[[], object]) -> str:
     if child == 0:
         status = 1
         try:
-            limit(TRIAL_S, TRIAL_MB)  # the kernel ends a process that goes beyond
+            limit_this_process()
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(STUCK_S)  # in seconds of the clock
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust tells its panics
@@ -191,17 +191,13 @@ def why_unusable(action: Callable[[], object]) -> str:
     return f"it fails, or needs more than {TRIAL_MB} MB" if ended else ""
 
 
-def limit(seconds: int, megabytes: int) -> None:
-    """Let this process take so much more time of a CPU and memory."""
+def limit_this_process() -> None:
+    """Have the kernel end this process if it takes much more memory, or time of a CPU."""
     import resource  # not on Windows
 
-    # what the process has now, and so much more
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + megabytes * 10**6
-    for what, bound in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_AS, most),
-    ):
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])  # it has now
+    most = pages * resource.getpagesize() + TRIAL_MB * 10**6
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: TRIAL_S, resource.RLIMIT_AS: most}
+    for what, bound in limits.items():
         with contextlib.suppress(ValueError):  # there is a lower limit already
             resource.setrlimit(what, (bound, bound))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from configurator import script_of
 from groundup.errors import UserError, naming
-from groundup.files.disk import free_name, lock_directory
+from groundup.files.directories import lock_directory
+from groundup.files.disk import free_name
 from groundup.text import inputs
 from groundup.text.inputs import UNIT_BYTES
 from groundup.text.recipe import VERSION, Source

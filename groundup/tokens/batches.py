@@ -36,7 +36,7 @@ from groundup.tokens.mixture import (
     quotas,
     window_sampler,
 )
-from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate, read_manifest
+from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate
 
 # ---- the loader ------------------------------------------------------------------------------
 
@@ -302,8 +302,7 @@ def sources_of(path: str, split: str) -> dict[Path, tuple[float, int]]:
     A source is the path data_dir/name, or data_dir if it has no name. In training the shares follow
     the manifest's weights, if it has some, else the numbers of tokens. Raise NoSplit if there are
     no tokens."""
-    directory, only = locate(path)  # only: the source that the path names, or None
-    manifest = read_manifest(directory)
+    directory, only, manifest = locate(path)  # only: the source that the path names, or None
     tokens: Counter[str] = Counter()
     for shard in manifest["splits"].get(split, {"shards": []})["shards"]:
         name = shard.get("source", "")

@@ -25,8 +25,17 @@ import sentencepiece
 from groundup.compile_c import compile_c
 from groundup.errors import UserError
 from groundup.files.untrusted import scrub
-from groundup.tokens.engines import PATTERNS, SIZE_STEP
+from groundup.tokens import engines
+from groundup.tokens.engines import SIZE_STEP
 
+PATTERNS = engines.PATTERNS | {
+    # To learn from text with Chinese, where the others make tokens of whole clauses, comma
+    # included. Here a token has at most four characters, the length of an idiom. Digits are
+    # single. [^\P{L}\p{Han}] is a letter that is not Han. The tokenizer itself splits text by
+    # "qwen", so that words lie where they are and not at every fourth character.
+    "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+}
 PATTERN = PATTERNS["qwen"]
 MIN_COUNT = 2  # a pair seen once is not worth an id
 # of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much memory

@@ -44,12 +44,6 @@ PATTERNS = {
     # cl100k with at most two digits per chunk: better for vocabularies of about 32k (nanochat)
     "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    # To learn from text with Chinese, where the others make tokens of whole clauses, comma
-    # included. Here a token has at most four characters, the length of an idiom. Digits are
-    # single. [^\P{L}\p{Han}] is a letter that is not Han. The tokenizer itself splits text by
-    # "qwen", so that words lie where they are and not at every fourth character.
-    "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "cl100k": CL100K,
     "qwen": CL100K.replace("{1,3}", ""),  # the default: llama.cpp knows it, as qwen2
 }

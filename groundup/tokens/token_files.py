@@ -170,20 +170,21 @@ def read_packing(path: Path) -> dict:
     return record
 
 
-def locate(path: str | Path) -> tuple[Path, str | None]:
-    """Split a path into (data directory, source); the source is None if none is named.
+def locate(path: str | Path) -> tuple[Path, str | None, dict]:
+    """Return (data directory, source, manifest) of a path; the source is None if none is named.
 
     'data/x/wiki' is the source wiki of data/x if the manifest of data/x names it."""
     path = Path(path)
     # a directory with a manifest of its own is no source of its parent
     if not (path / "manifest.json").exists() and (path.parent / "manifest.json").exists():
-        sources = read_manifest(path.parent).get("sources", {})
+        manifest = read_manifest(path.parent)
+        sources = manifest.get("sources", {})
         if path.name in sources:
-            return path.parent, path.name
+            return path.parent, path.name, manifest
         if sources and not path.exists():
             known = ", ".join(sources)
             raise UserError(f"data: {path.parent} has no source {path.name!r} (has: {known})")
-    return path, None
+    return path, None, read_manifest(path)
 
 
 # ---- token data ------------------------------------------------------------------------------
@@ -232,9 +233,8 @@ class TokenData:
     def __init__(self, data_dir: str | Path, split: str, source: str | None = None) -> None:
         """source: None = all sources that data_dir names, one after the other."""
         self.split = split  # train | val | test
-        self.dir, named = locate(data_dir)
+        self.dir, named, self.manifest = locate(data_dir)
         self.source = source = named if source is None else source
-        self.manifest = read_manifest(self.dir)  # raises unless it is of texts
         self.vocab_size = self.manifest["vocab_size"]
         self.eot_id = self.manifest["eot_id"]
         self.tokenizer_fingerprint = self.manifest["tokenizer_fingerprint"]

@@ -8,8 +8,8 @@ import tiktoken
 
 from groundup.errors import UserError
 from groundup.tokens import bpe
+from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.engines import (
-    PATTERNS,
     SIZE_STEP,
     TO_CHAR,
     ByteLevelBPE,

@@ -14,6 +14,7 @@ from groundup.demo.python_docs import chinese_sample
 from groundup.tokens import bpe as bpe_module
 from groundup.tokens import engines
 from groundup.tokens.bpe import (
+    PATTERNS,
     SAFE_CUT,
     blocks,
     characters_first,
@@ -22,7 +23,6 @@ from groundup.tokens.bpe import (
     learn_merges,
     train_bpe,
 )
-from groundup.tokens.engines import PATTERNS
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
 
