@@ -482,11 +482,28 @@ class SentencePieceBPE(Engine):
         self.sha256 = hashlib.sha256(model).hexdigest()  # stands for all pieces and scores
         added = config.get("added_tokens_decoder") or {}
         super().__init__([token | {"id": int(i)} for i, token in added.items()])
-        # so far these are tokens behind the pieces: the library does not know them
-        behind, within = list(self.words), []
+        # Llama 2's puts a space before every text, so it would put one after each U+2581, too;
+        # then the ids of U+2581 are its own.
+        self.has_prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
+        names = [f"<0x{byte:02X}>" for byte in SPACE.encode()]
+        self.space_in_bytes = [processor.piece_to_id(name) for name in names]
+        # the one for texts before which no space is put
+        self.bare = processor
+        if self.has_prefix:
+            self.bare = sentencepiece.SentencePieceProcessor(model_proto=model + NO_PREFIX)
+        self.legacy = bool(config.get("legacy"))
+        # what transformers does
+        self.begins = str(config.get("tokenizer_class", "")).startswith("Llama")
+        self._add_pieces(piece_types(model))
+
+    def _add_pieces(self, types: list[int]) -> None:
+        """Sort the pieces into special tokens, words and others, and find where text is cut."""
+        processor = self.processor
+        # so far these are the tokens behind the pieces, which the library does not know
+        words, within = list(self.words), []
         self.token_bytes = {i: word.encode() for word, i in self.words.items()}
-        pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-        for i, (piece, kind) in enumerate(zip(pieces, piece_types(model), strict=True)):
+        pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+        for (piece, i), kind in zip(pieces.items(), types, strict=True):
             if processor.is_control(i) or processor.is_unknown(i):
                 self.special_tokens[piece] = i  # <s>, </s>, <unk>
             elif processor.is_byte(i):
@@ -500,22 +517,8 @@ class SentencePieceBPE(Engine):
         for i in self.special_tokens.values():
             self.token_bytes.pop(i, None)
 
-        # Llama 2's puts a space before every text, so it would put one after each U+2581, too;
-        # then the ids of U+2581 are its own.
-        self.has_prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
-        names = [f"<0x{byte:02X}>" for byte in SPACE.encode()]
-        self.space_in_bytes = [processor.piece_to_id(name) for name in names]
-        # the one for texts before which no space is put
-        self.bare = processor
-        if self.has_prefix:
-            self.bare = sentencepiece.SentencePieceProcessor(model_proto=model + NO_PREFIX)
-        self.legacy = bool(config.get("legacy"))
-        self.begins = str(config.get("tokenizer_class", "")).startswith(
-            "Llama"
-        )  # transformers' way
-
         breaks = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in within]
-        breaks += [re.escape(word) for word in behind if word not in {*pieces}]
+        breaks += [re.escape(word) for word in words if word not in pieces]
         breaks += [] if self.has_prefix else [SPACE]
         self.breaks = re.compile("|".join(breaks) or "(?!)")
 
