@@ -264,7 +264,7 @@ class Tokenizer(TextTokenizer):
 
     def _spans(self, text: str, cuts: tuple[int, ...], place: str) -> Spans:
         """Return the ids of a piece's text, and where each begins and ends."""
-        with engines.panics_in_one_line():
+        with engines.PanicsInOneLine():
             return encode_parts(self.engine, text, cuts, place)
 
     def _ids(self, text: str, cuts: tuple[int, ...] = (), place: str = engines.START) -> list[int]:

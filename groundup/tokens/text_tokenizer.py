@@ -21,10 +21,10 @@ from groundup.tokens.engines import (
     ByteLevelBPE,
     Engine,
     LibraryTokenizer,
+    PanicsInOneLine,
     SentencePieceBPE,
     Unsupported,
     added_token,
-    panics_in_one_line,
     to_json,
 )
 
@@ -177,12 +177,12 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text, never a special one; lone surrogates become U+FFFD."""
-        with panics_in_one_line():
+        with PanicsInOneLine():
             return self.engine.encode(text)
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return `encode` as uint32 (n,)."""
-        with panics_in_one_line():
+        with PanicsInOneLine():
             return self.engine.encode_array(text)
 
     def encode_token(self, token: bytes) -> list[int]:
