@@ -90,6 +90,10 @@ class Tokenizer(TextTokenizer):
         self.turn_end_id = self._find_turn_end()
         self.stop_ids |= {self.turn_end_id} - {-1}
 
+    def __reduce__(self) -> tuple:
+        """Pickle the files: a compiled template cannot be."""
+        return type(self), (self.files, self.generation_config)
+
     @staticmethod
     def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
         """Return also the templates of additional_chat_templates/NAME.jinja, in the config."""
@@ -104,6 +108,26 @@ class Tokenizer(TextTokenizer):
         config["chat_template"] = listed
         files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
         return files | {"tokenizer_config.json": engines.to_json(config)}
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return `encode` as uint32 (n,): faster than a list for a long text."""
+        with engines.PanicsInOneLine():
+            return self.engine.encode_array(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what an id adds to the text, possibly part of a character; b"" if special."""
+        return b"" if token_id in self.special_ids else self.pieces[token_id]
+
+    def decode_bytes(self, ids: Iterable[int], skip_special_tokens: bool = False) -> bytes:
+        """Return the bytes of `ids`, with the names of special ones or without them."""
+        piece = self.token_bytes if skip_special_tokens else self.pieces.__getitem__
+        return b"".join([piece(i) for i in ids])
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of `ids`; bytes that make no character become U+FFFD.
+
+        For ids as they are generated see StreamDecoder."""
+        return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
 
     # ---- our own form
 

@@ -107,6 +107,9 @@ class Engine:
     words {text: id}: added words that ordinary text does become (Qwen's "<think>")
     token_bytes {id: bytes} of all tokens that are not special
     begins: whether the begin token stands before every text, unless tokenizer_config.json says it
+
+    A subclass defines encode(text), the ids of a text of any length, and identity(), all that
+    decides them besides the special tokens, as plain values.
     """
 
     backend: str
@@ -121,17 +124,9 @@ class Engine:
             named = self.special_tokens if token["special"] else self.words
             named[token["content"]] = token["id"]
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, which may be of any length."""
-        raise NotImplementedError
-
     def encode_array(self, text: str) -> np.ndarray:
         """Return `encode` as uint32 (n,)."""
         return np.array(self.encode(text), np.uint32)
-
-    def identity(self) -> list:
-        """Return all that decides the ids, besides the special tokens, as plain values."""
-        raise NotImplementedError
 
 
 # ---- byte-level BPE: tokenizer.json by tiktoken ----------------------------------------------

@@ -94,10 +94,6 @@ class TextTokenizer:
         candidates += ids if isinstance(ids, list) else [ids]
         return next((i for i in candidates if i in self.special_tokens.values()), default)
 
-    def __reduce__(self) -> tuple:
-        """Pickle the files: a compiled template cannot be."""
-        return type(self), (self.files, self.generation_config)
-
     @classmethod
     def load(cls, directory: str | os.PathLike) -> Self:
         """Return the tokenizer of a Hugging Face directory. Raise UserError."""
@@ -180,11 +176,6 @@ class TextTokenizer:
         with PanicsInOneLine():
             return self.engine.encode(text)
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """Return `encode` as uint32 (n,)."""
-        with PanicsInOneLine():
-            return self.engine.encode_array(text)
-
     def encode_token(self, token: bytes) -> list[int]:
         """Return the ids of a token's bytes, which may be part of a character; [] if unknown."""
         # for a new token's embedding: the mean of those of the tokens that it was made of
@@ -197,20 +188,9 @@ class TextTokenizer:
         except UnicodeDecodeError:  # part of a character
             return []
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return what an id adds to the text, possibly part of a character; b"" if special."""
-        return b"" if token_id in self.special_ids else self.pieces[token_id]
-
-    def decode_bytes(self, ids: Iterable[int], skip_special_tokens: bool = False) -> bytes:
-        """Return the bytes of `ids`, with the names of special ones or without them."""
-        piece = self.token_bytes if skip_special_tokens else self.pieces.__getitem__
-        return b"".join([piece(i) for i in ids])
-
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `ids`; bytes that make no character become U+FFFD.
-
-        For ids as they are generated see StreamDecoder."""
-        return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; bytes that make no character become U+FFFD."""
+        return b"".join([self.pieces[i] for i in ids]).decode("utf-8", errors="replace")
 
     def token_byte_lengths(self) -> np.ndarray:
         """Return bytes of text per id, int32 (vocab_size,), 0 for special ones."""
