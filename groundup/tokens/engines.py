@@ -536,7 +536,8 @@ class SentencePieceBPE(Engine):
             yield text[at:end], self._processor(place), []
             at, place = end, INSIDE
             if is_word:
-                yield name, None, [self.words[name]] if name in self.words else self.space_in_bytes
+                own_ids = [self.words[name]] if name in self.words else self.space_in_bytes
+                yield name, None, own_ids
                 at, place = found.end(), AFTER_MARKER if name in self.words else START
         yield text[at:], self._processor(place), []
 

@@ -223,10 +223,12 @@ class Mixture:
         for (first, weights), stop in zip(stages, stops, strict=True):
             if self.end is None:
                 before = self._add_stage(first, stop, np.array(weights, dtype=float), before)
-        # the same for all segments at once, each of them a row
-        self.firsts, self.quotas, self.before, self.pattern, self.nth = map(
-            np.array, zip(*self.segments, strict=True)
-        )
+        # a row for each segment, so that `locate` finds samples of all segments at once
+        self.firsts = np.array([segment.first for segment in self.segments])
+        self.quotas = np.array([segment.quotas for segment in self.segments])
+        self.before = np.array([segment.before for segment in self.segments])
+        self.pattern = np.array([segment.pattern for segment in self.segments])
+        self.nth = np.array([segment.nth for segment in self.segments])
 
     def _add_stage(
         self, first: int, stop: float, weights: np.ndarray, before: np.ndarray
