@@ -67,7 +67,9 @@ class Stage(NamedTuple):
 
 
 def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
-    """Return the stages in the value `spec` of the setting `key`. Raise UserError."""
+    """Return the stages in the value `spec` of the setting `key`. Raise UserError.
+
+    '0: data/a=1; 8000: data/a=0.5,data/b=0.5' has two, the second after 8000 steps."""
     stages = []
     for part in spec.split(";"):
         step, colon, paths = re.fullmatch(r"\s*(?:(\d+)\s*(:))?(.*)", part, re.DOTALL).groups()
