@@ -287,6 +287,39 @@ def comments_of(path: str | Path) -> dict[str, str]:
     return found
 
 
+# ---- lists in a setting --------------------------------------------------------------
+
+# 'a.jsonl=0.7,b/*.jsonl=0.3': names of files or directories, each with a weight if it has one. A
+# comma or "=" may also be part of a name: if a file of that name exists, it is meant.
+MOST_COMMAS = 8  # in one name
+
+
+def split_names(names: str) -> list[str]:
+    """Return the parts between commas, without white space around them; "" is a part, too."""
+    # join pieces again, the most first, as long as they make the name of a file
+    pieces, parts = names.split(","), []
+    while pieces:
+        tried = range(min(len(pieces), MOST_COMMAS + 1), 1, -1)
+        n = next((n for n in tried if names_file(",".join(pieces[:n]).strip())), 1)
+        parts.append(",".join(pieces[:n]).strip())
+        del pieces[:n]
+    return parts
+
+
+def names_file(part: str) -> bool:
+    """Return whether a part that holds commas names a file, with or without its weight."""
+    name, _, weight = part.rpartition("=")
+    return os.path.exists(part) or ("," not in weight and os.path.exists(name.strip()))
+
+
+def split_weight(part: str) -> tuple[str, str]:
+    """Return (name, what stands behind the last "=" or ""); "=" in a folder's name is no weight."""
+    name, equals, weight = part.rpartition("=")
+    if not equals or os.path.exists(part) or re.search(r"[/\\*?]", weight):
+        return part, ""
+    return name.strip(), weight.strip()
+
+
 # ---- functions and files -------------------------------------------------------------
 
 

@@ -38,8 +38,7 @@ import torch
 from configurator import configure
 from groundup.align import reward_model
 from groundup.errors import UserError, refuse
-from groundup.files.paths import find_files
-from groundup.files.untrusted import check_replaceable
+from groundup.files.paths import check_replaceable, find_files
 from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
 from groundup.generate.sampling import SamplingParams

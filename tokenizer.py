@@ -32,10 +32,11 @@ from pathlib import Path
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files.untrusted import read_json
+from groundup.files.untrusted import parse_object, read_bytes, read_json
 from groundup.tokens import engines
+from groundup.tokens.spans import Spans, encode_parts, position
 from groundup.tokens.templates import TRIAL, ChatTemplate, Piece, take_tools
-from groundup.tokens.text_tokenizer import TextTokenizer, find_templates, find_tokenizer
+from groundup.tokens.text_tokenizer import TextTokenizer, find_tokenizer
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # text to train on: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
@@ -92,6 +93,45 @@ class Tokenizer(TextTokenizer):
         self.recent_ids = lru_cache(maxsize=RECENT)(self._ids)
         self.turn_end_id = self._find_turn_end()
         self.stop_ids |= {self.turn_end_id} - {-1}
+
+    def __reduce__(self) -> tuple:
+        """Pickle the files: a compiled template cannot be."""
+        return type(self), (self.files, self.generation_config)
+
+    @staticmethod
+    def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+        """Return also the templates of additional_chat_templates/NAME.jinja, in the config."""
+        files = TextTokenizer.read_more(directory, files)
+        more = sorted(directory.glob("additional_chat_templates/[!.]*.jinja"))
+        if not more:
+            return files
+        config = parse_object(files.get("tokenizer_config.json", b"{}"))
+        named = find_templates(files, config)
+        named |= {path.stem: read_bytes(path).decode() for path in more}
+        listed = [{"name": name, "template": source} for name, source in named.items() if source]
+        config["chat_template"] = listed
+        files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
+        return files | {"tokenizer_config.json": engines.to_json(config)}
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return `encode` as uint32 (n,): faster than a list for a long text."""
+        with engines.PanicsInOneLine():
+            return self.engine.encode_array(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what an id adds to the text, possibly part of a character; b"" if special."""
+        return b"" if token_id in self.special_ids else self.pieces[token_id]
+
+    def decode_bytes(self, ids: Iterable[int], skip_special_tokens: bool = False) -> bytes:
+        """Return the bytes of `ids`, with the names of special ones or without them."""
+        piece = self.token_bytes if skip_special_tokens else self.pieces.__getitem__
+        return b"".join([piece(i) for i in ids])
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of `ids`; bytes that make no character become U+FFFD.
+
+        For ids as they are generated see StreamDecoder."""
+        return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
 
     # ---- our own form
 
@@ -159,7 +199,7 @@ class Tokenizer(TextTokenizer):
         flags = ("lstrip", "rstrip")
         strips = {
             token["content"]: tuple(bool(token.get(flag)) for flag in flags)
-            for token in self.added_tokens
+            for token in self.engine.added_tokens
         }
         words = self.engine.words
         return ChatTemplate(source, self.special_tokens, variables, words, strips, self.date)
@@ -250,12 +290,10 @@ class Tokenizer(TextTokenizer):
             mask += learned
         return ids, mask
 
-    def _spans(self, text: str, cuts: tuple[int, ...], place: str) -> engines.Spans:
+    def _spans(self, text: str, cuts: tuple[int, ...], place: str) -> Spans:
         """Return the ids of a piece's text, and where each begins and ends."""
-        try:
-            return self.engine.encode_parts(text, cuts, place)
-        except BaseException as error:
-            raise engines.named_panic(error) from None
+        with engines.PanicsInOneLine():
+            return encode_parts(self.engine, text, cuts, place)
 
     def _ids(self, text: str, cuts: tuple[int, ...] = (), place: str = engines.START) -> list[int]:
         """Return the ids of a piece's text."""
@@ -278,11 +316,23 @@ class Tokenizer(TextTokenizer):
         begins, ends = np.array(begins, int), np.array(ends, int)
         mask = np.zeros(len(ids), int)
         for span in piece.learned:
-            begin, end = (self.engine.position(text, at) for at in span)
+            begin, end = (position(self.engine, text, at) for at in span)
             inside = np.flatnonzero((begins < end) & (ends > begin))
             if len(inside):
                 mask[inside[0] : inside[-1] + 1] = 1
         return ids, mask.tolist()
+
+
+def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by their names, "default" and "tool_use" ..."""
+    found = config.get("chat_template") or ""
+    if isinstance(found, list):
+        named = {one["name"]: one["template"] for one in found}
+    else:
+        named = found if isinstance(found, dict) else {"default": found}
+    if "chat_template.jinja" in files:
+        named["default"] = files["chat_template.jinja"].decode()
+    return named
 
 
 def split_answer(ids: Sequence[int], mask: Sequence[int]) -> tuple[list[int], list[int]]:

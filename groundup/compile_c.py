@@ -21,12 +21,17 @@ def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
     """Return the compiled file as a library; None without a C compiler (that knows OpenMP, if used).
 
     Compiling takes a second, so the library is kept in ~/.cache/groundup (XDG_CACHE_HOME)."""
-    compilers = map(shutil.which, ("gcc", "clang", "cc"))
+    compilers = map(shutil.which, ("gcc", "clang", "cc"))  # the first of them that is installed
     compiler = next(filter(None, compilers), "")
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     tune = "-march=native" if is_x86 else "-mcpu=native"
-    uses_openmp = "#pragma omp" in source.read_text(encoding="utf-8")
-    libraries = ["-fopenmp", *openmp(), "-lm"] if uses_openmp else ["-lm"]
+    libraries = ["-lm"]
+    if "#pragma omp" in source.read_text(encoding="utf-8"):
+        # the OpenMP library that torch has loaded: a second one would start its own threads
+        maps = Path("/proc/self/maps")  # of Linux
+        loaded = maps.read_text(encoding="utf-8") if maps.exists() else ""
+        of_torch = re.findall(r"/\S*torch\S*/lib(?:gomp|iomp5|omp)\S*", loaded)[:1]
+        libraries = ["-fopenmp", *of_torch, "-lm"]
     command = [compiler, "-O3", tune, "-fPIC", "-shared", *flags, str(source), *libraries]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         try:
@@ -44,7 +49,7 @@ def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
             # Several processes may compile at the same time: write under a name of our own.
             new = cache / f"{start}.{os.getpid()}.tmp"
             command += ["-o", str(new)]
-            run(command)
+            run(command)  # a second, at most COMPILE_S
             library = new.replace(cache / f"{start}-{crc32_of(new):08x}.so")
             return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
@@ -60,7 +65,7 @@ def run(command: list[str]) -> None:
     except BaseException:  # the time is over, or Ctrl-C
         if os.name == "posix":
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
+        process.kill()  # Windows knows no groups
         process.wait()
         raise
     if status:
@@ -89,10 +94,3 @@ def processor() -> str:
     text = info.read_text(encoding="utf-8", errors="replace")
     first_core = re.findall(r"^(?:flags|Features|model name)\s*:.*", text, re.M)[:2]
     return "".join(first_core) or platform.processor()
-
-
-def openmp() -> list[str]:
-    """Return the OpenMP library that torch has loaded: a second one would start its own threads."""
-    maps = Path("/proc/self/maps")
-    loaded = maps.read_text(encoding="utf-8") if maps.exists() else ""
-    return re.findall(r"/\S*torch\S*/lib(?:gomp|iomp5|omp)\S*", loaded)[:1]

@@ -24,7 +24,7 @@ import test_checkpoint as tc
 from groundup.demo.debug_data import debug_chats, write_rows
 from groundup.demo.python_docs import debug_texts
 from groundup.errors import UserError, say
-from groundup.files import disk
+from groundup.files import directories, disk
 from groundup.train import checkpoint, huggingface
 from tools import merge
 
@@ -59,6 +59,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, locks: str) -> None:
 
     if locks == "absent":
         monkeypatch.setattr(disk, "fcntl", None)
+        monkeypatch.setattr(directories, "HAS_LOCKS", False)
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     monkeypatch.setattr(os, "symlink", failing(errno.EPERM))
     monkeypatch.setattr(os, "fsync", fsync_files)
@@ -324,4 +325,5 @@ def test_one_file_knows_of_locks_and_can_be_imported_without_them(monkeypatch) -
     users = [path for path in sources if "fcntl" in path.read_text("utf-8")]
     assert users == [Path(disk.__file__)]
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    assert callable(runpy.run_path(disk.__file__)["lock_directory"])
+    assert callable(runpy.run_path(disk.__file__)["lock"])
+    assert callable(runpy.run_path(directories.__file__)["lock_directory"])

@@ -56,9 +56,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import prepare
-from configurator import configure, is_key, write_config
+from configurator import configure, is_key, split_names, write_config
 from groundup.errors import UserError, refuse
-from groundup.files import paths
 from groundup.files.paths import is_data
 from groundup.files.splits import FEW, SPLITS, split_of
 from groundup.text import dedup, report
@@ -218,7 +217,7 @@ def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
     """Return the files of all sources, each once, in the order given."""
     found: dict[str, Input] = {}
     for number, source in enumerate(recipe.sources):
-        for name in filter(None, paths.split_names(source.input)):
+        for name in filter(None, split_names(source.input)):
             here = "://" not in name
             sources = (replace(source, input=name),)
             for file in find_inputs(sources, out_dir, work) if here else far_files(name):

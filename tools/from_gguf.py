@@ -21,8 +21,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+
 from groundup.errors import UserError
-from groundup.files.disk import whole_directory
+from groundup.files.directories import whole_directory
 from groundup.tokens.engines import PATTERNS, added_token, to_json
 from groundup.tokens.training import bpe_description
 from groundup.train.config_json import from_hf_config, write_json

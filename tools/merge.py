@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from configurator import configure
 from groundup.errors import UserError, reason_of
-from groundup.files.disk import whole_directory
+from groundup.files.directories import whole_directory
 from groundup.train import checkpoint, huggingface
 from tokenizer import Tokenizer
 

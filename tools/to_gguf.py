@@ -36,7 +36,8 @@ from from_gguf import (
 
 from configurator import configure
 from groundup.errors import UserError, listed, refuse
-from groundup.files.untrusted import check_replaceable, read_json
+from groundup.files.paths import check_replaceable
+from groundup.files.untrusted import read_json
 from groundup.tokens.engines import merge_words
 from groundup.train import checkpoint, huggingface
 from groundup.train.config_json import from_hf_config

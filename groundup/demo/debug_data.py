@@ -16,7 +16,7 @@ from pathlib import Path
 from groundup.demo.python_docs import debug_texts
 from groundup.demo.python_talks import docs_conversations
 from groundup.errors import UserError
-from groundup.files.disk import lock_directory
+from groundup.files.directories import lock_directory
 
 PREPARE = Path(__file__).parents[2] / "prepare.py"
 # Every text is kept, so that the corpus is the same whatever the rules of prepare.py

@@ -14,12 +14,13 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import IO
 
-from groundup.errors import UserError, say
+from groundup.errors import say
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+HAS_LOCKS = fcntl is not None
 
 
 @contextmanager
@@ -45,25 +46,9 @@ def lock(file: IO | int, shared: bool = False, wait: bool = False) -> None:
     """
     with housekeeping("lock files, so run no command twice at the same time"):
         if fcntl is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # as a file system without locks
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
-
-
-def lock_directory(path: Path, shared: bool = False, wait: bool = False) -> int:
-    """Make a directory if needed and lock it. Return a handle; closing it ends the lock."""
-    # The directory itself is locked, because a file would stay behind. Windows opens none.
-    while True:
-        path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path if fcntl else os.devnull, os.O_RDONLY)
-        try:
-            lock(handle, shared, wait)
-        except BlockingIOError:
-            os.close(handle)
-            raise
-        if not fcntl or (path.exists() and os.path.samestat(os.stat(path), os.fstat(handle))):
-            return handle
-        os.close(handle)  # of a directory that the process before has removed meanwhile
 
 
 # ---- whole or not at all -------------------------------------------------------------------------
@@ -73,7 +58,7 @@ def sync(path: Path) -> None:
     """Put a file, or the names in a directory, on the disk."""
     if path.is_file():
         with open(path, "rb+") as file:
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # returns when the disk has it
         return
     with housekeeping("fsync a directory"):  # SMB and FUSE may refuse it
         directory = os.open(path, os.O_RDONLY)
@@ -89,32 +74,8 @@ def clear_name(path: Path, ending: str) -> Path:
     What a killed process left there is removed; the next number is for what cannot be."""
     for number in count():
         hidden = path.with_name(f".{path.name}.{ending}{number or ''}")
-        with suppress(OSError):
+        with suppress(OSError):  # it is a directory, or not there
             hidden.unlink()
-        shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)  # NFS may keep what is open
         if not os.path.lexists(hidden):
             return hidden
-
-
-@contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
-    """Yield a hidden directory that is renamed to `out` at the end, and removed after an error.
-
-    Raise UserError at once if `out` cannot be replaced: it holds files, or is a mount point.
-    """
-    try:
-        if out.exists():
-            out.rmdir()
-    except OSError as error:
-        text = f"out_dir={str(out)!r} is not empty or cannot be replaced ({error.strerror})"
-        raise UserError(f"config: {text}; give another, or one inside it") from None
-    temp = clear_name(out, "tmp")
-    try:
-        temp.mkdir(parents=True)
-        yield temp
-        for path in (*temp.iterdir(), temp):
-            sync(path)
-        temp.rename(out)
-        sync(out.parent)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)

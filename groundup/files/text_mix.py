@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from configurator import split_names, split_weight
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.files.paths import find_files, split_names, split_weight
+from groundup.files.paths import find_files
 from groundup.files.records import Report
 from groundup.files.untrusted import scrub
 

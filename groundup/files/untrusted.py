@@ -37,7 +37,7 @@ def check_regular(path: str | Path) -> int:
     """Return the size of a file. Raise OSError unless it is a regular one, and not a pointer.
 
     A pipe would wait for ever, and a device never end."""
-    status = os.stat(path)
+    status = os.stat(path)  # follows links
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "is no regular file", str(path))
     if status.st_size < 1000:
@@ -57,17 +57,9 @@ def crc32_of(path: str | Path) -> int:
     return crc
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise UserError if `path` is no file that may be replaced, such as a device."""
-    if path.exists() and not path.is_file():
-        raise UserError(
-            f"config: out={str(path)!r} is no regular file and would be replaced; name a file"
-        )
-
-
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """Return the content of a file. Raise OSError if it is no regular one, or too large."""
-    if (size := check_regular(path)) > most:
+    if (size := check_regular(path)) > most:  # checked before any of it is read
         raise OSError(0, f"has {size:,} bytes; at most {most:,} are read", str(path))
     return Path(path).read_bytes()
 
@@ -77,7 +69,7 @@ def check_zip(path: str | Path) -> None:
 
     torch compresses nothing, so a checkpoint that unpacks to more is a bomb."""
     size = check_regular(path)
-    with zipfile.ZipFile(path) as parts:
+    with zipfile.ZipFile(path) as parts:  # reads the table of contents alone
         if sum(part.file_size for part in parts.infolist()) > size:
             raise zipfile.BadZipFile
 
@@ -85,7 +77,7 @@ def check_zip(path: str | Path) -> None:
 def loads(text: str | bytes) -> Any:
     """Return json.loads(text). Raise ValueError, also for JSON that nests too deep."""
     try:
-        return json.loads(text)
+        return json.loads(text)  # recursion: Python's own limit stops it
     except RecursionError:
         raise ValueError("it nests too deep") from None
 
@@ -94,7 +86,7 @@ def parse_object(content: bytes, most: int = MOST_BYTES) -> dict:
     """Return the JSON object in `content`, of up to `most` bytes. Raise ValueError."""
     if sum(map(content.count, (b",", b"[", b"{"))) > most // BYTES_PER_VALUE:
         raise ValueError(f"it has more than {most // BYTES_PER_VALUE:,} values")
-    value = loads(content)
+    value = loads(content)  # not before the number of values is known
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not an object")
     return value
@@ -116,11 +108,11 @@ def read_json(
 def scrub(text: str) -> str:
     r"""Return `text` as valid Unicode. Two halves of a character, as JSON may write it
     (\ud83d\ude00), become the character, and one half alone becomes U+FFFD."""
-    if text.isascii():
+    if text.isascii():  # in one look, whatever its length
         return text
     try:
         text.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # half a character
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
@@ -150,11 +142,11 @@ def is_inside(path: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and value >= 0  # True is no count
 
 
 def is_weight(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in (int, float) and 0 <= value < math.inf  # no NaN either
 
 
 def misfit(value: Any, shape: Any, name: str) -> str:
@@ -164,7 +156,7 @@ def misfit(value: Any, shape: Any, name: str) -> str:
     {key: shape}. "key?" may be missing, "*" is every key. Other keys are not looked at."""
     kind = type(shape) if isinstance(shape, list | dict) else shape
     if not (type(value) is kind if isinstance(kind, type) else kind(value)):
-        return f"{name}={value!r:.60}"
+        return f"{name}={value!r:.60}"  # enough to find it
     parts = []
     if isinstance(shape, list):
         parts = [(item, shape[0], f"{name}[{i}]") for i, item in enumerate(value)]
@@ -186,32 +178,32 @@ def why_unusable(action: Callable[[], object]) -> str:
         return ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other threads, which do not exist in the copy
-        child = os.fork()
+        child = os.fork()  # it has all that this process has in memory
     if child == 0:
         status = 1
         try:
-            limit(TRIAL_S, TRIAL_MB)  # the kernel ends a process that goes beyond
+            limit_this_process()
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(STUCK_S)
+            signal.alarm(STUCK_S)  # in seconds of the clock
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust tells its panics
             action()
             status = 0
         except Exception as error:
             status = int(isinstance(error, MemoryError))
         finally:
-            os._exit(status)
+            os._exit(status)  # without the exit handlers, which are this process's
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended in (-signal.SIGKILL, -signal.SIGXCPU, -signal.SIGALRM):
         return f"it takes more than {TRIAL_S} s"
     return f"it fails, or needs more than {TRIAL_MB} MB" if ended else ""
 
 
-def limit(seconds: int, megabytes: int) -> None:
-    """Let this process take so much more time of a CPU and memory."""
+def limit_this_process() -> None:
+    """Have the kernel end this process if it takes much more memory, or time of a CPU."""
     import resource  # not on Windows
 
-    limit_memory(megabytes)
-    for what, bound in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds)):
+    limit_memory(TRIAL_MB)
+    for what, bound in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, TRIAL_S)):
         with contextlib.suppress(ValueError):  # there is a lower limit already
             resource.setrlimit(what, (bound, bound))
 

@@ -22,9 +22,10 @@ from groundup.files import records, streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
 from groundup.files.encodings import Decoder
+from groundup.files.paths import check_replaceable
 from groundup.files.streams import Record
 from groundup.files.turns import BadRow
-from groundup.files.untrusted import check_replaceable, loads, mended
+from groundup.files.untrusted import loads, mended
 from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
 from tokenizer import Tokenizer

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from configurator import split_names
 from groundup.errors import UserError, listed
 from groundup.files import readers, records
-from groundup.files.paths import find_files, split_names
+from groundup.files.paths import find_files
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
 from tokenizer import Tokenizer

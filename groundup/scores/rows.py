@@ -33,9 +33,8 @@ from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError, naming
 from groundup.files import answer_files, records, row_formats, turns, untrusted
 from groundup.files.answer_files import need_settings, read_settings
-from groundup.files.paths import find_files
+from groundup.files.paths import check_replaceable, find_files
 from groundup.files.turns import BadRow
-from groundup.files.untrusted import check_replaceable
 from groundup.scores import domains
 from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, windows, without_list
 from groundup.scores.likelihood import score_tokens

@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from configurator import split_names
 from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import paths, readers, records, streams
+from groundup.files import readers, records, streams
 from groundup.files.paths import find_files, shown_name
 from groundup.files.untrusted import LFS_POINTER, POINTER_HINT
 from groundup.text.recipe import Source
@@ -84,7 +85,7 @@ def find_inputs(
 
 
 def files_of(source: Source, number: int, work: Path, kind: str) -> Iterator[Input]:
-    for name in filter(None, paths.split_names(source.input)):
+    for name in filter(None, split_names(source.input)):
         if name not in ("-", *BUILT_IN):
             for path in find_files(name, "input"):
                 yield look(path, shown_name(path), number, source)

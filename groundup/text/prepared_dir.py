@@ -10,7 +10,8 @@ from pathlib import Path
 
 from configurator import script_of
 from groundup.errors import UserError, naming
-from groundup.files.disk import clear_name, lock_directory
+from groundup.files.directories import lock_directory
+from groundup.files.disk import clear_name
 from groundup.text import inputs
 from groundup.text.inputs import UNIT_BYTES
 from groundup.text.recipe import VERSION, Source
@@ -22,11 +23,10 @@ from groundup.tokens.token_files import (
     ROWS_FORMAT,
     PackedData,
     TokenData,
-    map_tokens,
     read_manifest,
     token_dtype,
 )
-from groundup.tokens.token_writer import verify, verify_sha256
+from groundup.tokens.token_writer import map_tokens, verify, verify_sha256
 from tokenizer import Tokenizer
 
 # What a damaged directory may raise; UserError is a ValueError.

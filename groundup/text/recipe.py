@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
+from configurator import split_names
 from groundup.errors import UserError, refuse
-from groundup.files import paths
 from groundup.files.encodings import check_codec
 from groundup.files.paths import find_files
 from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
+from groundup.tokens.mixture import parse_number
 from groundup.tokens.training import SMALLEST
 
 VERSION = 15  # of what the settings give; a directory of another version differs
@@ -165,10 +166,10 @@ def make_source(name: str, text: str, general: dict) -> Source:
     """Return a source of 'files, key=value, ...'; its own settings win over the general ones. A
     comma ends a setting, so + stands for the commas within one. Raise UserError."""
     files, settings = [], dict(general)
-    for item in filter(None, paths.split_names(text)):
+    for item in filter(None, split_names(text)):
         key, _, value = map(str.strip, item.partition("="))
         if key == "weight":
-            settings[key] = paths.parse_number(value)
+            settings[key] = parse_number(value)
             what = f"{key}={value} of source {name} is not a number above 0"
             refuse(settings[key] is None, f"input: {what}")
         elif key in SOURCE_KEYS:

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.files.disk import lock_directory
+from groundup.files.directories import lock_directory
 from groundup.text.unit import Unit
 
 

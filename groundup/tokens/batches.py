@@ -1,12 +1,12 @@
 """From a step to the tensors of a micro-batch: the loader of all trainers, and pretrain.py's data.
 
-    step (from 0), micro-step -> numbers of samples       Batches.samples
+    step (from 0), micro-step -> numbers of samples       Batches._load
     -> source, and where the sample starts in it          Mixture.starts_of (mixture.py)
     -> block_size + 1 ids                                 TokenData.window (token_files.py)
     -> x = ids[:-1], y = ids[1:]                          load_windows
-    -> a queue, in a thread -> the device                 Batches._load, Batches.next
+    -> a queue, filled by a thread -> the device          Batches.next
 
-data_dir and `data` name the sources of a run (files/paths.py says how). `Corpus` is what the data
+data_dir and `data` name the sources of a run (mixture.py says how). `Corpus` is what the data
 of all trainers share. Its kinds are `TextCorpus`, here, and those of conversations.py for sft.py,
 pairs.py for dpo.py and reward.py, prompts.py for rl.py.
 """
@@ -26,10 +26,17 @@ import torch
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.files.paths import parse_data_dir, parse_number, parse_weights
 from groundup.tokens import IGNORE
-from groundup.tokens.mixture import Mixture, Sampler, quotas, window_sampler
-from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate, read_manifest
+from groundup.tokens.mixture import (
+    Mixture,
+    Sampler,
+    parse_data_dir,
+    parse_number,
+    parse_weights,
+    quotas,
+    window_sampler,
+)
+from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate
 
 # ---- the loader ------------------------------------------------------------------------------
 
@@ -61,17 +68,17 @@ class Batches:
         assert batch_size > 0 and accum_steps > 0, f"{batch_size=} {accum_steps=}"
         self.corpus = corpus
         self.order = order
-        self.batch_size = batch_size
-        self.accum_steps = accum_steps
+        self.batch_size = batch_size  # sequences per rank and micro-step
+        self.accum_steps = accum_steps  # micro-steps per step
         self.rank = world.rank
         self.samples_per_step = batch_size * accum_steps * world.world_size
-        self.first_step = first_step
+        self.first_step = first_step  # steps that are done already
         self.device = torch.device(device)
         # "cuda" means another device in another thread, so name the number of this rank's
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         # At most `ahead` micro-batches wait in the queue, so the thread uses little memory.
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # what `next` raises from now on
         self.stop = threading.Event()
         self.queue: queue.Queue = queue.Queue(maxsize=ahead)
         self.thread = threading.Thread(target=self._work, name="batches", daemon=True)
@@ -87,13 +94,6 @@ class Batches:
         samples = np.arange(self.position(step), self.position(step + 1))
         sources, starts = self.order.starts_of(samples)
         return int(self.corpus.count_targets(sources, starts).sum())
-
-    def samples(self, step: int, micro_step: int) -> np.ndarray:
-        """Return the sample numbers of this rank's micro-batch, (batch_size,) int64."""
-        # the step's samples: all micro-batches of rank 0, then all of rank 1, ...
-        number = self.rank * self.accum_steps + micro_step  # of the micro-batch in the step
-        first = self.position(step) + number * self.batch_size
-        return np.arange(first, first + self.batch_size)
 
     def next(self) -> tuple:
         """Return the next micro-batch, on the device. Raise what the thread raised."""
@@ -130,14 +130,17 @@ class Batches:
         first = self.first_step * self.accum_steps
         # find the samples of 32 micro-batches at once: numpy is slow on few numbers
         for begin in itertools.count(first, 32):  # this rank's micro-batches, from the run's first
-            steps = [divmod(k, self.accum_steps) for k in range(begin, begin + 32)]
-            samples = np.stack([self.samples(step, micro_step) for step, micro_step in steps])
+            step, micro_step = np.divmod(np.arange(begin, begin + 32), self.accum_steps)
+            # a step's samples: all micro-batches of rank 0, then all of rank 1, ...
+            number = self.rank * self.accum_steps + micro_step  # of the micro-batch in the step
+            begins = self.position(step) + number * self.batch_size
+            samples = begins[:, None] + np.arange(self.batch_size)  # (32, batch_size)
             sources, starts = self.order.starts_of(samples)  # (32, batch_size) each
             for k in range(32):
-                batch = self.corpus.load(sources[k], starts[k])
+                batch = self.corpus.load(sources[k], starts[k])  # reads the disk
                 if pinned:
                     batch = map_tensors(batch, Tensor.pin_memory)
-                self.queue.put(batch)
+                self.queue.put(batch)  # waits while the queue is full
                 if self.stop.is_set():
                     return
 
@@ -167,26 +170,24 @@ class Corpus:
     ) -> Mixture:
         """Return the order of samples. Raise UserError if max_epochs ends it before max_steps."""
         samplers = [self.sampler(k, seed, samples_per_step) for k in range(len(self.train))]
+        # max_epochs: '4', for all sources, or 'data/a=2,data/b=8'
+        epochs: dict[int, float] = {}
+        if number := parse_number(max_epochs):
+            epochs = dict.fromkeys(range(len(samplers)), number)
+        elif max_epochs:
+            epochs = self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"))
         limits = [math.inf] * len(samplers)  # in samples of each source
-        for k, epochs in self._most_epochs(max_epochs).items():
-            limits[k] = max(1, int(epochs * samplers[k].per_epoch))
+        for k, most in epochs.items():
+            limits[k] = max(1, int(most * samplers[k].per_epoch))
         # the settings count steps, the order counts samples
         stages = [(step * samples_per_step, weights) for step, weights in self.stages]
         order = Mixture(samplers, seed, stages, self.names, limits)
         if order.end is not None and order.end < max_steps * samples_per_step:
-            last = order.end // samples_per_step
+            last = order.end // samples_per_step  # the last whole step
             fewer = "train for no more steps or " if last else ""
             ends = f"with {max_epochs=} the data end after step {last} of {max_steps}"
             raise UserError(f"data: {ends}; {fewer}raise max_epochs")
         return order
-
-    def _most_epochs(self, max_epochs: str) -> dict[int, float]:
-        """Return {number of a source: most epochs} of '4', for all, or 'data/a=2,data/b=8'."""
-        if not max_epochs:
-            return {}
-        if number := parse_number(max_epochs):
-            return dict.fromkeys(range(len(self.train)), number)
-        return self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"))
 
     def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return (n,) int64: how many targets of each of these samples are trained on."""
@@ -208,7 +209,7 @@ class Corpus:
     def many_epochs(self, data: object) -> float:
         """Return the epochs of a source beyond which a run warns."""
         # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
-        return 4.0
+        return 4.0  # conversations.py has another number
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
         """Return the epochs of each source in n_samples samples, and warnings, for people."""
@@ -236,7 +237,7 @@ class Corpus:
         last = dict(zip(self.names, self.stages[-1][1], strict=True))
         weights = list(self.val_weights.values()) or [last[name] for name in self.val]
         if not any(weights):
-            weights = [1.0] * len(weights)
+            weights = [1.0] * len(weights)  # each has weight 0 in that stage
         return [weight / sum(weights) for weight in weights]
 
     def val_batches(
@@ -256,12 +257,11 @@ class Corpus:
         return found
 
 
-def names_of(paths: Sequence[str], names: Sequence[str] | None = None) -> list[str]:
+def names_of(paths: Sequence[str], names: Sequence[str] = ()) -> list[str]:
     """Return a short name for each path: its last part, or the path where that is not unique.
 
     names: use these instead of the last parts."""
-    if names is None:
-        names = [Path(path).name or path for path in paths]
+    names = names or [Path(path).name or path for path in paths]
     pairs = zip(names, paths, strict=True)
     return [name if names.count(name) == 1 else path for name, path in pairs]
 
@@ -273,7 +273,7 @@ def spread(
     n = min(eval_steps * batch_size, n_windows) if eval_steps else n_windows
     # from the whole split, because its beginning may be all of one kind
     chosen = np.arange(n) * n_windows // max(n, 1)
-    for first in range(rank * batch_size, n, world_size * batch_size):
+    for first in range(rank * batch_size, n, world_size * batch_size):  # ranks take turns
         yield chosen[first : first + batch_size]
 
 
@@ -289,29 +289,25 @@ def changed_entry(saved: dict[str, list], now: dict[str, list], step: int) -> st
         stages.append([[first, np.trim_zeros(quotas, "b")] for first, quotas in begun])
     used = max(len(quotas) for _, quotas in stages[0])
     if saved["data"][:used] != now["data"][:used]:
-        return "data"
+        return "data"  # other texts, or another tokenizer
     return "" if stages[0] == stages[1] else "stages"
 
 
 # ---- the data of pretrain.py -----------------------------------------------------------------
 
 
-SourceKey = tuple[Path, str]  # (directory, name of the source in its manifest)
-
-
-def sources_of(path: str, split: str) -> dict[SourceKey, tuple[float, int]]:
+def sources_of(path: str, split: str) -> dict[Path, tuple[float, int]]:
     """Return {source: (share, tokens)} of a split of what a path names; the shares add up to 1.
 
-    In training they follow the manifest's weights, if it has some, else the numbers of tokens.
-    Raise NoSplit if there are no tokens."""
-    directory, only = locate(path)
-    manifest = read_manifest(directory)
-    tokens: Counter[SourceKey] = Counter()
+    A source is the path data_dir/name, or data_dir if it has no name. In training the shares follow
+    the manifest's weights, if it has some, else the numbers of tokens. Raise NoSplit if there are
+    no tokens."""
+    directory, only, manifest = locate(path)  # only: the source that the path names, or None
+    tokens: Counter[str] = Counter()
     for shard in manifest["splits"].get(split, {"shards": []})["shards"]:
-        source = shard.get("source", "")
-        if only in (None, source):
-            # resolved: two ways to write a path are one source
-            tokens[directory.resolve(), source] += shard["tokens"]
+        name = shard.get("source", "")
+        if only in (None, name):
+            tokens[name] += shard["tokens"]  # a source may have several shards
     tokens = +tokens  # without empty sources
     if not tokens:
         how = "rerun prepare.py with more text" + " or val_fraction" * (split == "val")
@@ -320,16 +316,16 @@ def sources_of(path: str, split: str) -> dict[SourceKey, tuple[float, int]]:
     weights = tokens
     if split == "train" and len(tokens) > 1:
         entries = manifest.get("sources") or {"": {}}
-        own = {key: entries[key[1]].get("weight") for key in tokens}
+        own = {name: entries[name].get("weight") for name in tokens}
         weights = tokens if None in own.values() else own
     total = sum(weights.values())
-    return {key: (weight / total, tokens[key]) for key, weight in weights.items() if weight}
+    root = directory.resolve()  # two ways to write a path are one source
+    return {root / name: (one / total, tokens[name]) for name, one in weights.items() if one}
 
 
-def log_names(keys: Sequence[SourceKey]) -> list[str]:
-    """Return names for the log: of the source or directory, or the path if that is not unique."""
-    paths = [os.path.relpath(directory / source) for directory, source in keys]
-    return names_of(paths, [source or directory.resolve().name for directory, source in keys])
+def log_names(sources: Sequence[Path]) -> list[str]:
+    """Return names for the log: the last part of each path, or the path if that is not unique."""
+    return names_of([os.path.relpath(path) for path in sources], [path.name for path in sources])
 
 
 class TextCorpus(Corpus):
@@ -346,14 +342,14 @@ class TextCorpus(Corpus):
         paths = [path for stage in stages for path in stage.weights]
         self.by_path = {path: sources_of(path, "train") for path in paths}
         # a source that several stages name is opened once
-        keys = [key for found in self.by_path.values() for key in found]
-        self.keys = list(dict.fromkeys(keys))
-        self.names = log_names(self.keys)
+        every = [source for path in paths for source in self.by_path[path]]
+        self.sources = list(dict.fromkeys(every))
+        self.names = log_names(self.sources)
         self.stages = [(stage.first_step, self._weights(stage.weights)) for stage in stages]
         if pack:
-            self.train = [PackedData(directory, block_size, name) for directory, name in self.keys]
+            self.train = [PackedData(source, block_size) for source in self.sources]
         else:
-            self.train = [TokenData(directory, "train", name) for directory, name in self.keys]
+            self.train = [TokenData(source, "train") for source in self.sources]
         self.dir = self.train[0].dir  # the directory of the tokenizer
         # the ids of another tokenizer would mean other text
         for data in self.train:
@@ -362,22 +358,22 @@ class TextCorpus(Corpus):
 
     def _open_val(self, val_data: str) -> None:
         """Open the validation splits. A source need not have one, unless val_data names it."""
-        given = parse_weights(val_data, val_data, "val_data") if val_data else {}
-        weights: dict[SourceKey, float] = {}  # by default the numbers of tokens
+        given = parse_weights(val_data, val_data, "val_data") if val_data else {}  # {path: weight}
+        weights: dict[Path, float] = {}  # by default the numbers of tokens
         for path, weight in given.items():
-            for key, (share, n_tokens) in sources_of(path, "val").items():
-                weights[key] = n_tokens if weight is None else weight * share
-        keys = list(weights) or self.keys
+            for source, (share, n_tokens) in sources_of(path, "val").items():
+                weights[source] = n_tokens if weight is None else weight * share
+        sources = list(weights) or self.sources
         self.val: dict[str, TokenData] = {}
         self.no_val: dict[str, NoSplit] = {}
-        for name, (directory, source) in zip(log_names(keys), keys, strict=True):
+        for name, source in zip(log_names(sources), sources, strict=True):
             try:
-                data = TokenData(directory, "val", source)
+                data = TokenData(source, "val")
                 data.check_tokenizer(self.train[0].tokenizer_fingerprint)
                 count_val_windows(data, self.block_size)
                 self.val[name] = data
-            except NoSplit as error:
-                self.no_val[name] = error
+            except NoSplit as error:  # it has no such split, or too short a one
+                self.no_val[name] = error  # `describe` warns of it
         # A source that is only trained on may lack a split. One that val_data names must have it.
         if not self.val or (val_data and self.no_val):
             raise next(iter(self.no_val.values()))
@@ -387,17 +383,17 @@ class TextCorpus(Corpus):
         """Return the weight of each source in a stage from the weights of paths.
 
         A path without a weight weighs as much as it has tokens."""
-        found = dict.fromkeys(self.keys, 0.0)
+        found = dict.fromkeys(self.sources, 0.0)
         for path, weight in weights.items():
             sources = self.by_path[path]
             if weight is None:  # then no path of this stage has one
                 several = len(weights) > 1
                 weight = sum(tokens for _, tokens in sources.values()) if several else 1.0
-            for key, (share, _) in sources.items():
-                if found[key]:
-                    twice = f"{path} names {key[0] / key[1]} a second time in one stage"
+            for source, (share, _) in sources.items():
+                if found[source]:
+                    twice = f"{path} names {source} a second time in one stage"
                     raise UserError(f"data: {twice}; name it once")
-                found[key] = share * weight
+                found[source] = share * weight  # of the path's weight
         return list(found.values())
 
     def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
@@ -412,12 +408,12 @@ class TextCorpus(Corpus):
             if value is None:
                 raise UserError(f"data: max_epochs has {path!r}; write '4' or 'data/a=2,data/b=8'")
             for source in self.by_path.get(path) or sources_of(path, "train"):
-                name = source[0] / source[1]
-                if source not in self.keys:
-                    raise UserError(f"data: max_epochs names {name}, which data_dir does not name")
-                number = self.keys.index(source)
+                named = f"max_epochs names {source}"
+                if source not in self.sources:
+                    raise UserError(f"data: {named}, which data_dir does not name")
+                number = self.sources.index(source)
                 if number in found:
-                    raise UserError(f"data: max_epochs names {name}, twice")
+                    raise UserError(f"data: {named}, twice")
                 found[number] = value
         return found
 
@@ -426,7 +422,7 @@ class TextCorpus(Corpus):
 
     def most_documents(self) -> int:
         """Return an upper bound on the documents in a row of training or validation."""
-        every = [*self.train, *self.val.values()]
+        every = [*self.train, *self.val.values()]  # attention has room for the most of all
         return max(data.most_documents(self.block_size) for data in every)
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
@@ -438,10 +434,10 @@ class TextCorpus(Corpus):
         """Return lines for people: the size of each source and validation split."""
         lines = []
         for name, data in [*zip(self.names, self.train, strict=True), *self.val.items()]:
-            size = (
-                f"{data.n_documents:,} documents, {data.n_bytes:,} bytes, {data.n_tokens:,} tokens"
-            )
-            lines.append(f"{name} {data.split}: {size}, fingerprint {data.fingerprint[:16]}")
+            size = f"{data.n_documents:,} documents, {data.n_bytes:,} bytes"
+            fingerprint = data.fingerprint[:16]  # enough to compare by eye
+            text = f"{size}, {data.n_tokens:,} tokens, fingerprint {fingerprint}"
+            lines.append(f"{name} {data.split}: {text}")
         return lines
 
     def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
@@ -475,13 +471,13 @@ class Windows(NamedTuple):
 def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int) -> Windows:
     """Return the batch of the windows that start at starts[i] of data[i]."""
     places = list(zip(data, starts, strict=True))
-    length = block_size + 1
+    length = block_size + 1  # the last token is only a target
     rows = np.stack([tokens.window(int(start), length) for tokens, start in places])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each; y is x one token later
     # A packed row is learned up to the first delimiter behind its last document; the rest of the
     # filling is not. These n_text tokens have n_text - 1 targets.
     one_by_one = [tokens.text_lengths(np.array([start]), length) for tokens, start in places]
-    n_text = np.concatenate(one_by_one)
+    n_text = np.concatenate(one_by_one)  # (B,)
     y[np.arange(block_size) >= n_text[:, None] - 1] = IGNORE
     return Windows(torch.from_numpy(x), torch.from_numpy(y))
 

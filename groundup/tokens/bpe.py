@@ -25,13 +25,27 @@ import sentencepiece
 from groundup.compile_c import compile_c
 from groundup.errors import UserError
 from groundup.files.untrusted import scrub
-from groundup.tokens.engines import MAX_CHARS, PATTERNS, SIZE_STEP, blocks
+from groundup.tokens import engines
+from groundup.tokens.engines import SIZE_STEP
 
+PATTERNS = engines.PATTERNS | {
+    # To learn from text with Chinese, where the others make tokens of whole clauses, comma
+    # included. Here a token has at most four characters, the length of an idiom. Digits are
+    # single. [^\P{L}\p{Han}] is a letter that is not Han. The tokenizer itself splits text by
+    # "qwen", so that words lie where they are and not at every fourth character.
+    "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+}
 PATTERN = PATTERNS["qwen"]
 MIN_COUNT = 2  # a pair seen once is not worth an id
 # of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much memory
 MAX_BYTES = 24_000_000
 BATCH_CHARS = 500_000  # cut at a time: more takes more memory, and less counts less in C
+# A text is cut into blocks. It may be cut between a letter or digit and one of these (U+3001 and
+# on: Chinese punctuation): no pattern here has a chunk across the two, looks back, or looks further
+# ahead than to the end of a run of white space.
+MAX_CHARS = 100_000
+SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 # patterns that bpe.c knows: how many digits and, apart from other letters, Han a chunk has at most
 IN_C = {
     PATTERNS[name]: most
@@ -48,7 +62,7 @@ SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several
 def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, int]:
     """Return {chunk in UTF-8: how often it occurs in all texts}.
 
-    MAX_BYTES bounds the memory. A chunk of more than MAX_CHARS (engines.py) is counted in parts."""
+    MAX_BYTES bounds the memory. A chunk of more than MAX_CHARS is counted in parts."""
     count_batch = counter(pattern)
     counts: Counter[str] = Counter()
     size = 0
@@ -60,6 +74,35 @@ def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, in
             counts = drop_rarest(counts)
             size = sum(map(n_bytes, counts))
     return {chunk.encode(): count for chunk, count in counts.items()}
+
+
+def blocks(text: str, pattern: str) -> Iterator[str]:
+    """Yield `text` in parts of at most MAX_CHARS, cut where that cannot change the chunks.
+
+    Only a chunk of more than MAX_CHARS is cut inside."""
+    start = 0
+    while len(text) - start > MAX_CHARS:
+        cut = SAFE_CUT.search(text, start + MAX_CHARS // 2, start + MAX_CHARS)
+        end = cut.start() if cut else border_of_chunks(text, start, pattern)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def border_of_chunks(text: str, start: int, pattern: str) -> int:
+    """Return where the last chunk ends that may end a block from `start` on.
+
+    If the first one is too long for a block: the end of the block."""
+    last = start + MAX_CHARS
+    end = start
+    for chunk in regex.finditer(pattern, text, pos=start, endpos=last):
+        # It may go on; and whether a quote begins a chunk ('re) is seen two characters later.
+        if chunk.end() > last - 2:
+            break
+        # At the end of a text several chunks of white space can become one.
+        if end == start or not chunk[0].isspace():
+            end = chunk.end()
+    return end if end > start else last
 
 
 def batches(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:

@@ -47,11 +47,11 @@ from groundup.tokens.token_files import (
     AGAIN,
     CONVERSATION_FILES,
     check_shape,
-    map_tokens,
     npy_header,
     read_manifest,
     token_dtype,
 )
+from groundup.tokens.token_writer import map_tokens
 from tokenizer import Tokenizer
 
 

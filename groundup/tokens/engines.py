@@ -2,7 +2,7 @@
 
 "bpe" splits text into chunks by a regular expression and merges the most frequent neighbours inside
 them, starting from the 256 bytes, so that every text has ids and decodes to itself. tiktoken runs
-it, if it gives the ids that tokenizer.json says (`read_bpe` checks that). "tokenizers" runs any
+it, if it gives the ids that tokenizer.json says (ByteLevelBPE checks that). "tokenizers" runs any
 other tokenizer.json by the library of that name. "sentencepiece" is that library's BPE over
 characters, with byte fallback: a tokenizer.model.
 
@@ -15,8 +15,8 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import regex
@@ -43,12 +43,6 @@ PATTERNS = {
     # cl100k with at most two digits per chunk: better for vocabularies of about 32k (nanochat)
     "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    # To learn from text with Chinese, where the others make tokens of whole clauses, comma
-    # included. Here a token has at most four characters, the length of an idiom. Digits are
-    # single. [^\P{L}\p{Han}] is a letter that is not Han. The tokenizer itself splits text by
-    # "qwen", so that words lie where they are and not at every fourth character.
-    "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "cl100k": CL100K,
     "qwen": CL100K.replace("{1,3}", ""),  # the default: llama.cpp knows it, as qwen2
 }
@@ -56,69 +50,25 @@ PATTERNS = {
 # it as a text's end.
 DIGITS_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 # Inputs that expose catastrophic backtracking: none of them ends like it begins.
-REPEATED = ("a", "A", "1", " ", "\n", ".", "\u7532", "ab", "a ", "a1")
-REPETITIVE = [part * 400 + end for part in REPEATED for end in "!\0"]
+PARTS = ("a", "A", "1", " ", "\n", ".", "\u7532", "ab", "a ", "a1")
+REPETITIVE = [part * 400 + end for part in PARTS for end in "!\0"]
 
 # tiktoken's regular expressions overflow their stack on about a million white-space characters, so
-# it gets text in blocks. A text may be cut between a letter or digit and one of these (U+3001 and
-# on: Chinese punctuation): no pattern here has a chunk across the two, looks back, or looks further
-# ahead than to the end of a run of white space.
-MAX_CHARS = 100_000
-SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
-
-
-def blocks(text: str, pattern: str) -> Iterator[str]:
-    """Yield `text` in parts of at most MAX_CHARS, cut where that cannot change the chunks.
-
-    Only a chunk of more than MAX_CHARS is cut inside."""
-    start = 0
-    while len(text) - start > MAX_CHARS:
-        cut = SAFE_CUT.search(text, start + MAX_CHARS // 2, start + MAX_CHARS)
-        end = cut.start() if cut else border_of_chunks(text, start, pattern)
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-def border_of_chunks(text: str, start: int, pattern: str) -> int:
-    """Return where the last chunk ends that may end a block from `start` on.
-
-    If the first one is too long for a block: the end of the block."""
-    last = start + MAX_CHARS
-    end = start
-    for chunk in regex.finditer(pattern, text, pos=start, endpos=last):
-        # It may go on; and whether a quote begins a chunk ('re) is seen two characters later.
-        if chunk.end() > last - 2:
-            break
-        # At the end of a text several chunks of white space can become one.
-        if end == start or not chunk[0].isspace():
-            end = chunk.end()
-    return end if end > start else last
-
+# a text is cut where so many of them stand in a row.
+MAX_SPACE = 100_000
 
 # ---- how tokenizer.json writes tokens --------------------------------------------------------
 
-
-def byte_alphabet() -> dict[int, str]:
-    """Return {byte: the printable character that stands for it in tokenizer.json}, as in GPT-2.
-
-    Printable Latin-1 stands for itself, the characters from U+0100 on for the other 68 bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(0x100 + i) for i, b in enumerate(others)}
-
-
-TO_CHAR = byte_alphabet()
+# {byte: the character that stands for it in tokenizer.json}, as in GPT-2. Printable Latin-1 stands
+# for itself, the characters from U+0100 on for the other 68 bytes.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [b for b in range(256) if b not in PRINTABLE]
+TO_CHAR = {b: chr(b) for b in PRINTABLE} | {b: chr(0x100 + i) for i, b in enumerate(OTHERS)}
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
 
-def in_chars(token: bytes) -> str:
-    """Return a token as tokenizer.json writes it."""
-    return "".join([TO_CHAR[byte] for byte in token])
-
-
 def in_bytes(word: str) -> bytes:
-    """Return the bytes of a word of tokenizer.json, the inverse of in_chars."""
+    """Return the bytes of a word of tokenizer.json."""
     try:
         return bytes([TO_BYTE[char] for char in word])
     except KeyError:
@@ -138,54 +88,45 @@ def to_json(value: dict) -> bytes:
 
 # ---- what every engine has -------------------------------------------------------------------
 
-# Where a text stands: some tokenizers put a space before every text, others not after a marker
+# Where a text stands: some tokenizers put a space before every text, others not after a marker.
+# Only conversations have texts in other places than START (spans.py).
 START, AFTER_MARKER, INSIDE = "start", "after a marker", "inside a text"
-Spans = tuple[list[int], list[int], list[int]]  # ids, where each begins and ends in the text
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so in text it is written as bytes
+
+
+class Unsupported(Exception):
+    """tiktoken would give other ids than a tokenizer.json says; the text tells why."""
 
 
 class Engine:
     """Ids of ordinary text.
 
+    backend: its name
+    added_tokens: [{"content": text, "id": id, "special": bool}, ...], as the files have them
     special_tokens {text: id}: ordinary text never becomes one of them
     words {text: id}: added words that ordinary text does become (Qwen's "<think>")
     token_bytes {id: bytes} of all tokens that are not special
+    begins: whether the begin token stands before every text, unless tokenizer_config.json says it
+
+    A subclass defines encode(text), the ids of a text of any length, and identity(), all that
+    decides them besides the special tokens, as plain values.
     """
 
-    special_tokens: dict[str, int]
-    words: dict[str, int]
+    backend: str
     token_bytes: dict[int, bytes]
+    begins: bool
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_spans(text)[0]
+    def __init__(self, added_tokens: list[dict]) -> None:
+        self.added_tokens = added_tokens
+        self.special_tokens: dict[str, int] = {}
+        self.words: dict[str, int] = {}
+        for token in added_tokens:
+            named = self.special_tokens if token["special"] else self.words
+            named[token["content"]] = token["id"]
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return `encode` as uint32 (n,)."""
         return np.array(self.encode(text), np.uint32)
-
-    def encode_spans(self, text: str, place: str = START) -> Spans:
-        """Return the ids of a text, and where each begins and ends: in bytes or characters."""
-        raise NotImplementedError
-
-    def position(self, text: str, end: int) -> int:
-        """Return where text[:end] ends, as encode_spans counts."""
-        raise NotImplementedError
-
-    def identity(self) -> list:
-        """Return all that decides the ids, besides the special tokens, as plain values."""
-        raise NotImplementedError
-
-    def encode_parts(self, text: str, cuts: Sequence[int], place: str) -> Spans:
-        """Return the Spans of a text that is encoded in parts, so that no token crosses a cut."""
-        ids, begins, ends, start = [], [], [], 0
-        for begin, end in itertools.pairwise([0, *cuts, len(text)]):
-            part = text[begin:end]
-            new, part_begins, part_ends = self.encode_spans(part, INSIDE if begin else place)
-            ids += new
-            begins += [start + one for one in part_begins]
-            ends += [start + one for one in part_ends]
-            start += self.position(part, len(part))
-        return ids, begins, ends
 
 
 # ---- byte-level BPE: tokenizer.json by tiktoken ----------------------------------------------
@@ -201,152 +142,99 @@ ALL_KINDS = (
 class ByteLevelBPE(Engine):
     """The engine "bpe": a tokenizer.json, our own or another's, run by tiktoken.
 
-    pattern: the regular expression that cuts text into chunks. nfc: whether text is first brought
-    to Unicode's form C. missing: bytes that UTF-8 uses and that have no token.
+    ranks {token: id}: bytes and what merges make of them
+    pattern: the regular expression that cuts text into chunks
+    nfc: whether text is first brought to Unicode's form C (Qwen)
+    missing: bytes that UTF-8 uses and that have no token
     """
+
+    backend = "bpe"
 
     def __init__(self, description: dict) -> None:
         """Take a parsed tokenizer.json. Raise Unsupported if tiktoken would differ."""
-        found = read_bpe(description)
-        self.special_tokens = found.specials
-        self.pattern = found.pattern
-        self.nfc = found.nfc
-        self.words = found.words
-        self.added_words = set(found.words)  # tiktoken takes no other collection
+        super().__init__(description.get("added_tokens") or [])
+        self._check_words()
+        normalizer = (description.get("normalizer") or {}).get("type", "")
+        no_steps = {"type": "Sequence", "normalizers": []}
+        if normalizer not in ("", "NFC") and description["normalizer"] != no_steps:
+            raise Unsupported(f"its normalizer {normalizer!r} is not supported; none and NFC are")
+        self.nfc = normalizer == "NFC"  # else there is none, or one without steps
+        self.pattern = split_pattern(description.get("pre_tokenizer"))
+        # newer files list added tokens among the others, too
+        added = self.special_tokens | self.words
+        self.ranks = read_ranks(description["model"], added)  # checked: tiktoken merges alike
+        self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in self.ranks)
+
+        self.added_words = set(self.words)  # tiktoken takes no other collection
         self.encoding = tiktoken.Encoding(
-            "bpe",
-            pat_str=found.pattern,
-            mergeable_ranks=found.ranks,
-            special_tokens=found.specials | found.words,
+            "bpe", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=added
         )
-        self.token_bytes = {i: token for token, i in found.ranks.items()}
-        self.token_bytes |= {i: word.encode() for word, i in found.words.items()}
-        self.sizes = {i: len(token) for i, token in self.token_bytes.items()}
-        self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in found.ranks)
-        # The pattern may be anybody's. Try it before any text that matters is cut by it.
-        check_pattern(self.encoding, self.pattern)
+        self.token_bytes = {i: token for token, i in self.ranks.items()}
+        self.token_bytes |= {i: word.encode() for word, i in self.words.items()}
+        self._try_pattern()
+
+    def _try_pattern(self) -> None:
+        """Raise UserError or Unsupported for a pattern that cannot be used: it may be anybody's."""
+
+        def cut_repetitive() -> None:
+            # as both libraries do
+            for text in REPETITIVE:
+                self.encoding.encode_ordinary(text)
+                regex.findall(self.pattern, text)
+
+        is_ours = self.pattern in (*PATTERNS.values(), DIGITS_GPT2)  # these are tested
+        if not is_ours and (why := why_unusable(cut_repetitive)):
+            raise UserError(f"its pattern cannot be used: {why}: {self.pattern!r:.200}")
         wanted = ALL_KINDS.encode().translate(None, self.missing)
         if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != wanted:
-            leaves_out = f"its pattern leaves out part of the text: {self.pattern!r:.200}"
-            raise Unsupported(leaves_out)
+            raise Unsupported(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
+
+    def _check_words(self) -> None:
+        """Raise Unsupported for added words that tiktoken would not find in the same places."""
+        flags = ("lstrip", "rstrip", "single_word")
+        words = [token for token in self.added_tokens if not token["special"]]
+        flagged = any(token.get(flag) for token in words for flag in flags)
+        # in sorted order a name stands right before those that begin with it
+        names = sorted([*self.special_tokens, *self.words])
+        overlap = any(after.startswith(name) for name, after in itertools.pairwise(names))
+        if flagged or (words and overlap):
+            raise Unsupported("its added words overlap, or take in the white space around them")
 
     def encode(self, text: str) -> list[int]:
-        if len(text) > MAX_CHARS:
-            return self.encode_array(text).tolist()
-        if self.nfc:
-            text = unicodedata.normalize("NFC", text)
-        if self.missing and self.lacks(text):
-            return self.encode_without(text)
-        if self.words:  # these are found before the pattern cuts the text
-            words = self.added_words
-            return self.encoding.encode(text, allowed_special=words, disallowed_special=())
-        return self.encoding.encode_ordinary(text)  # replaces surrogates itself
+        return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
         text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
-        parts = []
-        for block in blocks(text, self.pattern):
-            if self.missing and self.lacks(block):
-                parts.append(np.array(self.encode_without(block), np.uint32))
-            else:
-                to_numpy, words = self.encoding.encode_to_numpy, self.added_words
-                parts.append(to_numpy(block, allowed_special=words, disallowed_special=()))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ends = range(MAX_SPACE, len(text), MAX_SPACE)
+        cuts = [end for end in ends if text[end - MAX_SPACE : end].isspace()]
+        if not cuts:
+            return self._encode(text)
+        parts = itertools.pairwise([0, *cuts, len(text)])
+        return np.concatenate([self._encode(text[begin:end]) for begin, end in parts])
 
-    def lacks(self, text: str) -> bool:
-        """Return whether a text has bytes without a token."""
-        data = scrub(text).encode()
-        return len(data) > len(data.translate(None, self.missing))
-
-    def encode_without(self, text: str) -> list[int]:
-        """Return the ids of a text with bytes that have no token: merge chunks without them."""
+    def _encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text without too much white space in a row."""
+        data = text.encode() if self.missing else b""
+        if len(data) == len(data.translate(None, self.missing)):
+            # tiktoken finds the added words before the pattern cuts the text
+            to_numpy = self.encoding.encode_to_numpy
+            return to_numpy(text, allowed_special=self.added_words, disallowed_special=())
+        # The text has bytes without a token: merge the chunks without them.
         ids = []
-        words = "|".join(map(re.escape, self.words))
-        for part in re.split(f"({words})", scrub(text)) if words else [scrub(text)]:
+        words = "|".join(map(re.escape, self.words)) or "(?!)"  # (?!) matches nothing
+        for part in re.split(f"({words})", text):
             if part in self.words:
-                ids.append(self.encoding.encode_single_token(part))
+                ids.append(self.words[part])
                 continue
             for chunk in regex.findall(self.pattern, part):
                 if data := chunk.encode().translate(None, self.missing):
                     ids += self.encoding._encode_single_piece(data)
-        return ids
-
-    def encode_spans(self, text: str, place: str = START) -> Spans:
-        """Return the ids of a text, and the bytes at which each begins and ends."""
-        # The tokens are the bytes of the text, one behind the other, so their sizes are enough.
-        ids, sizes = self.encode(text), self.sizes
-        borders = [0, *itertools.accumulate([sizes[i] for i in ids])]
-        return ids, borders[:-1], borders[1:]
-
-    def position(self, text: str, end: int) -> int:
-        seen = scrub(text[:end])
-        if self.nfc:
-            seen = unicodedata.normalize("NFC", seen)
-        return len(seen.encode().translate(None, self.missing))
+        return np.array(ids, np.uint32)
 
     def identity(self) -> list:
         # in the order of the merges
         tokens = [(i, token.hex()) for i, token in sorted(self.token_bytes.items())]
         return [self.pattern, self.nfc, sorted(self.words), tokens]
-
-
-class ByteLevel(NamedTuple):
-    """A tokenizer.json as tiktoken runs it."""
-
-    ranks: dict[bytes, int]  # {token: id}
-    specials: dict[str, int]  # {text: id} of tokens that ordinary text never becomes
-    words: dict[str, int]  # {text: id} of added words (Qwen's "<think>"), found before the split
-    pattern: str  # the regular expression that splits text into chunks
-    nfc: bool  # whether text is first brought to Unicode's form C (Qwen)
-
-
-class Unsupported(Exception):
-    """tiktoken would give other ids than a tokenizer.json says; the text tells why."""
-
-
-def read_bpe(description: dict) -> ByteLevel:
-    """Return the content of a parsed tokenizer.json. Raise Unsupported if tiktoken would differ."""
-    model, added = description["model"], description.get("added_tokens") or []
-    specials, words = added_ids(added)
-    check_words(added, specials, words)
-
-    normalizer = (description.get("normalizer") or {}).get("type", "")
-    no_steps = {"type": "Sequence", "normalizers": []}
-    if normalizer not in ("", "NFC") and description["normalizer"] != no_steps:
-        raise Unsupported(f"its normalizer {normalizer!r} is not supported; none and NFC are")
-    pattern = split_pattern(description.get("pre_tokenizer"))
-    others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    if model.get("type") != "BPE" or any(model.get(key) for key in others):
-        raise Unsupported(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
-
-    # newer files list added tokens among the others, too
-    names = specials.keys() | words.keys()
-    ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in names}
-    ids = [*ranks.values(), *specials.values(), *words.values()]
-    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) < len(ids):
-        raise UserError("two of its tokens have the same id, or an id is not a number")
-    merges = [(in_bytes(left), in_bytes(right)) for left, right in merge_words(model)]
-    check_merges(ranks, merges, model.get("ignore_merges", False))
-    return ByteLevel(ranks, specials, words, pattern, normalizer == "NFC")
-
-
-def added_ids(added: list[dict]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return {text: id} of the added tokens that are special, and of the others."""
-    specials, words = {}, {}
-    for token in added:
-        (specials if token["special"] else words)[token["content"]] = token["id"]
-    return specials, words
-
-
-def check_words(added: list[dict], specials: dict[str, int], words: dict[str, int]) -> None:
-    """Raise Unsupported for added words that tiktoken would not find in the same places."""
-    flags = ("lstrip", "rstrip", "single_word")
-    flagged = any(token.get(flag) for token in added if not token["special"] for flag in flags)
-    # in sorted order a name stands right before those that begin with it
-    names = sorted([*specials, *words])
-    overlap = any(after.startswith(name) for name, after in itertools.pairwise(names))
-    if flagged or (words and overlap):
-        raise Unsupported("its added words overlap, or take in the white space around them")
 
 
 def split_pattern(pre_tokenizer: dict | None) -> str:
@@ -355,7 +243,7 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
     Raise Unsupported for other ways to split text."""
     # Three ways are known: ByteLevel alone (GPT-2), with Digits (SmolLM), with a Split (all newer).
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
-    *splits, last = steps
+    *splits, last = steps  # what cuts the text, then what writes bytes as characters
     kinds = [step.get("type") for step in steps]
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         own_regex = last.get("use_regex", True)
@@ -373,27 +261,32 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
     raise Unsupported(f"it splits text by {kinds}, which is not supported; {supported}")
 
 
-def check_pattern(encoding: tiktoken.Encoding, pattern: str) -> None:
-    """Raise UserError if an unknown pattern takes too long, or fails, where backtracking shows."""
+def read_ranks(model: dict, added: dict[str, int]) -> dict[bytes, int]:
+    """Return {token: id} of the "model" in a tokenizer.json without its added tokens {text: id}."""
+    others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if model.get("type") != "BPE" or any(model.get(key) for key in others):
+        raise Unsupported(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
+    ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in added}
+    ids = [*ranks.values(), *added.values()]
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) < len(ids):
+        raise UserError("two of its tokens have the same id, or an id is not a number")
+    merges = [(in_bytes(left), in_bytes(right)) for left, right in merge_words(model)]
+    check_merges(ranks, merges, model.get("ignore_merges", False))
+    return ranks
 
-    def split() -> None:
-        for text in REPETITIVE:
-            encoding.encode_ordinary(text)
-            regex.findall(pattern, text)
 
-    if pattern in (*PATTERNS.values(), DIGITS_GPT2):  # ours are tested
-        return
-    if why := why_unusable(split):
-        raise UserError(f"its pattern cannot be used: {why}: {pattern!r:.200}")
+class PanicsInOneLine:
+    """Within `with` it raises UserError for a panic of the library that splits text."""
 
+    def __enter__(self) -> None:
+        pass
 
-def named_panic(error: BaseException) -> BaseException:
-    """Return a UserError for a panic of the library that splits text; other errors as they are."""
-    # Rust's panics come as a BaseException of a class that no module exports
-    if type(error).__name__ != "PanicException":
-        return error
-    what = " ".join(str(error).split())
-    return UserError(f"tokenizer: the pattern that splits text fails on this text ({what:.200})")
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
+        # Rust's panics come as a BaseException of a class that no module exports
+        if kind and kind.__name__ == "PanicException":
+            fails = "the pattern that splits text fails on this text"
+            what = " ".join(str(error).split())
+            raise UserError(f"tokenizer: {fails} ({what:.200})") from None
 
 
 def merge_words(model: dict) -> list[list[str]]:
@@ -426,9 +319,9 @@ def check_merges(
         why = "are not in the order of the token ids, or make tokens that do not exist"
         raise Unsupported(f"its merges {why}")
     # Second condition: joining leads to each token by way of a listed pair.
-    listed = set(merges)
+    listed = set(merges)  # as (left, right)
     for token, rank in ranks.items():
-        parts = merge_below(token, rank, ranks)
+        parts = merge_below(token, rank, ranks)  # two, if merges lead to the token
         if len(parts) > 2 and whole_chunks:
             splits = [(token[:i], token[i:]) for i in range(1, len(token))]
             known = [(left, right) for left, right in splits if left in ranks and right in ranks]
@@ -474,6 +367,8 @@ def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes
 class LibraryTokenizer(Engine):
     """The engine "tokenizers": a tokenizer.json that tiktoken cannot run."""
 
+    backend = "tokenizers"
+
     def __init__(self, description: dict, why: str) -> None:
         """Take a parsed tokenizer.json. why: what tiktoken cannot do, for errors (UserError)."""
         try:
@@ -494,11 +389,8 @@ class LibraryTokenizer(Engine):
         if reason := why_unusable(lambda: self.runner(START).encode_batch(REPETITIVE)):
             raise UserError(f"{why}, and tokenizers cannot run it: {reason}")
 
-        self.special_tokens, self.words = added_ids(description.get("added_tokens") or [])
+        super().__init__(description.get("added_tokens") or [])
         self.names = re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
-        self.token_bytes = self._token_bytes(description, why)
-
-    def _token_bytes(self, description: dict, why: str) -> dict[int, bytes]:
         # the decoder says how the vocabulary writes bytes
         decoder = json.dumps(description.get("decoder"))
         if '"ByteLevel"' in decoder:
@@ -510,9 +402,9 @@ class LibraryTokenizer(Engine):
         vocab = description["model"]["vocab"]
         if not isinstance(vocab, dict):  # Unigram: [[piece, score], ...]
             vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-        special = self.special_tokens
-        found = {i: to_bytes(word) for word, i in vocab.items() if word not in special}
-        return found | {i: word.encode() for word, i in self.words.items()}
+        ordinary = {word: i for word, i in vocab.items() if word not in self.special_tokens}
+        self.token_bytes = {i: to_bytes(word) for word, i in ordinary.items()}
+        self.token_bytes |= {i: word.encode() for word, i in self.words.items()}
 
     def runner(self, place: str) -> Any:
         """Return the library's tokenizer for texts that stand there."""
@@ -532,19 +424,22 @@ class LibraryTokenizer(Engine):
             self.runners[place].encode_special_tokens = True
         return self.runners[place]
 
-    def encode_spans(self, text: str, place: str = START) -> Spans:
-        """Return the ids of a text, and the characters at which each begins and ends."""
-        text = scrub(text)
+    def encode(self, text: str) -> list[int]:
+        return [i for _, found in self.parts(scrub(text), START) for i in found.ids]
+
+    def parts(self, text: str, place: str) -> Iterator[tuple[int, Any]]:
+        """Yield (where it begins, the library's Encoding) of each part that is encoded alone."""
         found = self.runner(place).encode(text, add_special_tokens=False)
+        cuts = []  # where parts begin
         if not {*self.special_tokens.values()}.isdisjoint(found.ids):
             # a Unigram vocabulary may hold the names of special tokens as words: cut those
-            if cuts := [match.start() + 1 for match in self.names.finditer(text)]:
-                return self.encode_parts(text, cuts, place)
-        begins, ends = zip(*found.offsets, strict=True) if found.ids else ((), ())
-        return found.ids, list(begins), list(ends)
-
-    def position(self, text: str, end: int) -> int:
-        return end  # the library counts characters
+            cuts = [match.start() + 1 for match in self.names.finditer(text)]
+        if not cuts:
+            yield 0, found
+            return
+        for begin, end in itertools.pairwise([0, *cuts, len(text)]):
+            for start, part in self.parts(text[begin:end], INSIDE if begin else place):
+                yield begin + start, part
 
     def identity(self) -> list:
         return [self.sha256]
@@ -565,7 +460,12 @@ USER_DEFINED = 4  # the type of a piece that is found in every text
 
 
 class SentencePieceBPE(Engine):
-    """The engine "sentencepiece": a tokenizer.model, run by sentencepiece."""
+    """The engine "sentencepiece": a tokenizer.model, run by sentencepiece.
+
+    breaks: where text is cut before the library encodes it. That is at added words, at U+2581, and
+    within user-defined names of special tokens."""
+
+    backend = "sentencepiece"
 
     def __init__(self, model: bytes, config: dict) -> None:
         """Take a tokenizer.model, and tokenizer_config.json: "added_tokens_decoder", "legacy"."""
@@ -574,104 +474,79 @@ class SentencePieceBPE(Engine):
         except RuntimeError:
             raise UserError("tokenizer.model is damaged") from None
         self.processor = processor
-        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.sha256 = hashlib.sha256(model).hexdigest()  # stands for all pieces and scores
         added = config.get("added_tokens_decoder") or {}
-        # words: tokens behind the pieces that are found in text
-        self.special_tokens, self.words = added_ids([
-            token | {"id": int(i)} for i, token in added.items()
-        ])
-        self.token_bytes = {i: word.encode() for word, i in self.words.items()}
-        user_defined = self._add_pieces(piece_types(model))
-
+        super().__init__([token | {"id": int(i)} for i, token in added.items()])
         # Llama 2's puts a space before every text, so it would put one after each U+2581, too;
         # then the ids of U+2581 are its own.
         self.has_prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
         names = [f"<0x{byte:02X}>" for byte in SPACE.encode()]
         self.space_in_bytes = [processor.piece_to_id(name) for name in names]
-        # where no space is put before a text; transformers' "legacy" puts one after a marker
+        # the one for texts before which no space is put
         self.bare = processor
         if self.has_prefix:
             self.bare = sentencepiece.SentencePieceProcessor(model_proto=model + NO_PREFIX)
         self.legacy = bool(config.get("legacy"))
-        self.breaks = self._find_breaks(user_defined)
+        # what transformers does
+        self.begins = str(config.get("tokenizer_class", "")).startswith("Llama")
+        self._add_pieces(piece_types(model))
 
-    def _add_pieces(self, types: list[int]) -> list[str]:
-        """Sort the pieces of the model into special tokens, words and others.
-
-        Return those that the sentencepiece library finds in every text, "user-defined"."""
-        processor, user_defined = self.processor, []
-        for i, kind in enumerate(types):
-            piece = processor.id_to_piece(i)
+    def _add_pieces(self, types: list[int]) -> None:
+        """Sort the pieces into special tokens, words and others, and find where text is cut."""
+        processor = self.processor
+        # so far these are the tokens behind the pieces, which the library does not know
+        words, within = list(self.words), []
+        self.token_bytes = {i: word.encode() for word, i in self.words.items()}
+        pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+        for (piece, i), kind in zip(pieces.items(), types, strict=True):
             if processor.is_control(i) or processor.is_unknown(i):
-                self.special_tokens[piece] = i
+                self.special_tokens[piece] = i  # <s>, </s>, <unk>
             elif processor.is_byte(i):
                 self.token_bytes[i] = bytes_of_piece(piece)
             else:
                 self.token_bytes[i] = piece.replace(SPACE, " ").encode()
-            if kind == USER_DEFINED:
-                user_defined.append(piece)
-                if piece not in self.special_tokens:
-                    self.words[piece] = i
+            if kind == USER_DEFINED and piece in self.special_tokens:
+                within.append(piece)
+            elif kind == USER_DEFINED:
+                self.words[piece] = i
         for i in self.special_tokens.values():
             self.token_bytes.pop(i, None)
-        return user_defined
 
-    def _find_breaks(self, user_defined: list[str]) -> re.Pattern:
-        """Return where text is cut before the library encodes it.
-
-        That is at added words, at U+2581, and within user-defined names of special tokens."""
-        pieces = {self.processor.id_to_piece(i) for i in range(self.processor.get_piece_size())}
-        whole = [re.escape(word) for word in self.words if word not in pieces]
-        whole += [] if self.has_prefix else [SPACE]
-        within = [name for name in user_defined if name in self.special_tokens]
-        within = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in within]
-        return re.compile("|".join([*within, *whole]) or "(?!)")
+        breaks = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in within]
+        breaks += [re.escape(word) for word in words if word not in pieces]
+        breaks += [] if self.has_prefix else [SPACE]
+        self.breaks = re.compile("|".join(breaks) or "(?!)")
 
     def encode(self, text: str) -> list[int]:
         text = scrub(text)
-        if self.breaks.search(text):
-            return self.encode_spans(text)[0]
-        return self.processor.encode(text)
+        if not self.breaks.search(text):  # nearly always
+            return self.processor.encode(text)
+        ids = []
+        for part, processor, own_ids in self.parts(text, START):
+            ids += own_ids or processor.encode(part)
+        return ids
 
-    def encode_spans(self, text: str, place: str = START) -> Spans:
-        """Return the ids of a text, and the bytes at which each begins and ends."""
-        text = scrub(text)
-        ids, begins, ends, start, at = [], [], [], 0, 0
-        # part, break, part, break, ..., part: the last round has no break
-        for found in [*self.breaks.finditer(text), None]:
-            name = found[0] if found else ""
-            is_whole = name in self.words or name == SPACE
+    def parts(self, text: str, place: str) -> Iterator[tuple[str, Any, list[int]]]:
+        """Yield (part, the processor that encodes it, []), or (a word, None, its ids), in turn."""
+        at = 0
+        for found in self.breaks.finditer(text):
+            name = found[0]
+            is_word = name in self.words or name == SPACE
             # within the name of a special token the cut is behind its first character
-            end = found.start() + (not is_whole) if found else len(text)
-            new = self._encode_part(text[at:end], place)
-            ids += [i for i, _, _ in new]
-            begins += [start + begin for _, begin, _ in new]
-            ends += [start + end for _, _, end in new]
-            start += len(text[at:end].encode())
+            end = found.start() + (0 if is_word else 1)
+            yield text[at:end], self._processor(place), []
             at, place = end, INSIDE
-            if is_whole:
-                own = [self.words[name]] if name in self.words else self.space_in_bytes
-                ids += own
-                begins += [start] * len(own)
-                start += len(name.encode())
-                ends += [start] * len(own)
+            if is_word:
+                own_ids = [self.words[name]] if name in self.words else self.space_in_bytes
+                yield name, None, own_ids
                 at, place = found.end(), AFTER_MARKER if name in self.words else START
-        return ids, begins, ends
+        yield text[at:], self._processor(place), []
 
-    def _encode_part(self, text: str, place: str) -> list[tuple[int, int, int]]:
-        """Return (id, begin, end) of each token of a text without breaks."""
-        with_prefix = place == START or (place == AFTER_MARKER and self.legacy)
-        processor = self.processor if with_prefix else self.bare
-        pieces = processor.encode(text, out_type="proto").pieces
-        found = [[piece.id, piece.begin, piece.end] for piece in pieces]
-        # of a character in several bytes only the last has its place
-        for one, following in reversed(list(itertools.pairwise(found))):
-            if one[1] == one[2]:
-                one[2] = following[2]
-        return found
-
-    def position(self, text: str, end: int) -> int:
-        return len(scrub(text[:end]).encode())
+    def _processor(self, place: str) -> Any:
+        """Return the processor for a text that stands there."""
+        # transformers' "legacy" puts a space after a marker, too
+        has_prefix = place == START or (place == AFTER_MARKER and self.legacy)
+        return self.processor if has_prefix else self.bare
 
     def identity(self) -> list:
         return [self.sha256, self.legacy, sorted(self.words)]
@@ -680,27 +555,30 @@ class SentencePieceBPE(Engine):
 def piece_types(model: bytes) -> list[int]:
     """Return the types of the pieces of a ModelProto (sentencepiece_model.proto): 1 = normal.
 
-    A piece is field 1: its text (field 1), score (2) and type (3), in protobuf's wire format."""
+    A piece is field 1, a message of its text (field 1), score (2) and type (3)."""
+    return [dict(fields(piece)).get(3, 1) for number, piece in fields(model) if number == 1]
 
-    def varint(at: int) -> tuple[int, int]:
-        # seven bits a byte, the lowest first; the eighth bit says that another byte follows
-        value = shift = 0
-        while True:
-            value |= (model[at] & 127) << shift
-            shift, at = shift + 7, at + 1
-            if model[at - 1] < 128:
-                return value, at
 
-    def fields(at: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (number, begin, end or value) of the fields there."""
-        while at < end:
-            # The low three bits of a key say how the value is written: 0 = a varint, 1 and 5 =
-            # eight and four bytes, 2 = its size, then bytes.
-            key, at = varint(at)
-            number, wire = key >> 3, key & 7
-            size, begin = varint(at) if wire in (0, 2) else ({1: 8, 5: 4}[wire], at)
-            yield number, begin, size if wire == 0 else begin + size
-            at = begin if wire == 0 else begin + size
+def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield (number, value) of the fields of a message in protobuf's wire format."""
+    rest = iter(message)
+    # The low three bits of a key say how the value is written: 0 = a varint, 1 and 5 = eight and
+    # four bytes, 2 = its size, then bytes. No key is 0, so that is the end.
+    while key := varint(rest):
+        wire = key & 7  # how the value is written
+        if wire == 0:
+            yield key >> 3, varint(rest)
+        else:
+            size = varint(rest) if wire == 2 else {1: 8, 5: 4}[wire]
+            yield key >> 3, bytes(itertools.islice(rest, size))
 
-    pieces = [(begin, end) for number, begin, end in fields(0, len(model)) if number == 1]
-    return [next((v for n, _, v in fields(*one) if n == 3), 1) for one in pieces]
+
+def varint(rest: Iterator[int]) -> int:
+    """Read a number: seven bits a byte, the lowest first; the eighth bit says that more follow."""
+    value = shift = 0
+    for byte in rest:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    return value

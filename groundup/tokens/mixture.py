@@ -8,11 +8,14 @@ i. So a run resumes anywhere without stored state: the number of steps done is e
 
 import hashlib
 import math
+import os
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from configurator import split_names, split_weight
 from groundup.errors import UserError
 
 CYCLE = 1024  # samples within which the sources have their exact proportions
@@ -54,6 +57,61 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     while len(outside := np.flatnonzero(flat >= n)):
         flat[outside] = encrypt(flat[outside])
     return flat.astype(np.int64).reshape(np.shape(index))
+
+
+# ---- the settings data_dir, data, val_data and max_epochs ------------------------------------
+
+
+class Stage(NamedTuple):
+    first_step: int  # number of steps before it
+    weights: dict[str, float | None]  # by path; None = the user gave none
+
+
+def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
+    """Return the stages in the value `spec` of the setting `key`. Raise UserError.
+
+    '0: data/a=1; 8000: data/a=0.5,data/b=0.5' has two, the second after 8000 steps."""
+    stages = []
+    for part in spec.split(";"):
+        step, colon, paths = re.fullmatch(r"\s*(?:(\d+)\s*(:))?(.*)", part, re.DOTALL).groups()
+        if not colon and ";" in spec:
+            problem = f"{part.strip()!r} in {key}={spec!r} has no first step"
+            raise UserError(f"data: {problem}; write '0: a=1; 8000: b=1'")
+        stages.append(Stage(int(step or 0), parse_weights(paths, spec, key)))
+    steps = [stage.first_step for stage in stages]
+    if steps != sorted({0, *steps}):
+        problem = f"stages of {key}={spec!r} begin at steps {steps}"
+        raise UserError(f"data: {problem}; begin at 0 and go up")
+    return stages
+
+
+def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, float | None]:
+    """Return {'data/a': 0.7, 'data/b': 0.3} of 'data/a=0.7,data/b=0.3'. Raise UserError."""
+    weights: dict[str, float | None] = {}
+    for part in split_names(text):
+        path, number = split_weight(part)  # the number as text, or ""
+        weight = parse_number(number) if number else None
+        named = f"{part!r} in {key}={spec!r}"
+        if not path or (number and weight is None):
+            raise UserError(f"data: {named} is not 'path' or 'path=weight above 0'")
+        if os.path.realpath(path) in map(os.path.realpath, weights):
+            raise UserError(f"data: {path!r} comes twice in {key}={spec!r}; add its weights up")
+        weights[path] = weight
+    # a share of some and no share of others has no meaning
+    bare = [path for path, weight in weights.items() if weight is None]
+    if 0 < len(bare) < len(weights):
+        problem = f"{bare[0]!r} in {key}={spec!r} has no weight but others have"
+        raise UserError(f"data: {problem}; weigh all or none")
+    return weights
+
+
+def parse_number(text: str) -> float | None:
+    """Return the finite number above 0 that `text` is, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
 
 
 # ---- one source ------------------------------------------------------------------------------
@@ -114,7 +172,7 @@ def window_sampler(
 def quotas(weights: np.ndarray) -> np.ndarray:
     """Return the samples (int64) of each source in a cycle, by largest remainder."""
     # Round down, then give what is left, one each, to the sources that lost most by rounding.
-    exact = weights / weights.sum() * CYCLE
+    exact = weights / weights.sum() * CYCLE  # samples of each source, with fractions
     whole = np.floor(exact).astype(np.int64)
     by_remainder = np.argsort(-(exact - whole), kind="stable")  # the first of equal ones
     whole[by_remainder[: CYCLE - whole.sum()]] += 1
@@ -138,11 +196,6 @@ class Segment(NamedTuple):
         in_rest = np.bincount(self.pattern[:rest], minlength=len(self.quotas))
         return cycles * self.quotas + in_rest
 
-    def index_of_nth(self, source: int, n: int) -> int:
-        """Return which sample of this segment (from 0) is the source's n-th (from 0)."""
-        cycles, rest = divmod(n, int(self.quotas[source]))
-        return cycles * CYCLE + int(np.flatnonzero(self.pattern == source)[rest])
-
 
 class Mixture:
     """The order of all samples, with exact proportions of the sources in every CYCLE samples.
@@ -164,7 +217,7 @@ class Mixture:
         self.names = list(names) or [str(source) for source in range(len(samplers))]
         self.seed = seed
         self.limits = np.array(limits or [math.inf] * len(samplers))
-        self.end: int | None = None
+        self.end: int | None = None  # set when all sources are exhausted
         self.segments: list[Segment] = []
         stages = stages or [(0, [1.0] * len(samplers))]
         # each stage ends where the next one begins, the last one never
@@ -173,7 +226,12 @@ class Mixture:
         for (first, weights), stop in zip(stages, stops, strict=True):
             if self.end is None:
                 before = self._add_stage(first, stop, np.array(weights, dtype=float), before)
+        # a row for each segment, so that `locate` finds samples of all segments at once
         self.firsts = np.array([segment.first for segment in self.segments])
+        self.quotas = np.array([segment.quotas for segment in self.segments])
+        self.before = np.array([segment.before for segment in self.segments])
+        self.pattern = np.array([segment.pattern for segment in self.segments])
+        self.nth = np.array([segment.nth for segment in self.segments])
 
     def _add_stage(
         self, first: int, stop: float, weights: np.ndarray, before: np.ndarray
@@ -190,10 +248,11 @@ class Mixture:
             self.segments.append(segment)
             # the segment ends where the stage does, or where the first source is exhausted
             n = stop - first
-            for source in np.flatnonzero(left):
-                room = self.limits[source] - before[source]
-                if room < math.inf:
-                    n = min(n, segment.index_of_nth(source, int(room)))
+            for source in np.flatnonzero((left > 0) & np.isfinite(self.limits)):
+                room = int(self.limits[source] - before[source])  # samples that are left
+                cycles, rest = divmod(room, int(segment.quotas[source]))
+                in_cycle = np.flatnonzero(segment.pattern == source)[rest]
+                n = min(n, cycles * CYCLE + int(in_cycle))
             if n == math.inf:  # the last stage, with a source that is never exhausted
                 return before
             first, before = first + n, before + segment.counts(n)
@@ -209,7 +268,7 @@ class Mixture:
         # One cycle has each source as often as its quota says, in a seeded order. The segment
         # repeats it.
         keys = hash_words(8, "pattern", self.seed, len(self.segments))
-        order = permute(np.arange(CYCLE), CYCLE, keys)
+        order = permute(np.arange(CYCLE), CYCLE, keys)  # (CYCLE,)
         pattern = np.repeat(np.arange(len(n_samples)), n_samples)[order]
         nth = np.empty(CYCLE, dtype=np.int64)
         for source, n in enumerate(n_samples):
@@ -219,17 +278,12 @@ class Mixture:
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, numbers within them), int64, of samples of any shape."""
         samples = np.asarray(samples, dtype=np.int64)
-        sources, numbers = np.empty_like(samples), np.empty_like(samples)
         which = np.searchsorted(self.firsts, samples, side="right") - 1  # segment of each sample
-        for k in np.unique(which):
-            in_segment, segment = which == k, self.segments[k]
-            cycles, in_cycle = np.divmod(samples[in_segment] - segment.first, CYCLE)
-            source = segment.pattern[in_cycle]
-            sources[in_segment] = source
-            # samples of the same source: before the segment, in whole cycles, in this cycle
-            earlier = segment.before[source] + cycles * segment.quotas[source]
-            numbers[in_segment] = earlier + segment.nth[in_cycle]
-        return sources, numbers
+        cycles, in_cycle = np.divmod(samples - self.firsts[which], CYCLE)
+        sources = self.pattern[which, in_cycle]
+        # samples of the same source: before the segment, in whole cycles, in this cycle
+        earlier = self.before[which, sources] + cycles * self.quotas[which, sources]
+        return sources, earlier + self.nth[which, in_cycle]
 
     def starts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, where the samples start in them), int64, of samples of any shape.
@@ -254,7 +308,7 @@ class Mixture:
 
     def changes(self, samples_per_step: int) -> dict[int, dict[str, float]]:
         """Return {step (from 1): {source: share}} of the steps in which a new pattern begins."""
-        found = {}
+        found = {}  # {step: shares}
         for segment in self.segments:
             shares = (segment.quotas / CYCLE).tolist()
             step = segment.first // samples_per_step + 1

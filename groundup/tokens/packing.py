@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.tokens.mixture import hash_words, permute
-from groundup.tokens.token_files import FORMAT, TokenData, block_sums, file_sha256, token_dtype
-from groundup.tokens.token_writer import SHARD_TOKENS, write_npy, write_record
+from groundup.tokens.token_files import FORMAT, TokenData, file_sha256, token_dtype
+from groundup.tokens.token_writer import SHARD_TOKENS, block_sums, write_npy, write_record
 
 # ---- which document is in which row ----------------------------------------------------------
 

@@ -25,11 +25,11 @@ import numpy as np
 
 from groundup.errors import UserError, say
 from groundup.files import records, row_formats, untrusted
-from groundup.files.paths import Stage, find_files, parse_data_dir, parse_weights
+from groundup.files.paths import find_files
 from groundup.files.splits import FEW_VAL, assign, split_position
 from groundup.files.turns import JOIN, BadRow
 from groundup.tokens.batches import Corpus, names_of
-from groundup.tokens.mixture import Sampler
+from groundup.tokens.mixture import Sampler, Stage, parse_data_dir, parse_weights
 from groundup.tokens.token_files import read_manifest, verify_sha256
 from tokenizer import Tokenizer
 

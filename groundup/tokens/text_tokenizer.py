@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -22,10 +21,10 @@ from groundup.tokens.engines import (
     ByteLevelBPE,
     Engine,
     LibraryTokenizer,
+    PanicsInOneLine,
     SentencePieceBPE,
     Unsupported,
     added_token,
-    named_panic,
     to_json,
 )
 
@@ -51,47 +50,50 @@ class TextTokenizer:
 
     def __init__(self, files: dict[str, bytes], generation_config: bytes = b"{}") -> None:
         """Take the files of a Hugging Face directory, {name: content}; `save` writes them."""
-        self.files = files
-        self.generation_config = generation_config
+        self.files = files  # what `save` writes, byte for byte
+        self.generation_config = generation_config  # as it was read
         self.config = config = parse_object(files.get("tokenizer_config.json", b"{}"))
-        self.backend, self.engine = self._choose_engine(config)
+        if "tokenizer.json" in files:
+            self.engine = engine_of(files["tokenizer.json"])
+        else:
+            self.engine = SentencePieceBPE(files["tokenizer.model"], config)
+        self.backend = self.engine.backend
         self.special_tokens = self.engine.special_tokens
         self.special_ids = frozenset(self.special_tokens.values())
         # what each id writes; special tokens write their names
         self.pieces = Pieces(self.engine.token_bytes)
         self.pieces |= {i: name.encode() for name, i in self.special_tokens.items()}
-        self.vocab_size = 1 + max(self.pieces)
+        self.vocab_size = 1 + max(self.pieces)  # ids may have gaps
         # the head of a model has a row for every id, so one wild id would take all memory
         least, most = min(self.pieces), MOST_IDS
         if not 0 <= least <= self.vocab_size <= most:
             raise UserError(f"its ids reach from {least} to {self.vocab_size - 1}, over {most}")
 
         # By our own name of the token, or by the role that the files give to one of theirs.
-        generation = parse_object(generation_config)
-        find = partial(find_special, self.special_tokens, config, generation)
-        self.eot_id = find("eos_token", name="<|endoftext|>")
-        self.pad_id = find("pad_token", name="<|pad|>")
-        self.bos_id = find("bos_token", default=self.eot_id)
-        self.begins = self.bos_id >= 0 and begins_text(files, config)
+        self.generation = parse_object(generation_config)
+        self.eot_id = self._find_special("eos_token", name="<|endoftext|>")
+        self.pad_id = self._find_special("pad_token", name="<|pad|>")
+        self.bos_id = self._find_special("bos_token", default=self.eot_id)  # ours has no other
+        begins = config.get("add_bos_token", self.engine.begins)
+        self.begins = self.bos_id >= 0 and bool(begins)
         # markers of our own chat format; others' are found by their template
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
         # a chat model often has several: the end of a text, of a turn, of a call
-        ends = generation.get("eos_token_id")
+        ends = self.generation.get("eos_token_id")
         ends = set(ends if isinstance(ends, list) else [ends]) & self.special_ids
         self.stop_ids = frozenset((ends | {self.eot_id, self.im_end_id}) - {-1})
 
-    def _choose_engine(self, config: dict) -> tuple[str, Engine]:
-        if "tokenizer.json" not in self.files:
-            self.added_tokens = list((config.get("added_tokens_decoder") or {}).values())
-            engine = SentencePieceBPE(self.files["tokenizer.model"], config)
-            return "sentencepiece", engine
-        backend, engine, self.added_tokens = engine_of(self.files["tokenizer.json"])
-        return backend, engine
+    def _find_special(self, key: str, name: str = "", default: int = -1) -> int:
+        """Return the id of the special token `name`, or else of the one that the files name `key`.
 
-    def __reduce__(self) -> tuple:
-        """Pickle the files: a compiled template cannot be."""
-        return type(self), (self.files, self.generation_config)
+        tokenizer_config.json has it as a text or {"content": text}."""
+        token = self.config.get(key)  # such as "eos_token"
+        token = token["content"] if isinstance(token, dict) else token
+        candidates = [self.special_tokens.get(name), self.special_tokens.get(token)]
+        ids = self.generation.get(key + "_id")  # a number or a list
+        candidates += ids if isinstance(ids, list) else [ids]
+        return next((i for i in candidates if i in self.special_tokens.values()), default)
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> Self:
@@ -100,7 +102,7 @@ class TextTokenizer:
         for name in (*FILES, "generation_config.json"):
             try:
                 files[name] = read_bytes(directory / name)
-            except FileNotFoundError:
+            except FileNotFoundError:  # none of them has to be there
                 continue
             except OSError as error:
                 where = directory / name
@@ -118,7 +120,7 @@ class TextTokenizer:
         # whatever is wrong inside a file is one line for the user
         damage = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
         try:
-            return cls(read_more(directory, files), generation_config)
+            return cls(cls.read_more(directory, files), generation_config)
         except UserError as error:
             raise UserError(f"tokenizer: cannot use {directory}: {error}") from None
         except damage as error:
@@ -126,9 +128,33 @@ class TextTokenizer:
             where = damaged_file(directory, read)
             raise UserError(f"tokenizer: {where} is damaged: {what}") from None
 
+    @staticmethod
+    def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+        """Return the FILES of a tokenizer with what a directory's other files say.
+
+        In old directories these are special_tokens_map.json, {"eos_token": name}, and
+        added_tokens.json, {name: id}."""
+        config = parse_object(files.get("tokenizer_config.json", b"{}"))
+        changes = {}
+        # Newer directories have all this in tokenizer_config.json, which then wins.
+        tokens = config.get("added_tokens_decoder") or {}
+        names = directory / "special_tokens_map.json"
+        if not tokens and names.exists():
+            for key, name in read_json(names).items():
+                if key.endswith("_token") and config.get(key) != name:
+                    changes[key] = name  # the names of eos_token and so on
+        added = directory / "added_tokens.json"
+        if added.exists():
+            tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
+            changes["added_tokens_decoder"] = tokens
+        if "tokenizer.json" in files:
+            files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
+            changes.pop("added_tokens_decoder", None)  # tokenizer.json has them now
+        return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
+
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read."""
-        os.makedirs(directory, exist_ok=True)
+        os.makedirs(directory, exist_ok=True)  # a new one, or a checkpoint's
         files, config = self.files, dict(self.config)
         reads_all = config.get("tokenizer_class", FAST) in (FAST, "TokenizersBackend")
         if "tokenizer.json" in files and not reads_all:
@@ -151,44 +177,24 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text, never a special one; lone surrogates become U+FFFD."""
-        try:
+        with PanicsInOneLine():
             return self.engine.encode(text)
-        except BaseException as error:
-            raise named_panic(error) from None
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """Return `encode` as uint32 (n,)."""
-        try:
-            return self.engine.encode_array(text)
-        except BaseException as error:
-            raise named_panic(error) from None
 
     def encode_token(self, token: bytes) -> list[int]:
         """Return the ids of a token's bytes, which may be part of a character; [] if unknown."""
         # for a new token's embedding: the mean of those of the tokens that it was made of
         if isinstance(self.engine, ByteLevelBPE):
             # what a tokenizer that extends this one would find in one chunk
-            token = token.translate(None, self.engine.missing)
+            token = token.translate(None, self.engine.missing)  # bytes without a token are left out
             return self.engine.encoding._encode_single_piece(token) if token else []
         try:
             return self.encode(token.decode())
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # part of a character
             return []
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return what an id adds to the text, possibly part of a character; b"" if special."""
-        return b"" if token_id in self.special_ids else self.pieces[token_id]
-
-    def decode_bytes(self, ids: Iterable[int], skip_special_tokens: bool = False) -> bytes:
-        """Return the bytes of `ids`, with the names of special ones or without them."""
-        piece = self.token_bytes if skip_special_tokens else self.pieces.__getitem__
-        return b"".join([piece(i) for i in ids])
-
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `ids`; bytes that make no character become U+FFFD.
-
-        For ids as they are generated see StreamDecoder."""
-        return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; bytes that make no character become U+FFFD."""
+        return b"".join([self.pieces[i] for i in ids]).decode("utf-8", errors="replace")
 
     def token_byte_lengths(self) -> np.ndarray:
         """Return bytes of text per id, int32 (vocab_size,), 0 for special ones."""
@@ -207,8 +213,8 @@ class TextTokenizer:
 
 
 @functools.lru_cache(maxsize=4)
-def engine_of(tokenizer_json: bytes) -> tuple:
-    """Return (backend, engine, added tokens) of a tokenizer.json.
+def engine_of(tokenizer_json: bytes) -> Engine:
+    """Return the engine that runs a tokenizer.json.
 
     A run opens the tokenizer of its data, its start and its checkpoint: most often the same one,
     and checking the merges of 50,000 tokens takes a second."""
@@ -217,11 +223,12 @@ def engine_of(tokenizer_json: bytes) -> tuple:
     added = [token for token in description.get("added_tokens") or [] if token["content"]]
     description["added_tokens"] = added
     try:
-        backend, engine = "bpe", ByteLevelBPE(description)
+        engine = ByteLevelBPE(description)
     except Unsupported as why:
-        backend, engine = "tokenizers", LibraryTokenizer(description, str(why))
+        engine = LibraryTokenizer(description, str(why))
     check_ids(added, description["model"]["vocab"])
-    return backend, engine, added
+    engine.begins = begins_text(description)
+    return engine
 
 
 def check_ids(added: list[dict], vocab: dict[str, int] | list) -> None:
@@ -271,62 +278,12 @@ def find_tokenizer(directory: Path) -> Path:
     return directory / "latest" if is_run else directory
 
 
-def begins_text(files: dict[str, bytes], config: dict) -> bool:
-    """Return whether the tokenizer puts its begin token before every text.
-
-    Ask tokenizer_config.json, then the template in tokenizer.json; for a sentencepiece model do
-    what transformers does for Llama's."""
-    if "add_bos_token" in config:  # the file says it outright
-        return bool(config["add_bos_token"])
-    if "tokenizer.json" not in files:
-        return str(config.get("tokenizer_class", "")).startswith("Llama")
-    processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
-    steps = processor.get("processors") or [processor]
+def begins_text(description: dict) -> bool:
+    """Return whether a parsed tokenizer.json puts a special token before every text."""
+    processor = description.get("post_processor") or {}
+    steps = processor.get("processors") or [processor]  # one step, or a sequence
     templates = [step for step in steps if step.get("type") == "TemplateProcessing"]
     return any("SpecialToken" in part for step in templates for part in step["single"][:1])
-
-
-def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by their names, "default" and "tool_use" ..."""
-    found = config.get("chat_template") or ""
-    if isinstance(found, list):
-        named = {one["name"]: one["template"] for one in found}
-    else:
-        named = found if isinstance(found, dict) else {"default": found}
-    if "chat_template.jinja" in files:
-        named["default"] = files["chat_template.jinja"].decode()
-    return named
-
-
-def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the FILES of a tokenizer with what a directory's other files say.
-
-    These are additional_chat_templates/NAME.jinja and, in old directories, special_tokens_map.json:
-    {"eos_token": name}, and added_tokens.json: {name: id}."""
-    config = parse_object(files.get("tokenizer_config.json", b"{}"))
-    changes = {}
-    more = sorted(directory.glob("additional_chat_templates/[!.]*.jinja"))
-    if more:
-        named = find_templates(files, config) | {
-            path.stem: read_bytes(path).decode() for path in more
-        }
-        listed = [{"name": name, "template": source} for name, source in named.items() if source]
-        changes["chat_template"] = listed
-        files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
-    # Newer directories have all this in tokenizer_config.json, which then wins.
-    tokens, names = config.get("added_tokens_decoder") or {}, directory / "special_tokens_map.json"
-    if not tokens and names.exists():
-        for key, name in read_json(names).items():
-            if key.endswith("_token") and config.get(key) != name:
-                changes[key] = name
-    added = directory / "added_tokens.json"
-    if added.exists():
-        tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
-        changes["added_tokens_decoder"] = tokens
-    if "tokenizer.json" in files:
-        files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
-        changes.pop("added_tokens_decoder", None)
-    return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
 
 
 def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
@@ -335,9 +292,9 @@ def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
     lacking = [
         {"id": int(i)} | token
         for i, token in tokens.items()
-        if not any(form in tokenizer_json for form in as_written(token["content"]))
+        if json.dumps(token["content"], ensure_ascii=False).encode() not in tokenizer_json
     ]
-    if not lacking:
+    if not lacking:  # as in nearly all directories
         return tokenizer_json
     description = parse_object(tokenizer_json)
     added, vocab = description.get("added_tokens") or [], description["model"]["vocab"]
@@ -346,28 +303,3 @@ def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
     taken |= {token["id"] for token in added}
     description["added_tokens"] = added + [one for one in lacking if one["id"] not in taken]
     return to_json(description)
-
-
-def as_written(text: str) -> list[bytes]:
-    """Return a text as JSON files write it, with and without escapes."""
-    return [json.dumps(text, ensure_ascii=escaped).encode() for escaped in (False, True)]
-
-
-def find_special(
-    special_tokens: dict[str, int],
-    config: dict,
-    generation_config: dict,
-    key: str,
-    name: str = "",
-    default: int = -1,
-) -> int:
-    """Return the id of the special token `name`, or else of the one that the files name `key`.
-
-    tokenizer_config.json has it as a text or {"content": text}, generation_config.json under
-    `key`_id as a number or a list."""
-    token = config.get(key)  # such as "eos_token"
-    token = token["content"] if isinstance(token, dict) else token
-    ids = generation_config.get(key + "_id")
-    candidates = [special_tokens.get(name), special_tokens.get(token)]
-    candidates += ids if isinstance(ids, list) else [ids]
-    return next((i for i in candidates if i in special_tokens.values()), default)

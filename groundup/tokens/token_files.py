@@ -14,12 +14,6 @@ The last shard of a split ends with one more <|endoftext|>, so that the end of t
 learned too. Documents do not cross shards; windows do. Each named source (wiki, code) has such
 files in a directory of its own name. token_writer.py writes the files; packing.py adds rows of
 whole documents (`PackedData`).
-
-Of conversations (--kind=chat) there are, in the order of the rows in train.jsonl:
-
-    train_00000.npy        ids of all conversations end to end
-    train_00000.mask.npy   uint8, 1 for ids of the assistant's turns
-    train_00000.off.npy    int64, n + 1: where each conversation begins, and where the last ends
 """
 
 import hashlib
@@ -63,9 +57,9 @@ TEXT = {
     "sources?": {"*": TOTAL | {"weight?": is_weight}},
     "info": dict,
 }
-CONVERSATION_FILES = ("file", "mask", "offsets")  # their keys in a manifest
-CHAT_TOKENS = {"ids": is_count, "conversations": is_count, "sha256": SHA256S}
-CHAT_TOKENS |= dict.fromkeys(CONVERSATION_FILES, is_inside)
+# token_writer.py tells what is in these three
+CONVERSATION_FILES = dict.fromkeys(("file", "mask", "offsets"), is_inside)
+CHAT_TOKENS = CONVERSATION_FILES | {"ids": is_count, "conversations": is_count, "sha256": SHA256S}
 ROW_SPLIT = {"file": is_inside, "rows": is_count, "bytes": is_count, "sha256": str}
 ROWS = {
     "vocab_size?": is_count,
@@ -91,9 +85,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def npy_header(dtype: np.dtype, length: int) -> bytes:
     """Return the header that `np.save` gives a 1-D array: 128 bytes for any length."""
     # Our own, so that a writer can leave room for it and fill in the length at the end.
-    kind = dtype.newbyteorder("<").str
+    kind = dtype.newbyteorder("<").str  # such as <u2: two bytes, the lower one first
     fields = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({length},), }}"
-    magic = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little")
+    magic = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little")  # version 1.0; 118 bytes follow
     return magic + fields.ljust(117).encode("ascii") + b"\n"
 
 
@@ -124,7 +118,7 @@ def record_sum(record: dict) -> str:
 
 def read_record(path: Path, how: str) -> dict:
     """Return the object that token_writer.write_record has written. Raise UserError."""
-    record = read_json(path, "data", how, MANIFEST_BYTES)
+    record = read_json(path, "data", how, MANIFEST_BYTES)  # an object, and not too large
     if record.pop("crc32", None) != record_sum(record):
         raise UserError(f"data: {path} is damaged: its crc32 is another; {how}")
     return record
@@ -132,7 +126,7 @@ def read_record(path: Path, how: str) -> dict:
 
 def check_shape(path: Path, record: dict, shape: Any, how: str) -> None:
     """Raise UserError unless a record holds what it must, of the right types."""
-    if problem := misfit(record, shape, path.stem):
+    if problem := misfit(record, shape, path.stem):  # the part that is wrong
         raise UserError(f"data: {path} is damaged: {problem}; {how}")
 
 
@@ -161,7 +155,7 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
     manifest = read_record(path, how)
     check_shape(path, manifest, {"format": str, "kind?": str}, how)
     kinds = {FORMAT: "text", ROWS_FORMAT: manifest.get("kind")}
-    found = kinds.get(manifest["format"], manifest["format"])
+    found = kinds.get(manifest["format"], manifest["format"])  # a format of others is named
     if found not in SHAPES or kind not in ("", found):
         wanted = kind or ", ".join(SHAPES)
         raise UserError(f"data: {data_dir} was prepared with kind={found!r}, not {wanted!r}")
@@ -176,20 +170,21 @@ def read_packing(path: Path) -> dict:
     return record
 
 
-def locate(path: str | Path) -> tuple[Path, str | None]:
-    """Split a path into (data directory, source); the source is None if none is named.
+def locate(path: str | Path) -> tuple[Path, str | None, dict]:
+    """Return (data directory, source, manifest) of a path; the source is None if none is named.
 
     'data/x/wiki' is the source wiki of data/x if the manifest of data/x names it."""
     path = Path(path)
     # a directory with a manifest of its own is no source of its parent
     if not (path / "manifest.json").exists() and (path.parent / "manifest.json").exists():
-        sources = read_manifest(path.parent).get("sources", {})
+        manifest = read_manifest(path.parent)
+        sources = manifest.get("sources", {})
         if path.name in sources:
-            return path.parent, path.name
+            return path.parent, path.name, manifest
         if sources and not path.exists():
             known = ", ".join(sources)
             raise UserError(f"data: {path.parent} has no source {path.name!r} (has: {known})")
-    return path, None
+    return path, None, read_manifest(path)
 
 
 # ---- token data ------------------------------------------------------------------------------
@@ -206,11 +201,11 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     except OSError as error:
         raise UserError(f"data: cannot read {path}: {error.strerror}; {AGAIN}") from None
     if found != header:
-        begins = found[10:].decode("ascii", "replace").strip()
+        begins = found[10:].decode("ascii", "replace").strip()  # what it says of itself
         wanted = f"no .npy file of {length} {dtype}"
         raise UserError(f"data: {path} is {wanted} (begins {begins!r}); rerun prepare.py")
     expected = len(header) + length * np.dtype(dtype).itemsize
-    if size != expected:
+    if size != expected:  # it was cut, or has grown
         wrong = f"{path} ends at byte {size} instead of {expected}"
         raise UserError(f"data: {wrong}; {AGAIN}")
     # little-endian on every machine, as the writer stores it
@@ -228,33 +223,6 @@ def map_checked(
     return array
 
 
-def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:
-    """Return (tokens, mask, offsets) of a split, mapped. entry: the manifest's.
-
-    Raise UserError if they are not as they were written: all of them are read now."""
-    kinds = (dtype, "uint8", "int64")
-    lengths = (entry["ids"], entry["ids"], entry["conversations"] + 1)
-    return [
-        map_checked(directory, entry[key], entry["sha256"], kind, length)
-        for key, kind, length in zip(CONVERSATION_FILES, kinds, lengths, strict=True)
-    ]
-
-
-def block_sums(tokens: np.ndarray) -> np.ndarray:
-    """Return the CRC-32 of each block of token ids, uint32."""
-    size = BLOCK_BYTES // tokens.itemsize  # tokens in a block
-    blocks = [tokens[k : k + size] for k in range(0, len(tokens), size)]
-    return np.array([zlib.crc32(block) for block in blocks], np.uint32)
-
-
-def file_sums(path: Path) -> np.ndarray:
-    """Return the CRC-32 of each block of a file of token ids, as `block_sums`."""
-    with open(path, "rb") as f:
-        f.seek(len(npy_header(np.dtype("u1"), 0)))  # the header is no part of a block
-        blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
-        return np.fromiter(map(zlib.crc32, blocks), np.uint32)
-
-
 class TokenData:
     """One split of a data directory, or of one source, as one long row of tokens.
 
@@ -264,24 +232,24 @@ class TokenData:
 
     def __init__(self, data_dir: str | Path, split: str, source: str | None = None) -> None:
         """source: None = all sources that data_dir names, one after the other."""
-        self.split = split
-        self.dir, named = locate(data_dir)
-        source = named if source is None else source
-        self.manifest = read_manifest(self.dir)
+        self.split = split  # train | val | test
+        self.dir, named, self.manifest = locate(data_dir)
+        self.source = source = named if source is None else source
         self.vocab_size = self.manifest["vocab_size"]
         self.eot_id = self.manifest["eot_id"]
         self.tokenizer_fingerprint = self.manifest["tokenizer_fingerprint"]
 
-        shards_of = {
+        # {split: entries of the manifest, one for each shard}
+        entries = {
             name: [s for s in entry["shards"] if source in (None, s.get("source", ""))]
             for name, entry in self.manifest["splits"].items()
         }
-        if not shards_of.get(split):
-            has = ", ".join(name for name, shards in shards_of.items() if shards) or "none"
+        if not entries.get(split):
+            has = ", ".join(name for name, shards in entries.items() if shards) or "none"
             lacks = f"{self.dir / (source or '')} has no split {split!r} (has: {has})"
             raise NoSplit(f"data: {lacks}; rerun prepare.py with more text")
-        self.entries = shards_of[split]  # of the manifest, one for each shard
-        self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)
+        self.entries = entries[split]  # in the order of the text
+        self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)  # of text in UTF-8
         self.n_documents: int = sum(shard["documents"] for shard in self.entries)
         sha256 = {name: sha for shard in self.entries for name, sha in shard["sha256"].items()}
         # small files, read now; those of token ids may be terabytes
@@ -295,14 +263,14 @@ class TokenData:
         dtype = token_dtype(self.vocab_size)
         self.paths = [self.dir / shard["file"] for shard in shards]
         self.shards = [map_array(self.dir / s["file"], dtype.name, s["tokens"]) for s in shards]
-        size = BLOCK_BYTES // dtype.itemsize
+        size = BLOCK_BYTES // dtype.itemsize  # tokens in a block
         self.sums = [
             map_checked(self.dir, s["sums"], sha256, "uint32", -(-s["tokens"] // size))
             for s in shards
         ]
         self.checked = [bytearray(len(sums)) for sums in self.sums]  # 1: the block is right
         self.ends = np.cumsum([len(shard) for shard in self.shards])  # in tokens of the split
-        self.n_tokens = int(self.ends[-1])
+        self.n_tokens = int(self.ends[-1])  # where the last shard ends
 
     @property
     def fingerprint(self) -> str:
@@ -326,36 +294,34 @@ class TokenData:
         filled = 0
         k = int(np.searchsorted(self.ends, start, side="right"))  # the shard with the first token
         while filled < length:
-            shard = self.shards[k]
-            shard_start = int(self.ends[k]) - len(shard)  # in tokens of the split
-            begin = start + filled - shard_start
-            piece = shard[begin : begin + length - filled]
-            self._check_blocks(k, begin, begin + len(piece))
-            self._check_ids(piece, k, begin)
+            shard_start = int(self.ends[k]) - len(self.shards[k])  # in tokens of the split
+            piece = self._read(k, start + filled - shard_start, length - filled)
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
-            k += 1
+            k += 1  # the window goes on in the next shard
         return out
 
-    def _check_blocks(self, k: int, begin: int, end: int) -> None:
-        """Raise UserError if a block that holds tokens [begin, end) of shard k is damaged."""
-        size = BLOCK_BYTES // self.shards[k].itemsize
-        for block in range(begin // size, -(-end // size)):
-            if self.checked[k][block]:
-                continue
-            first = block * size
-            if zlib.crc32(self.shards[k][first : first + size]) != self.sums[k][block]:
-                where = f"{self.paths[k]} changed since it was written (tokens from {first} on)"
-                raise UserError(f"data: {where}; {AGAIN}")
-            self.checked[k][block] = 1
+    def _read(self, k: int, begin: int, length: int) -> np.ndarray:
+        """Return the tokens of shard k from `begin` on, up to `length` of them.
 
-    def _check_ids(self, piece: np.ndarray, k: int, begin: int) -> None:
-        """Raise UserError for an id that the model has no embedding for."""
+        Raise UserError if a block that holds them is damaged, or for an id that is too large."""
+        shard, sums, checked = self.shards[k], self.sums[k], self.checked[k]
+        piece = shard[begin : begin + length]  # mapped: nothing is read yet
+        size = BLOCK_BYTES // shard.itemsize  # tokens in a block
+        for block in range(begin // size, -(-(begin + len(piece)) // size)):
+            first = block * size
+            if not checked[block] and zlib.crc32(shard[first : first + size]) != sums[block]:
+                what = f"{self.paths[k]} changed since it was written (tokens from {first} on)"
+                raise UserError(f"data: {what}; {AGAIN}")
+            checked[block] = 1  # from now on it is trusted
+
+        # the model has no embedding for an id that is not below vocab_size
         if piece.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(piece >= self.vocab_size))
             found = f"{self.paths[k]} holds token id {piece[at]} at offset {begin + at}"
             size = f"the tokenizer has vocab_size={self.vocab_size}"
             raise UserError(f"data: {found}, but {size}; rerun prepare.py")
+        return piece
 
     def document_starts(self) -> np.ndarray:
         """Return (n_documents,) int64: where each document begins in the split."""
@@ -372,7 +338,7 @@ class TokenData:
 
     def text_lengths(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return (n,) int64: the number of tokens of text in each window. Here it is `length`."""
-        return np.full(len(starts), length)
+        return np.full(len(starts), length)  # every token is text
 
 
 class PackedData(TokenData):
@@ -381,7 +347,7 @@ class PackedData(TokenData):
     Each row begins with a document. Here a window is a whole row and `starts` are numbers of rows.
     """
 
-    def __init__(self, data_dir: str | Path, block_size: int, source: str = "") -> None:
+    def __init__(self, data_dir: str | Path, block_size: int, source: str | None = None) -> None:
         super().__init__(data_dir, "train", source)
         self.block_size = block_size
         path = self.dir / f"train_pack{block_size}.json"
@@ -389,10 +355,10 @@ class PackedData(TokenData):
         how = f"run: python {command}"
         if not path.exists():
             raise UserError(f"data: {self.dir} is not packed for block_size={block_size}; {how}")
-        self.entry = read_packing(path)["sources"].get(source)
+        self.entry = read_packing(path)["sources"].get(self.source or "")
         if not self.entry or self.entry["fingerprint"] != super().fingerprint:
             raise UserError(f"data: {path} is not of the tokens that are there now; {how}")
-        self.n_rows: int = self.entry["rows"]
+        self.n_rows: int = self.entry["rows"]  # the samples of an epoch
         sha256 = self.entry["sha256"]
         # from here on the tokens are those of the rows, with the methods of TokenData
         self.lengths = map_checked(self.dir, self.entry["lengths"], sha256, "int32", self.n_rows)

@@ -1,7 +1,15 @@
-"""Write token files, whose format token_files.py describes, and check every byte of them."""
+"""Write token files, whose format token_files.py describes, and check every byte of them.
+
+Of conversations (--kind=chat) there are, in the order of the rows in train.jsonl:
+
+    train_00000.npy        ids of all conversations end to end
+    train_00000.mask.npy   uint8, 1 for ids of the assistant's turns
+    train_00000.off.npy    int64, n + 1: where each conversation begins, and where the last ends
+"""
 
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,11 +17,12 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.tokens.token_files import (
+    BLOCK_BYTES,
     CONVERSATION_FILES,
     FORMAT,
     TokenData,
     file_sha256,
-    file_sums,
+    map_checked,
     npy_header,
     read_manifest,
     read_packing,
@@ -69,6 +78,21 @@ def write_json(path: Path, value: dict) -> None:
 def write_record(path: Path, record: dict) -> None:
     """Write a JSON object with its own checksum, for token_files.read_record."""
     write_json(path, record | {"crc32": record_sum(record)})
+
+
+def block_sums(tokens: np.ndarray) -> np.ndarray:
+    """Return the CRC-32 of each block of token ids, uint32."""
+    size = BLOCK_BYTES // tokens.itemsize  # tokens in a block
+    blocks = [tokens[k : k + size] for k in range(0, len(tokens), size)]
+    return np.array([zlib.crc32(block) for block in blocks], np.uint32)
+
+
+def file_sums(path: Path) -> np.ndarray:
+    """Return the CRC-32 of each block of a file of token ids, as `block_sums`."""
+    with open(path, "rb") as f:
+        f.seek(len(npy_header(np.dtype("u1"), 0)))  # the header is no part of a block
+        blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
+        return np.fromiter(map(zlib.crc32, blocks), np.uint32)
 
 
 class ShardWriter:
@@ -231,13 +255,24 @@ class ConversationWriter:
     def close(self) -> dict:
         """Complete the files and return their entry for the manifest."""
         entry = {"ids": self.tokens.length, "conversations": self.offsets.length - 1, "sha256": {}}
-        for key, file in zip(
-            CONVERSATION_FILES, (self.tokens, self.mask, self.offsets), strict=True
-        ):
+        files = (self.tokens, self.mask, self.offsets)
+        for key, file in zip(CONVERSATION_FILES, files, strict=True):
             file.close()
             entry[key] = file.path.name
             entry["sha256"][file.path.name] = file_sha256(file.path)
         return entry
+
+
+def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:
+    """Return (tokens, mask, offsets) of a split, mapped. entry: the manifest's.
+
+    Raise UserError if they are not as they were written: all of them are read now."""
+    kinds = (dtype, "uint8", "int64")
+    lengths = (entry["ids"], entry["ids"], entry["conversations"] + 1)
+    return [
+        map_checked(directory, entry[key], entry["sha256"], kind, length)
+        for key, kind, length in zip(CONVERSATION_FILES, kinds, lengths, strict=True)
+    ]
 
 
 # ---- check -----------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import tiktoken
 
 from groundup.errors import UserError
 from groundup.tokens import bpe
+from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.engines import (
-    PATTERNS,
     SIZE_STEP,
+    TO_CHAR,
+    ByteLevelBPE,
     added_token,
-    in_chars,
     merge_words,
-    read_bpe,
     to_json,
 )
 from groundup.tokens.text_tokenizer import FAST
@@ -145,6 +145,11 @@ def bpe_files(merges: Sequence[tuple[int, int]], pattern: str) -> dict[str, byte
     return {"tokenizer.json": to_json(description), "tokenizer_config.json": to_json(config)}
 
 
+def in_chars(token: bytes) -> str:
+    """Return a token as tokenizer.json writes it."""
+    return "".join([TO_CHAR[byte] for byte in token])
+
+
 def bpe_description(
     merges: Iterable[tuple[int, int]], specials: Iterable[str], pattern: str
 ) -> dict:
@@ -215,7 +220,7 @@ def extended_bpe(
     # with the special tokens in "vocab", so that no merge makes one of them
     description = json.loads(with_specials(files, [], first)["tokenizer.json"])
     # what tiktoken cannot run could not be extended by its own merges either
-    old, model = read_bpe(description), description["model"]
+    old, model = ByteLevelBPE(description), description["model"]
     if old.nfc:
         texts = (unicodedata.normalize("NFC", text) for text in texts)
     counts = bpe.count_chunks(texts, old.pattern)
@@ -241,7 +246,7 @@ def extended_bpe(
         pairs = with_all_splits(pairs, set(words.values()), vocab)
     model["merges"] = pairs
     # the matrix products of the head are faster at a multiple of SIZE_STEP
-    names = reserved(-top % SIZE_STEP, old.specials)
+    names = reserved(-top % SIZE_STEP, old.special_tokens)
     return with_specials(files | {"tokenizer.json": to_json(description)}, names, top)
 
 

@@ -14,13 +14,15 @@ from groundup.demo.python_docs import chinese_sample
 from groundup.tokens import bpe as bpe_module
 from groundup.tokens import engines
 from groundup.tokens.bpe import (
+    PATTERNS,
+    SAFE_CUT,
+    blocks,
     characters_first,
     count_chunks,
     learn_in_python,
     learn_merges,
     train_bpe,
 )
-from groundup.tokens.engines import PATTERNS, SAFE_CUT, blocks
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
 
@@ -233,7 +235,7 @@ def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, patter
 @pytest.mark.parametrize("name", PATTERNS)
 def test_long_texts_without_a_safe_cut_have_the_chunks_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str):
     """Tables of numbers, minified code, random text, and chunks of nearly a block."""
-    monkeypatch.setattr(engines, "MAX_CHARS", 512)
+    monkeypatch.setattr(bpe_module, "MAX_CHARS", 512)
     rng = random.Random(name)
     parts = [*PARTS, *"'s 're (){}[]; ==\n\n \n\n\n".split(" "), " ", "\n  ", "0x1f,", "\t\t"]
     texts = ["".join(rng.choices(parts, k=3000)) for _ in range(20)]

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 
 from groundup.errors import UserError
-from groundup.files.paths import Stage, find_files, parse_data_dir, parse_weights
+from groundup.files.paths import find_files
 from groundup.tokens import mixture
-from groundup.tokens.mixture import Mixture, Sampler, window_sampler
+from groundup.tokens.mixture import (
+    Mixture,
+    Sampler,
+    Stage,
+    parse_data_dir,
+    parse_weights,
+    window_sampler,
+)
 
 # ---- one source ------------------------------------------------------------------------------------------------------
 

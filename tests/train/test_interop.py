@@ -26,8 +26,8 @@ from groundup.align import reward_model
 from groundup.generate.completion import begin_prompt, generate
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import score_tokens
+from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.conversations import ChatCorpus
-from groundup.tokens.engines import PATTERNS
 from groundup.train import huggingface
 from model import rope_frequencies, rotate
 from tokenizer import Tokenizer
