@@ -302,13 +302,13 @@ def split_names(names: str) -> list[str]:
         tried = range(min(len(pieces), MOST_COMMAS + 1), 1, -1)
         n = next((n for n in tried if names_file(",".join(pieces[:n]).strip())), 1)
         parts.append(",".join(pieces[:n]).strip())
-        del pieces[:n]
+        del pieces[:n]  # the next part begins behind them
     return parts
 
 
 def names_file(part: str) -> bool:
     """Return whether a part that holds commas names a file, with or without its weight."""
-    name, _, weight = part.rpartition("=")
+    name, _, weight = part.rpartition("=")  # "=" may be in the name, too
     return os.path.exists(part) or ("," not in weight and os.path.exists(name.strip()))
 
 

@@ -34,7 +34,7 @@ import numpy as np
 from groundup.errors import UserError
 from groundup.files.untrusted import parse_object, read_bytes, read_json
 from groundup.tokens import engines
-from groundup.tokens.spans import Spans, encode_parts, position
+from groundup.tokens.spans import Spans, encode_parts, encode_spans, position
 from groundup.tokens.templates import TRIAL, ChatTemplate, Piece, take_tools
 from groundup.tokens.text_tokenizer import TextTokenizer, find_tokenizer
 
@@ -87,7 +87,7 @@ class Tokenizer(TextTokenizer):
         self.tool_template_source = templates.get("tool_use", "")
         self.foreign_template = self.template_source not in ("", CHAT_TEMPLATE)
         if self.template_source == CHAT_TEMPLATE:
-            inside = self.engine.encode_spans("a", engines.INSIDE)[0]
+            inside = encode_spans(self.engine, "a", engines.INSIDE)[0]
             self.foreign_template = self.encode("a") != inside
         self.template_settings = dict(self.config.get("chat_template_kwargs") or {})
         self.recent_ids = lru_cache(maxsize=RECENT)(self._ids)

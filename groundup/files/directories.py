@@ -14,7 +14,7 @@ def lock_directory(path: Path, shared: bool = False, wait: bool = False) -> int:
     """Make a directory if needed and lock it. Return a handle; closing it ends the lock."""
     # The directory itself is locked, because a file would stay behind. Windows opens none.
     while True:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)  # again, if it was removed meanwhile
         handle = os.open(path if HAS_LOCKS else os.devnull, os.O_RDONLY)
         try:
             lock(handle, shared, wait)
@@ -34,7 +34,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
     """
     try:
         if out.exists():
-            out.rmdir()
+            out.rmdir()  # only an empty one can be
     except OSError as error:
         text = f"out_dir={str(out)!r} is not empty or cannot be replaced ({error.strerror})"
         raise UserError(f"config: {text}; give another, or one inside it") from None
@@ -44,7 +44,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
         yield temp
         for path in (*temp.iterdir(), temp):
             sync(path)
-        temp.rename(out)
-        sync(out.parent)
+        temp.rename(out)  # from now on it is there
+        sync(out.parent)  # a power cut does not undo it
     finally:
-        shutil.rmtree(temp, ignore_errors=True)
+        shutil.rmtree(temp, ignore_errors=True)  # nothing, if all went well

@@ -20,7 +20,7 @@ def matches(name: str) -> list[str]:
     """Return the paths that a name or glob matches; brackets of existing folders are no glob."""
     if os.path.exists(name):
         return [name]
-    if found := sorted(glob.glob(name, recursive=True)):
+    if found := sorted(glob.glob(name, recursive=True)):  # ** is any folder
         return found
     # Which folders exist as they are written? Only what is behind them is a glob.
     folder, rest = name, ""
@@ -48,12 +48,17 @@ def find_files(input: str, setting: str = "") -> list[str]:
         ]
         if not files:
             hint = "give files, directories or globs, separated by commas"
+<<<<<<< HEAD
             named = f" in --{setting}" if setting else ""
             raise UserError(f"data: no file matches {part!r}{named}; {hint}")
         found += files
+=======
+            raise UserError(f"data: no file matches {part!r}; {hint}")
+        found += files  # in the order given
+>>>>>>> tok
     unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file
     for file in found:
-        real = os.path.realpath(file)
+        real = os.path.realpath(file)  # without links
         if os.path.islink(unlinked.setdefault(real, file)):
             unlinked[real] = file
     return list(unlinked.values())
@@ -61,11 +66,11 @@ def find_files(input: str, setting: str = "") -> list[str]:
 
 def list_directory(top: str) -> list[str]:
     """Return the data files of a directory; print how many others it has, and the first names."""
-    files, others = [], []
+    files, others = [], []  # paths from `top` on
     seen = {os.path.realpath(top)}  # a link to a folder above would never end
     for folder, folders, names in os.walk(top, onerror=stop, followlinks=True):
         if PREPARED.issubset(names):
-            folders.clear()
+            folders.clear()  # os.walk enters none of them
             where = shown_name(folder)
             if folder == top:
                 hint = "give the files that it was made of, or its train.jsonl"
@@ -82,7 +87,7 @@ def list_directory(top: str) -> list[str]:
             real = os.path.realpath(os.path.join(folder, name))
             if not name.startswith(".") and real not in seen:
                 entered[real] = name
-        folders[:] = entered.values()
+        folders[:] = entered.values()  # os.walk enters these
         seen |= entered.keys()
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), top)
@@ -103,7 +108,7 @@ def stop(error: OSError) -> None:
 def is_data(name: str) -> bool:
     """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE,
     a suffix of data."""
-    stem, suffix = os.path.splitext(unpacked_name(name))
+    stem, suffix = os.path.splitext(unpacked_name(name))  # of a.jsonl.gz: a, .jsonl
     # of Hugging Face's and LLaMA-Factory's folders
     about = ("readme", "license", "dataset_info", "dataset_infos")
     return not name.startswith(".") and stem not in about and suffix in DATA_SUFFIXES
@@ -116,7 +121,7 @@ def unpacked_name(path: str) -> str:
 
 def shown_name(path: str) -> str:
     """Return a path as valid Unicode in one line without tabs: names from zip files may be GBK."""
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")  # \xb9 for what is no UTF-8
     return re.sub(r"[\0-\x1f\x7f]", lambda control: repr(control[0])[1:-1], text)
 
 

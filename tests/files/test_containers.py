@@ -20,9 +20,10 @@ import pytest
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.encodings import check_codec
-from groundup.files.paths import find_files, parse_weights
+from groundup.files.paths import find_files
 from groundup.files.records import Report
 from groundup.text import unit
+from groundup.tokens.mixture import parse_weights
 
 
 def read(path: Path, report: Report | None = None, **options) -> list[str]:
