@@ -19,7 +19,7 @@ from groundup.errors import UserError
 from groundup.files import encodings
 from groundup.files.encodings import Verdict
 from groundup.files.paths import shown_name
-from groundup.files.untrusted import LFS_POINTER, POINTER_HINT, check_regular
+from groundup.files.untrusted import check_regular
 
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 READ_BYTES = 2**20
@@ -142,8 +142,6 @@ def open_stream(
             file.seek(begin)
     except OSError as error:
         raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}") from None
-    if first.startswith(LFS_POINTER):
-        raise UserError(f"data: {shown_name(path)} is {POINTER_HINT}")
 
     chunks = iter(lambda: file.read(READ_BYTES), b"")
     chunks = itertools.chain([] if begin else [first], chunks)

@@ -453,7 +453,7 @@ def test_of_a_directory_only_data_files_are_read_and_the_others_are_named(tmp_pa
     assert f"{top}: passed over 8 that are no data by name: " in said and all(name in said for name in others)
     assert find_files(f"{top}/*.md,{top}/load.py") == [f"{top}/README.md", f"{top}/load.py"]
     (top / "a.TXT").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    with pytest.raises(UserError, match="a.TXT is a pointer of Git LFS, not the file; run git lfs pull"):
+    with pytest.raises(UserError, match="a.TXT: it is a pointer of Git LFS, not the file; run git lfs pull"):
         list(readers.read_documents(str(top / "a.TXT")))
 
 
