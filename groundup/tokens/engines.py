@@ -152,6 +152,7 @@ class ByteLevelBPE(Engine):
 
     def __init__(self, description: dict) -> None:
         """Take a parsed tokenizer.json. Raise Unsupported if tiktoken would differ."""
+        model = description["model"]  # a file without it is damaged
         super().__init__(description.get("added_tokens") or [])
         self._check_words()
         normalizer = (description.get("normalizer") or {}).get("type", "")
@@ -162,7 +163,7 @@ class ByteLevelBPE(Engine):
         self.pattern = split_pattern(description.get("pre_tokenizer"))
         # newer files list added tokens among the others, too
         added = self.special_tokens | self.words
-        self.ranks = read_ranks(description["model"], added)  # checked: tiktoken merges alike
+        self.ranks = read_ranks(model, added)  # checked: tiktoken merges alike
         self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in self.ranks)
 
         self.added_words = set(self.words)  # tiktoken takes no other collection
