@@ -316,7 +316,7 @@ def read_turn(turn: dict) -> list[dict]:
         return [tool_message(raw, turn.get("tool_call_id"))]
     text, thoughts, calls, results = read_content(raw)
     for key in CALL_KEYS:
-        calls += list_of(turn[key]) if turn.get(key) else []
+        calls += list_of(turn.get(key))
     if name in CALLERS and text is not None:
         text, written = split_thoughts(text)
         calls = list_of(written)  # the turn says it itself, whatever stands beside it
@@ -336,7 +336,7 @@ def thoughts_of(holder: dict) -> list[str]:
     found = [holder.get(key) for key in THOUGHT_KEYS]
     if odd := next((one for one in found if one and isinstance(one, dict | list)), None):
         raise BadRow(f"thoughts are {type(odd).__name__}, not text")
-    return [one for one in found if isinstance(one, str) and one not in ("", "on", "off")]
+    return [one for one in found if isinstance(one, str) and one not in ("on", "off", *NOTHING)]
 
 
 def split_thoughts(content: object) -> tuple[str, object]:
@@ -491,7 +491,8 @@ def without_nulls(value: object) -> object:
 def list_of(value: object) -> list:
     """Return calls or tools as a list; all of it, or each of them, may be stored as JSON."""
     value = unpacked(value)
-    return [unpacked(one) for one in value] if isinstance(value, list) else [value]
+    found = value if isinstance(value, list) else [value]
+    return [unpacked(one) for one in found if one and one not in NOTHING]
 
 
 def as_json(value: object) -> str:
@@ -510,7 +511,7 @@ def with_system(turns: list[dict], row: dict) -> list[dict]:
     prompts = [*(row.get(key) for key in SYSTEM_KEYS), settings.get("custom_instructions")]
     prompts = [system_text(prompt) for prompt in prompts if prompt and prompt not in NOTHING]
     system = "\n".join(dict.fromkeys(prompts))
-    tools = tools_of(row) or list_of(settings.get("xml_tools") or [])
+    tools = tools_of(row) or list_of(settings.get("xml_tools"))
     if not system and not tools:
         return turns
     has_own = bool(turns) and turns[0]["role"] == "system"
@@ -535,9 +536,8 @@ def system_text(prompt: object) -> str:
 def tools_of(row: dict) -> list:
     """Return the tools that a row offers, [] if there are none."""
     for key in TOOL_KEYS:
-        found = row.get(key)
-        if found and not (isinstance(found, str) and found.strip() in NOTHING):
-            return [without_nulls(tool) for tool in list_of(found) if tool]
+        if found := list_of(row.get(key)):
+            return [without_nulls(tool) for tool in found]
     return []
 
 
