@@ -185,14 +185,13 @@ def known_keys(kind: str) -> str:
 
 MEDIA = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
 MEDIA_KEYS = frozenset(MEDIA)
-NO_MEDIA = (None, False, [], {}, *turns.NOTHING)
 
 
 def check_media(messages: list[dict], row: dict | list) -> list[dict]:
     """Return the messages. Raise BadRow if the row has a picture, video or sound beside them."""
     if not isinstance(row, dict) or MEDIA_KEYS.isdisjoint(row):
         return messages
-    if found := next((key for key in MEDIA if row.get(key) not in NO_MEDIA), ""):
+    if found := next((key for key in MEDIA if has_content(row.get(key))), ""):
         raise BadRow(f"a turn holds an {found.removesuffix('s')} ({found}), not only text")
     return messages
 
@@ -313,7 +312,9 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         return []
     known, others, lists = keys_read(found, kind, tuple(row))
     threads = {key: listing for key in lists if (listing := listed(row[key]))}
-    if left := [key for key in others if has_content(row[key]) or is_refusal(key, row[key])]:
+    left = [key for key in others if has_content(row[key])]
+    left += [key for key in others if row[key] is False and OF_FLAGS.search(key)]
+    if left:
         seen = [row[key] for key in known]
         for listing in threads.values():
             seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS]
@@ -346,11 +347,6 @@ def is_about(key: str) -> bool:
     # pandas writes the numbers of rows under "" and reads them as "Unnamed: 0"
     unnamed = not name or name.startswith("unnamed: ")
     return unnamed or name in ABOUT or name == "id" or name.endswith("_id")
-
-
-def is_refusal(key: str, value: object) -> bool:
-    """Return whether an unknown flag of a row may say not to learn from it."""
-    return value is False and OF_FLAGS.search(key) is not None
 
 
 def unread_settings(settings: object) -> list[str]:

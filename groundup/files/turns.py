@@ -19,6 +19,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -160,6 +161,11 @@ def listed(value: object) -> list[dict] | None:
     return None
 
 
+def first_of(holder: dict, keys: Sequence[str]) -> object:
+    """Return the value under the first of the keys that is there and not null, or None."""
+    return next((holder[key] for key in keys if holder.get(key) is not None), None)
+
+
 def keys_of(row: dict) -> str:
     return f"keys {', '.join(map(str, row))}"[:200] if row else "no keys"
 
@@ -274,7 +280,7 @@ def said(messages: list[dict]) -> list[tuple[str, str]]:
 
 def name_of(turn: dict) -> object:
     """Return the name of a turn's role, in lower case if it is text."""
-    name = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+    name = first_of(turn, ROLE_KEYS)
     return re.sub("[ -]", "_", name.strip().lower()) if isinstance(name, str) else name
 
 
@@ -283,7 +289,7 @@ def role_of(turn: dict) -> str:
     role = ROLES.get(name) if isinstance(name, str) else None
     if role:
         return role
-    shown = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+    shown = first_of(turn, ROLE_KEYS)
     how = f"user={shown}" if isinstance(shown, str) else naming([turn])
     known = ", ".join(ROLES)
     how = f"prepare.py --text_key='{how}' reads others"
@@ -311,7 +317,7 @@ def naming(found: list[dict]) -> str:
 def read_turn(turn: dict) -> list[dict]:
     """Return the messages of a turn: one, but for results of tools in a user's turn (Anthropic)."""
     role, name = role_of(turn), name_of(turn)
-    raw = next((turn[key] for key in CONTENT_KEYS if turn.get(key) is not None), None)
+    raw = first_of(turn, CONTENT_KEYS)
     if role == "tool":
         return [tool_message(raw, turn.get("tool_call_id"))]
     text, thoughts, calls, results = read_content(raw)
@@ -378,12 +384,11 @@ def with_thoughts(thoughts: str, text: str | None) -> str | None:
 
 def tool_message(content: object, call_id: object) -> dict:
     """Return a tool's message; a result that is no text becomes JSON, but for pictures."""
-    for part in content if isinstance(content, list) else []:
-        if MEDIA_PART.match(kind_of(part)):
-            raise BadRow(f"a turn holds {kind_of(part)!r:.40}, not text")
-    if isinstance(content, list) and all(
-        isinstance(one, dict) and is_text_part(one) for one in content
-    ):
+    parts = content if isinstance(content, list) else []
+    kinds = [kind_of(part) if isinstance(part, dict) else "" for part in parts]
+    if media := next(filter(MEDIA_PART.match, kinds), ""):
+        raise BadRow(f"a turn holds {media!r:.40}, not text")
+    if isinstance(content, list) and all(kind in TEXT_PARTS for kind in kinds):
         content = "".join(map(text_of_part, content))
     elif isinstance(content, dict | list):
         content = as_json(without_nulls(content))
@@ -435,7 +440,7 @@ def text_of_part(part: dict | str) -> str:
     if isinstance(part, str):
         return part
     names = ("text", "value", kind_of(part), "content")
-    found = next((part[name] for name in names if part.get(name) is not None), None)
+    found = first_of(part, names)
     if not isinstance(found, str):
         raise BadRow(f"a part of a turn is of type {kind_of(part)} but has none")
     return found
@@ -473,7 +478,7 @@ def call_text(call: object) -> str:
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]  # OpenAI's form has an id and a type around it
     if isinstance(call, dict) and call.get("name") is not None:
-        found = next((call[key] for key in ARGUMENT_KEYS if call.get(key)), {})
+        found = first_of(call, ARGUMENT_KEYS) or {}
         arguments = unpacked(found) if isinstance(found, str) else without_nulls(found)
         call = {"name": call["name"], "arguments": arguments}
     return f"<tool_call>\n{call if isinstance(call, str) else as_json(call)}\n</tool_call>"
@@ -529,7 +534,7 @@ def system_text(prompt: object) -> str:
     if isinstance(prompt, str) and prompt.startswith(('[{"text":', '{"role":', '{"parts":')):
         prompt = unpacked(prompt)
     if isinstance(prompt, dict):
-        prompt = next((prompt[key] for key in CONTENT_KEYS if key in prompt), None)
+        prompt = first_of(prompt, CONTENT_KEYS)
     return message("system", read_content(prompt)[0])["content"]
 
 
