@@ -237,7 +237,8 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 
 def has_all(row: dict, known: RowFormat) -> bool:
     for key in known.keys.split(","):  # all() takes three times as long
-        if row.get(key) in (None, "", [], "[]"):
+        value = row.get(key)
+        if value in (None, "", []) or (value == "[]" and key in THREADS):
             return False
     return True
 

@@ -144,7 +144,8 @@ def open_stream(
         if begin:
             file.seek(begin)
     except OSError as error:
-        raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}") from None
+        hint = "" if error.errno else "; of a pipe give -, standard input"
+        raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}{hint}") from None
     if first.startswith(LFS_POINTER):
         raise UserError(f"data: {shown_name(path)} is {POINTER_HINT}")
 
