@@ -238,9 +238,12 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 def has_all(row: dict, known: RowFormat) -> bool:
     for key in known.keys.split(","):  # all() takes three times as long
         value = row.get(key)
-        if value in (None, "", []) or (value == "[]" and key in THREADS):
+        if value in NO_VALUE or (value == "[]" and key in THREADS):
             return False
     return True
+
+
+NO_VALUE = (None, "", [])
 
 
 def rename(row: dict, answers: bool = False) -> dict:
@@ -327,7 +330,7 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
-    labels = [key for key in KTO_LABELS if str(row.get(key)) not in turns.NOTHING]
+    labels = [key for key in KTO_LABELS if key in row and str(row[key]) not in turns.NOTHING]
     return left + [key for key in labels if as_number(row[key]) not in (0, 1)]
 
 
@@ -360,7 +363,7 @@ def unread_settings(settings: object) -> list[str]:
 
 def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
     """Return the keys of turns that hold content but are not read, each once."""
-    known = turns.keys_read_of(listing) - {*WEIGHTS}
+    known = turns.keys_read_of(listing)
     found: dict[str, None] = {}
     for turn in listing:
         if not turn.keys() <= known:

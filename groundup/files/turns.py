@@ -109,7 +109,7 @@ CALL_KEYS = ("tool_calls", "function_call")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # OpenAI, Llama 3.1, LangChain, Anthropic
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *THOUGHT_KEYS, *WEIGHTS, "train_detail"}
+TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *THOUGHT_KEYS, "train_detail"}
 TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools"}
 # Keys of a question and its answer in one turn: Firefly's; Capybara's and xtuner's; COIG's
 EXCHANGES = (("human", "assistant"), ("input", "output"), ("question", "answer"))
@@ -236,9 +236,9 @@ def exchange_keys(turns: list[dict]) -> tuple[str, str] | None:
 
 
 def keys_read_of(turns: list[dict]) -> set[str]:
-    """Return the keys of turns that are read."""
+    """Return the keys of turns that are read, but for the flags."""
     found = exchange_keys(turns)
-    return {*found, *WEIGHTS, "system", "tools"} if found else TURN_KEYS
+    return {*found, "system", "tools"} if found else TURN_KEYS
 
 
 def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
@@ -322,7 +322,7 @@ def read_turn(turn: dict) -> list[dict]:
         return [tool_message(raw, turn.get("tool_call_id"))]
     text, thoughts, calls, results = read_content(raw)
     for key in CALL_KEYS:
-        calls += list_of(turn.get(key))
+        calls += list_of(turn[key]) if turn.get(key) else []
     if name in CALLERS and text is not None:
         text, written = split_thoughts(text)
         calls = list_of(written)  # the turn says it itself, whatever stands beside it
@@ -668,9 +668,9 @@ SPEAKERS |= dict.fromkeys(("Assistant", "ASSISTANT", "MOSS"), "assistant")
 
 RENDERED = re.compile(  # how a prompt begins that a chat template has written
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
-    r"(<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\]|<start_of_turn>)"
+    r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\]|<start_of_turn>)"
 )
-LATER_TURN = re.compile(r"(<extra_id_1>)(?:User|Assistant)\n")  # HelpSteer's
+LATER_TURN = re.compile("<extra_id_1>(?=(?:User|Assistant)\n)")  # HelpSteer's
 
 
 def question_turns(text: str) -> list[dict]:
@@ -679,7 +679,7 @@ def question_turns(text: str) -> list[dict]:
     Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
     if mark := RENDERED.match(text) or LATER_TURN.search(text):
         how = "give its turns as messages"
-        raise BadRow(f"the prompt is written by a chat template ({mark[1]}); {how}")
+        raise BadRow(f"the prompt is written by a chat template ({mark[0].strip()}); {how}")
     if "Human:" not in text[:8] or not OPEN_DIALOGUE.fullmatch(text):
         return [message("user", text)]
     pattern = HH_TURN if text.startswith("\n\n") else BELLE_TURN
