@@ -133,18 +133,12 @@ def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
 
 
 def without_times(batch: "pyarrow.RecordBatch") -> "pyarrow.RecordBatch":
-    """Return a batch with the numbers behind dates and times for those that Python cannot express:
-    years beyond 9999, unknown time zones."""
+    """Return a batch with the numbers behind its dates and times: Python has no years beyond 9999,
+    and may not know a time zone."""
     import pyarrow
 
-    columns = list(batch.columns)
-    for k, column in enumerate(columns):
-        if not pyarrow.types.is_temporal(column.type):
-            continue
-        try:
-            column.to_pylist()
-        except (ValueError, OverflowError, LookupError, OSError):
-            columns[k] = column.view(f"int{column.type.bit_width}")
-    if columns == list(batch.columns):
-        return batch
-    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+    for k, column in enumerate(batch.columns):
+        if pyarrow.types.is_temporal(column.type):
+            numbers = column.view(f"int{column.type.bit_width}")
+            batch = batch.set_column(k, batch.schema.names[k], numbers)
+    return batch

@@ -210,14 +210,13 @@ def alike(one: set[str], other: set[str]) -> float:
 
 MEDIA = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
 MEDIA_KEYS = frozenset(MEDIA)
-NO_MEDIA = (None, False, [], {}, *turns.NOTHING)
 
 
 def check_media(messages: list[dict], row: dict | list) -> list[dict]:
     """Return the messages. Raise BadRow if the row has a picture, video or sound beside them."""
     if not isinstance(row, dict) or MEDIA_KEYS.isdisjoint(row):
         return messages
-    if found := next((key for key in MEDIA if row.get(key) not in NO_MEDIA), ""):
+    if found := next((key for key in MEDIA if has_content(row.get(key))), ""):
         raise BadRow(f"a turn holds an {found.removesuffix('s')} ({found}), not only text")
     return messages
 
@@ -263,9 +262,13 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 
 def has_all(row: dict, known: RowFormat) -> bool:
     for key in known.keys.split(","):  # all() takes three times as long
-        if row.get(key) in (None, "", [], "[]"):
+        value = row.get(key)
+        if value in NO_VALUE or (value == "[]" and key in THREADS):
             return False
     return True
+
+
+NO_VALUE = (None, "", [])
 
 
 def rename(row: dict, answers: bool = False) -> dict:
@@ -338,7 +341,9 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         return []
     known, others, lists = keys_read(found, kind, tuple(row))
     threads = {key: listing for key in lists if (listing := listed(row[key]))}
-    if left := [key for key in others if has_content(row[key]) or is_refusal(key, row[key])]:
+    left = [key for key in others if has_content(row[key])]
+    left += [key for key in others if row[key] is False and OF_FLAGS.search(key)]
+    if left:
         seen = [row[key] for key in known]
         for listing in threads.values():
             seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS]
@@ -350,7 +355,7 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
-    labels = [key for key in KTO_LABELS if str(row.get(key)) not in turns.NOTHING]
+    labels = [key for key in KTO_LABELS if key in row and str(row[key]) not in turns.NOTHING]
     return left + [key for key in labels if as_number(row[key]) not in (0, 1)]
 
 
@@ -373,11 +378,6 @@ def is_about(key: str) -> bool:
     return unnamed or name in ABOUT or name == "id" or name.endswith("_id")
 
 
-def is_refusal(key: str, value: object) -> bool:
-    """Return whether an unknown flag of a row may say not to learn from it."""
-    return value is False and OF_FLAGS.search(key) is not None
-
-
 def unread_settings(settings: object) -> list[str]:
     """Return the keys of smoltalk2's chat_template_kwargs that are not read."""
     if not isinstance(settings, dict):
@@ -388,7 +388,7 @@ def unread_settings(settings: object) -> list[str]:
 
 def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
     """Return the keys of turns that hold content but are not read, each once."""
-    known = turns.keys_read_of(listing) - {*WEIGHTS}
+    known = turns.keys_read_of(listing)
     found: dict[str, None] = {}
     for turn in listing:
         if not turn.keys() <= known:

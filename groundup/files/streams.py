@@ -141,7 +141,9 @@ def open_stream(
         if begin:
             file.seek(begin)
     except OSError as error:
-        raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}") from None
+        is_pipe = "regular" in (error.strerror or "")
+        hint = "; of a pipe give -, standard input" if is_pipe else ""
+        raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}{hint}") from None
 
     chunks = iter(lambda: file.read(READ_BYTES), b"")
     chunks = itertools.chain([] if begin else [first], chunks)

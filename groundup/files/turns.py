@@ -19,6 +19,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -108,7 +109,7 @@ CALL_KEYS = ("tool_calls", "function_call")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # OpenAI, Llama 3.1, LangChain, Anthropic
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *THOUGHT_KEYS, *WEIGHTS, "train_detail"}
+TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *THOUGHT_KEYS, "train_detail"}
 TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools"}
 # Keys of a question and its answer in one turn: Firefly's; Capybara's and xtuner's; COIG's
 EXCHANGES = (("human", "assistant"), ("input", "output"), ("question", "answer"))
@@ -158,6 +159,11 @@ def listed(value: object) -> list[dict] | None:
     if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
         return found
     return None
+
+
+def first_of(holder: dict, keys: Sequence[str]) -> object:
+    """Return the value under the first of the keys that is there and not null, or None."""
+    return next((holder[key] for key in keys if holder.get(key) is not None), None)
 
 
 def keys_of(row: dict) -> str:
@@ -230,9 +236,9 @@ def exchange_keys(turns: list[dict]) -> tuple[str, str] | None:
 
 
 def keys_read_of(turns: list[dict]) -> set[str]:
-    """Return the keys of turns that are read."""
+    """Return the keys of turns that are read, but for the flags."""
     found = exchange_keys(turns)
-    return {*found, *WEIGHTS, "system", "tools"} if found else TURN_KEYS
+    return {*found, "system", "tools"} if found else TURN_KEYS
 
 
 def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
@@ -274,7 +280,7 @@ def said(messages: list[dict]) -> list[tuple[str, str]]:
 
 def name_of(turn: dict) -> object:
     """Return the name of a turn's role, in lower case if it is text."""
-    name = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+    name = first_of(turn, ROLE_KEYS)
     return re.sub("[ -]", "_", name.strip().lower()) if isinstance(name, str) else name
 
 
@@ -283,7 +289,7 @@ def role_of(turn: dict) -> str:
     role = ROLES.get(name) if isinstance(name, str) else None
     if role:
         return role
-    shown = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+    shown = first_of(turn, ROLE_KEYS)
     how = f"user={shown}" if isinstance(shown, str) else naming([turn])
     known = ", ".join(ROLES)
     how = f"prepare.py --text_key='{how}' reads others"
@@ -311,7 +317,7 @@ def naming(found: list[dict]) -> str:
 def read_turn(turn: dict) -> list[dict]:
     """Return the messages of a turn: one, but for results of tools in a user's turn (Anthropic)."""
     role, name = role_of(turn), name_of(turn)
-    raw = next((turn[key] for key in CONTENT_KEYS if turn.get(key) is not None), None)
+    raw = first_of(turn, CONTENT_KEYS)
     if role == "tool":
         return [tool_message(raw, turn.get("tool_call_id"))]
     text, thoughts, calls, results = read_content(raw)
@@ -336,7 +342,7 @@ def thoughts_of(holder: dict) -> list[str]:
     found = [holder.get(key) for key in THOUGHT_KEYS]
     if odd := next((one for one in found if one and isinstance(one, dict | list)), None):
         raise BadRow(f"thoughts are {type(odd).__name__}, not text")
-    return [one for one in found if isinstance(one, str) and one not in ("", "on", "off")]
+    return [one for one in found if isinstance(one, str) and one not in ("on", "off", *NOTHING)]
 
 
 def split_thoughts(content: object) -> tuple[str, object]:
@@ -378,12 +384,11 @@ def with_thoughts(thoughts: str, text: str | None) -> str | None:
 
 def tool_message(content: object, call_id: object) -> dict:
     """Return a tool's message; a result that is no text becomes JSON, but for pictures."""
-    for part in content if isinstance(content, list) else []:
-        if MEDIA_PART.match(kind_of(part)):
-            raise BadRow(f"a turn holds {kind_of(part)!r:.40}, not text")
-    if isinstance(content, list) and all(
-        isinstance(one, dict) and is_text_part(one) for one in content
-    ):
+    parts = content if isinstance(content, list) else []
+    kinds = [kind_of(part) if isinstance(part, dict) else "" for part in parts]
+    if media := next(filter(MEDIA_PART.match, kinds), ""):
+        raise BadRow(f"a turn holds {media!r:.40}, not text")
+    if isinstance(content, list) and all(kind in TEXT_PARTS for kind in kinds):
         content = "".join(map(text_of_part, content))
     elif isinstance(content, dict | list):
         content = as_json(without_nulls(content))
@@ -435,7 +440,7 @@ def text_of_part(part: dict | str) -> str:
     if isinstance(part, str):
         return part
     names = ("text", "value", kind_of(part), "content")
-    found = next((part[name] for name in names if part.get(name) is not None), None)
+    found = first_of(part, names)
     if not isinstance(found, str):
         raise BadRow(f"a part of a turn is of type {kind_of(part)} but has none")
     return found
@@ -473,7 +478,7 @@ def call_text(call: object) -> str:
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]  # OpenAI's form has an id and a type around it
     if isinstance(call, dict) and call.get("name") is not None:
-        found = next((call[key] for key in ARGUMENT_KEYS if call.get(key)), {})
+        found = first_of(call, ARGUMENT_KEYS) or {}
         arguments = unpacked(found) if isinstance(found, str) else without_nulls(found)
         call = {"name": call["name"], "arguments": arguments}
     return f"<tool_call>\n{call if isinstance(call, str) else as_json(call)}\n</tool_call>"
@@ -491,7 +496,8 @@ def without_nulls(value: object) -> object:
 def list_of(value: object) -> list:
     """Return calls or tools as a list; all of it, or each of them, may be stored as JSON."""
     value = unpacked(value)
-    return [unpacked(one) for one in value] if isinstance(value, list) else [value]
+    found = value if isinstance(value, list) else [value]
+    return [unpacked(one) for one in found if one and one not in NOTHING]
 
 
 def as_json(value: object) -> str:
@@ -510,7 +516,7 @@ def with_system(turns: list[dict], row: dict) -> list[dict]:
     prompts = [*(row.get(key) for key in SYSTEM_KEYS), settings.get("custom_instructions")]
     prompts = [system_text(prompt) for prompt in prompts if prompt and prompt not in NOTHING]
     system = "\n".join(dict.fromkeys(prompts))
-    tools = tools_of(row) or list_of(settings.get("xml_tools") or [])
+    tools = tools_of(row) or list_of(settings.get("xml_tools"))
     if not system and not tools:
         return turns
     has_own = bool(turns) and turns[0]["role"] == "system"
@@ -528,16 +534,15 @@ def system_text(prompt: object) -> str:
     if isinstance(prompt, str) and prompt.startswith(('[{"text":', '{"role":', '{"parts":')):
         prompt = unpacked(prompt)
     if isinstance(prompt, dict):
-        prompt = next((prompt[key] for key in CONTENT_KEYS if key in prompt), None)
+        prompt = first_of(prompt, CONTENT_KEYS)
     return message("system", read_content(prompt)[0])["content"]
 
 
 def tools_of(row: dict) -> list:
     """Return the tools that a row offers, [] if there are none."""
     for key in TOOL_KEYS:
-        found = row.get(key)
-        if found and not (isinstance(found, str) and found.strip() in NOTHING):
-            return [without_nulls(tool) for tool in list_of(found) if tool]
+        if found := list_of(row.get(key)):
+            return [without_nulls(tool) for tool in found]
     return []
 
 
@@ -667,9 +672,9 @@ SPEAKERS |= dict.fromkeys(("Assistant", "ASSISTANT", "MOSS"), "assistant")
 
 RENDERED = re.compile(  # how a prompt begins that a chat template has written
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
-    r"(<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\]|<start_of_turn>)"
+    r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\]|<start_of_turn>)"
 )
-LATER_TURN = re.compile(r"(<extra_id_1>)(?:User|Assistant)\n")  # HelpSteer's
+LATER_TURN = re.compile("<extra_id_1>(?=(?:User|Assistant)\n)")  # HelpSteer's
 
 
 def question_turns(text: str) -> list[dict]:
@@ -678,7 +683,7 @@ def question_turns(text: str) -> list[dict]:
     Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
     if mark := RENDERED.match(text) or LATER_TURN.search(text):
         how = "give its turns as messages"
-        raise BadRow(f"the prompt is written by a chat template ({mark[1]}); {how}")
+        raise BadRow(f"the prompt is written by a chat template ({mark[0].strip()}); {how}")
     if "Human:" not in text[:8] or not OPEN_DIALOGUE.fullmatch(text):
         return [message("user", text)]
     pattern = HH_TURN if text.startswith("\n\n") else BELLE_TURN

@@ -39,10 +39,12 @@ GUARD = "\ufdd0"  # one more of Unicode's noncharacters
 MARKS = re.compile(f"[{BEGIN}{END}]")
 # They show what a template leaves out of the messages of a role, and how that is counted.
 PROBES = {"assistant": "\ufdd3", "system": "\ufdd4", "tool": "\ufdd5"}
+PROBES["call"] = "_0probe0"  # in ASCII, since calls may be written with escapes
 NOT_WRITTEN = {
     "assistant": "thoughts of answers",
     "system": "system messages",
     "tool": "results of tools",
+    "call": "calls of tools",
 }
 OUR_CHARACTERS = re.compile("[\ufdd0-\ufdd5]")
 RENDER_S = 4  # of CPU time at most, for one conversation; thousands of messages take less than one
@@ -278,7 +280,7 @@ class ChatTemplate:
         return RenderInput(guarded, self.markers.guarded(tools, self.markers.in_text), opens)
 
     def left_out(self, messages: Sequence[dict]) -> Counter[str]:
-        """Count what the template does not write: thoughts, system messages, results of tools."""
+        """Count what the template does not write: thoughts, system messages, calls, results."""
         probed, expected = [], Counter()
         talk = self.render_input(messages)
         for message in talk.messages:
@@ -290,6 +292,9 @@ class ChatTemplate:
                 content = content.rstrip() + PROBES[role]
             expected[role] += content.count(PROBES.get(role, BEGIN))
             probed.append(message | {"content": content})
+            if "tool_calls" in message:
+                calls = probed[-1]["tool_calls"] = [with_probe(c) for c in message["tool_calls"]]
+                expected["call"] += len(calls)
         counts: Counter[str] = Counter()
         if expected.total():
             with suppress(UserError):
@@ -393,6 +398,11 @@ class ChatTemplate:
         # the conversation up to the calls must end with them, too
         alone = self.text(talk.with_messages(*messages[: i + 1])).rstrip()
         return (len(before), found.end()) if said and alone.endswith(said) else None
+
+
+def with_probe(call: dict) -> dict:
+    function = call["function"]
+    return call | {"function": function | {"name": f"{function['name']}{PROBES['call']}"}}
 
 
 @contextmanager

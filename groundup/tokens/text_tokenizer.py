@@ -7,6 +7,7 @@ tokenizer_config.json. engines.py turns texts into ids. Ordinary text never beco
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable
@@ -236,16 +237,13 @@ def check_ids(added: list[dict], vocab: dict[str, int] | list) -> None:
 
     That numbers those that are not in the vocabulary on from its size, whatever the file says."""
     known = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
-    new: dict[str, int] = {}
+    new = dict.fromkeys(token["content"] for token in added if token["content"] not in known)
+    wanted = known | dict(zip(new, itertools.count(len(known)), strict=False))
     for token in added:
         name, i = token["content"], token["id"]
-        if name not in known:
-            new.setdefault(name, len(known) + len(new))
-        wanted = known.get(name, new.get(name))
-        if i != wanted:
-            raise UserError(
-                f"its token {name!r} has the id {i}, but in transformers {wanted}; {REWRITE}"
-            )
+        if i != wanted[name]:
+            has = f"its token {name!r} has the id {i}, but in transformers {wanted[name]}"
+            raise UserError(f"{has}; {REWRITE}")
 
 
 class Pieces(dict):

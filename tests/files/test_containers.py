@@ -448,7 +448,7 @@ def test_names_of_packed_files(tmp_path: Path, suffix: str, capsys) -> None:
 def test_pipes_and_devices_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     for path in (tmp_path / "a.jsonl", "/dev/zero", tmp_path):
-        with pytest.raises(UserError, match="cannot read .*: is no regular file"):
+        with pytest.raises(UserError, match="cannot read .*: is no regular file; of a pipe give -"):
             next(records.read_records(str(path)))
 
 

@@ -862,6 +862,17 @@ CHATS = {
         ASKED,
         [],
     ),
+    "what exporters write where nothing is": (
+        {
+            "tools": [None, "null"],
+            "messages": [
+                u("2 + 2?"),
+                a("4", tool_calls="null", function_call="None", reasoning_content="nan"),
+            ],
+        },
+        ASKED,
+        [],
+    ),
     "a system prompt of None": ({"system": "None", "prompt": "2 + 2?", "response": "4"}, ASKED, []),
     "an answer that is a turn": (
         {"prompt": [u("2 + 2?")], "completion": a("4")},

@@ -712,6 +712,7 @@ def test_no_row_raises(row: object, text_key: str) -> None:
         ({"prompt": "2+2?", "answer": "4", "generation": "5"}, "4"),
         ({"prompt": "2+2?", "completion": "4", "generation": "5"}, "4"),
         ({"instruction": "2+2?", "generation": "4"}, "4"),  # distilabel
+        ({"question": "An empty list?", "answer": "[]", "response": "x"}, "[]"),
         ({"instruction": "Write turns.", "output": '[{"role": "user", "content": "hi"}]'},
          '[{"role": "user", "content": "hi"}]'),
         ({"instruction": "Write turns.", "output": '[{"from": "bob", "value": "hi"}]'},

@@ -17,6 +17,7 @@ from groundup.tokens.conversations import ChatReader
 from groundup.tokens.engines import added_token, to_json
 from groundup.tokens.pairs import LabelReader, PairReader
 from groundup.tokens.prompts import PromptReader
+from groundup.tokens.templates import CALL_OF_F
 from groundup.tokens.training import train
 from tokenizer import CHAT_TEMPLATE, Tokenizer, chat_ready
 
@@ -438,6 +439,13 @@ def test_what_a_template_leaves_out_is_counted():
     files["tokenizer_config.json"] = to_json(config | {"chat_template": without_tags(VICUNA)})
     assert not Tokenizer(files).left_out(talk)
     assert not train(TEXTS, 512).left_out(talk)
+    # one that knows of calls but does not write them, as Cohere's template for talk without tools
+    call = {"role": "assistant", "content": "\n".join([CALL_OF_F, CALL_OF_F])}
+    talk = [talk[1], call, talk[3], {"role": "assistant", "content": "4"}]
+    for written, want in (("", {"calls of tools": 2}), ("{{ m.tool_calls }}", {})):
+        knowing = "{# tools tool_calls #}" + without_tags(VICUNA).replace("{% endfor", written + "{% endfor", 1)
+        files["tokenizer_config.json"] = to_json(config | {"chat_template": knowing})
+        assert Tokenizer(files).left_out(talk) == want
 
 
 def test_every_reader_says_what_the_template_leaves_out():
