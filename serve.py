@@ -43,6 +43,7 @@ import torch
 from configurator import configure
 from groundup.align import reward_model
 from groundup.errors import UserError
+from groundup.files.paths import shown_name
 from groundup.generate import page
 from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
@@ -542,7 +543,7 @@ def directories(value: str) -> dict[str, Path]:
     the name of its run."""
     if "=" not in value or Path(value).exists():  # "=" may be part of a folder's name
         value = value or str(checkpoint.newest_run())
-        return {Path(value).absolute().name: checkpoint.resolve(value)}
+        return {shown_name(Path(value).absolute().name): checkpoint.resolve(value)}
     pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
     if not all(map(all, pairs)) or len(dict(pairs)) < len(pairs):
         what = "must be a directory or NAME=DIR,NAME=DIR with names that differ"

@@ -264,6 +264,18 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     assert earlier.endswith("continues, without --resume_from=3 --overwrite=True\n")
 
 
+@pytest.mark.parametrize(("name", "shown"), [("\u8fd0\u884c".encode(), "\u8fd0\u884c"), (b"\xd4\xcb", "\ufffd\ufffd")])
+def test_a_card_of_a_path_that_the_locale_cannot_name(tmp_path, monkeypatch, name, shown):
+    """UTF-8 in an ASCII locale; a folder's name in GBK."""
+    out = tmp_path / name.decode("ascii", "surrogateescape")
+    os.mkdir(bytes(tmp_path) + b"/" + name)
+    monkeypatch.setattr(RunLog, "print", lambda log, text: None)  # a script's output replaces what it lacks
+    log = RunLog(str(out), 1, 0)
+    log.advance()
+    log.finish(str(ROOT / "sft.py"), {"resume": "auto", "resume_from": 0}, [str(out)], "", False, True)
+    assert f"# {shown}: a run of sft.py" in (out / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_card_replaces_no_text_of_ones_own(tmp_path, capsys):
     card = tmp_path / "README.md"
     for text, stays in (("# thesis", True), ("", True), (logs.CARD, False)):
