@@ -421,8 +421,9 @@ def event_of(line: bytes) -> dict | None:
     """Return the event of a line, None if it is damaged, as a kill or a full disk may leave it."""
     try:
         event = loads(line)
-        # The two keys that every reader of a log uses.
+        # The keys that every reader of a log uses.
         valid = isinstance(event["event"], str) and type(event["step"]) is int
+        valid &= isinstance(event.get("val_loss"), int | float | None)
     except (ValueError, TypeError, KeyError, IndexError):
         return None
     return event if valid else None

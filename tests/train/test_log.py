@@ -139,6 +139,15 @@ def test_an_evaluation_is_missing_until_it_is_logged(tmp_path):
     new.close()
 
 
+@pytest.mark.parametrize("val_loss", ["low", [1], {"a": 1}, "1.5"])
+def test_a_loss_that_is_no_number_is_a_damaged_line(tmp_path, val_loss):
+    lines = [json.dumps(event("eval", 1, val_loss=loss)) for loss in (val_loss, None, 2.5)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    log = RunLog(str(tmp_path), 9, 2)
+    assert log.val_losses() == {1: 2.5}
+    log.close()
+
+
 def test_a_resumed_run_drops_later_events_and_leaves_damaged_lines(tmp_path):
     lines = [json.dumps(event("train", step, loss=1.0)).encode() for step in (1, 2, 3)]
     lines[1] = lines[1].replace(b'"event"', b'"e\xf6ent"')
