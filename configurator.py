@@ -210,7 +210,11 @@ def checked(
 
     # The shell leaves --key=~/x as it is. Also in lists: "~/a=0.7,~/b=0.3", "0: ~/a; 8: ~/b".
     if want is str and key not in TEXTS:
-        value = re.sub(r"(^|[,;:=]\s*)~(?=/)", lambda m: m[1] + os.path.expanduser("~"), value)
+        home = os.path.expanduser("~")
+        value, n = re.subn(r"(^|[,;:=]\s*)~(?=/)", lambda m: m[1] + home, value)
+        # Of a user whom the system does not know, without HOME: a folder would be called "~".
+        if n and home == "~":
+            raise UserError(f"config: {key}={value!r}: there is no home directory; set HOME")
     if words := violated(value, (comments or {}).get(key, "")):
         raise UserError(f"config: {key} must be {words}, got {value!r} in {where}")
     return value

@@ -28,6 +28,7 @@ from pathlib import Path
 from configurator import configure
 from groundup.align.reward_model import is_reward_model
 from groundup.errors import UserError
+from groundup.files.paths import shown_name
 from groundup.generate.tools import Tools, check_template
 from groundup.train import checkpoint
 from groundup.train.device import choose_device, choose_dtype
@@ -69,7 +70,7 @@ def directories(value: str) -> dict[str, Path]:
         pairs = [part.strip().partition("=")[::2] for part in value.split(",")]
     else:
         value = value or str(checkpoint.newest_run())
-        pairs = [(Path(value).absolute().name, value)]
+        pairs = [(shown_name(Path(value).absolute().name), value)]
     if not all(map(all, pairs)) or len(dict(pairs)) < len(pairs):
         what = "must be a directory or NAME=DIR,NAME=DIR with names that differ"
         raise UserError(f"serve: init_from={value!r} {what}")

@@ -479,6 +479,13 @@ def test_a_path_in_the_home_directory(monkeypatch):
     assert resolve(KEYS, ["--prompt=see: ~/x"])["prompt"] == "see: ~/x"  # words, no path
 
 
+def test_without_a_home_no_folder_is_called_so(monkeypatch):
+    """A container's user of a number alone."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert mistake(["--out_dir=~/x"]) == "config: out_dir='~/x': there is no home directory; set HOME"
+    assert resolve(KEYS, ["--out_dir=x~/y"])["out_dir"] == "x~/y"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from("abcdefgh"), VALUES, min_size=1))
 def test_any_configuration_gives_the_same_values(tmp_path_factory, config):

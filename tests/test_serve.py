@@ -5,6 +5,7 @@ import contextlib
 import errno
 import gzip
 import json
+import os
 import re
 import socket
 import sys
@@ -632,6 +633,9 @@ def test_the_printed_address_is_one_that_a_browser_takes():
 def test_the_name_of_a_folder_may_hold_an_equals_sign(directory, tmp_path):
     (tmp_path / "lang=zh").symlink_to(directory.parent)
     assert list(serve.directories(f"{tmp_path}/lang=zh")) == ["lang=zh"]
+    gbk = tmp_path / os.fsdecode(b"\xd4\xcb")  # a name that no JSON could hold
+    gbk.symlink_to(directory.parent)
+    assert list(serve.directories(str(gbk))) == [r"\xd4\xcb"]
 
 
 # ---- fields that vLLM and llama.cpp take -----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def housekeeping(task: str) -> Iterator[None]:
     except OSError as error:
         # The workers of prepare.py leave it to the process that started them.
         if parent_process() is None:
-            say(f"warning: cannot {task}: {error.strerror}")
+            say(f"warning: cannot {task}: {error.strerror or error}")
 
 
 # ---- locks ---------------------------------------------------------------------------------------

@@ -868,7 +868,10 @@ def point(link: Path, target: Path | None) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a directory of a run."""
+    """Remove a directory of a run, of a link to one on another disk the link."""
+    if directory.is_symlink():
+        directory.unlink()
+        return
     # Renamed first: a half removed step must not look finished.
     hidden = directory.name.startswith(".")
     temp = directory if hidden else directory.rename(clear_name(directory, "tmp"))

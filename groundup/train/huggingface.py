@@ -352,7 +352,8 @@ shared_fingerprint = ranks.on_rank_0(weights_fingerprint)
 def model_name(directory: Path) -> str:
     """Return the directory's name and a fingerprint of its weights and settings."""
     # adapter_config.json and model_config.json are of LoRA, config.json of a whole model.
-    settings = b"".join(path.read_bytes() for path in sorted(directory.glob("[!.]*config.json")))
+    paths = [path for path in sorted(directory.glob("*config.json")) if path.name[0] != "."]
+    settings = b"".join(path.read_bytes() for path in paths)
     digest = hashlib.sha256(weights_fingerprint(directory).encode() + settings)
     return f"{directory.name} {digest.hexdigest()[:16]}"
 

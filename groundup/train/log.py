@@ -297,6 +297,8 @@ class RunLog:
         if path.exists() and not made_by_a_run(path):
             self.print(f"log: {path} was not written by a run; it stays, and this run has no card")
             return
+        # A path may hold bytes that are no UTF-8, or be in a locale that has none.
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         with warn_if_unwritable(path):
             tmp.write_text(text, encoding="utf-8")
             os.replace(tmp, path)
@@ -419,8 +421,9 @@ def event_of(line: bytes) -> dict | None:
     """Return the event of a line, None if it is damaged, as a kill or a full disk may leave it."""
     try:
         event = loads(line)
-        # The two keys that every reader of a log uses.
+        # The keys that every reader of a log uses.
         valid = isinstance(event["event"], str) and type(event["step"]) is int
+        valid &= isinstance(event.get("val_loss"), int | float | None)
     except (ValueError, TypeError, KeyError, IndexError):
         return None
     return event if valid else None

@@ -195,13 +195,16 @@ def open_store(world_size: int, is_host: bool, timeout_s: float) -> dist.Store:
     threading.Thread(target=connect, daemon=True).start()
     try:
         return result.result(timeout_s + 1)
-    except TimeoutError:
+    except (TimeoutError, RuntimeError) as error:
+        # torch's own words, if this rank could not listen
+        if is_host and str(error):
+            raise
         text = f"what listens at {address}:{port} is not rank 0; use another MASTER_PORT"
         try:
             socket.create_connection((address, port), 1).close()
-        except OSError as error:
+        except OSError as reason:
             text = f"rank 0 cannot be reached at MASTER_ADDR and MASTER_PORT, {address}:{port}"
-            text += f": {error.strerror or error}"
+            text += f": {reason.strerror or reason}"
         raise RuntimeError(text) from None
 
 

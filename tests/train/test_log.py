@@ -139,6 +139,15 @@ def test_an_evaluation_is_missing_until_it_is_logged(tmp_path):
     new.close()
 
 
+@pytest.mark.parametrize("val_loss", ["low", [1], {"a": 1}, "1.5"])
+def test_a_loss_that_is_no_number_is_a_damaged_line(tmp_path, val_loss):
+    lines = [json.dumps(event("eval", 1, val_loss=loss)) for loss in (val_loss, None, 2.5)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    log = RunLog(str(tmp_path), 9, 2)
+    assert log.val_losses() == {1: 2.5}
+    log.close()
+
+
 def test_a_resumed_run_drops_later_events_and_leaves_damaged_lines(tmp_path):
     lines = [json.dumps(event("train", step, loss=1.0)).encode() for step in (1, 2, 3)]
     lines[1] = lines[1].replace(b'"event"', b'"e\xf6ent"')
@@ -262,6 +271,18 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     assert "without --resume=never" in end(config | {"resume": "never"}, stopped=True)
     earlier = end(config | {"resume_from": 3}, stopped=True)
     assert earlier.endswith("continues, without --resume_from=3 --overwrite=True\n")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("\u8fd0\u884c".encode(), "\u8fd0\u884c"), (b"\xd4\xcb", "\ufffd\ufffd")])
+def test_a_card_of_a_path_that_the_locale_cannot_name(tmp_path, monkeypatch, name, shown):
+    """UTF-8 in an ASCII locale; a folder's name in GBK."""
+    out = tmp_path / name.decode("ascii", "surrogateescape")
+    os.mkdir(bytes(tmp_path) + b"/" + name)
+    monkeypatch.setattr(RunLog, "print", lambda log, text: None)  # a script's output replaces what it lacks
+    log = RunLog(str(out), 1, 0)
+    log.advance()
+    log.finish(str(ROOT / "sft.py"), {"resume": "auto", "resume_from": 0}, [str(out)], "", False, True)
+    assert f"# {shown}: a run of sft.py" in (out / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_card_replaces_no_text_of_ones_own(tmp_path, capsys):

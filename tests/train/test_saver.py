@@ -171,6 +171,15 @@ def test_a_lost_log_does_not_lose_the_best_checkpoint(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "best2") == "step_000004"
 
 
+def test_of_a_step_that_was_moved_to_another_disk_the_link_is_removed(tmp_path: Path, capsys) -> None:
+    step, elsewhere = save(tmp_path / "out", 1, keep_last=1), tmp_path / "elsewhere"
+    step.rename(elsewhere)
+    step.symlink_to(elsewhere)
+    save(tmp_path / "out", 2, keep_last=1)
+    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "latest", "log.jsonl", "step_000002"]
+    assert (elsewhere / "checksums.json").exists() and capsys.readouterr().err == ""
+
+
 def test_a_run_directory_can_be_moved(tmp_path: Path) -> None:
     save(tmp_path / "a", 1, tiny(1), val_loss=1.0, keep_last=1)
     save(tmp_path / "a", 2, tiny(2), val_loss=2.0, keep_last=1)
