@@ -242,8 +242,8 @@ def dedup_row(options: Options) -> Iterator[Line]:
 
 
 def pieces(texts: list[str], most: int) -> list[str]:
-    """Return at most `most` documents of 2,000 characters, 600 of Chinese, cut from the texts end to
-    end.
+    """Return at most `most` documents of 2,000 characters, 600 of Chinese, cut from the texts in a
+    row.
     """
     held = "\n".join(texts)
     size = 2000 if len(held.encode()) < 1.5 * len(held) else 600
