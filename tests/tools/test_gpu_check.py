@@ -18,6 +18,7 @@ SETTINGS = defaults_of(gpu_check.ROOT / "tools/gpu_check.py")
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
+    forks.server()  # it is started with the Popen that is replaced now
     monkeypatch.setattr(machine.subprocess, "Popen", forks.Popen)
     monkeypatch.setattr(gpu_check.timing, "matmul", lambda device, dtype: lambda: 1e9)  # bfloat16 takes a CPU seconds
 
