@@ -88,7 +88,6 @@ def evaluate_preference(
     share the pairs."""
     paths = [part.strip() for part in data.split(",") if part.strip()]
     sources = [read_source(p, PairReader(tokenizer, model.cfg.block_size), 0.0) for p in paths]
-    # a prepared directory has a validation split
     pairs = [pair for source in sources for pair in (source.val or source.train)[: limit or None]]
     sides = []  # (ids, the first that counts) of the chosen answer, then of the rejected one
     for pair in pairs:
