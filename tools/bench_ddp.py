@@ -67,7 +67,7 @@ OVERLAP = {"sequential", "torch", "torch_same", "ours", "forward", "backward"}  
 
 @contextmanager
 def namespaces(mbit: int) -> Iterator[list[tuple[list[str], str]]]:
-    """Join two network namespaces by a link of so many Mbit/s; yield (command prefix, interface)
+    """Join two network namespaces by a link of `mbit` Mbit/s; yield (command prefix, interface)
     of each. They are removed at the end.
     """
     # The interface in a namespace is called like it.
@@ -213,9 +213,9 @@ def run_rank(cases: list[str], rounds: int) -> None:
         add_ideal(results, built["compute"])
     if world.is_main:
         print(json.dumps(results))
-    # torch's reducers end before the process group. Its last owner destroys it, which a reducer
-    # does with the GIL held, and gloo's thread may wait for the GIL: for ever, seen beside other
-    # work.
+    # Free torch's reducers before the process group. Its last owner destroys it; a reducer does
+    # that while it holds the GIL, for which gloo's thread may wait: a deadlock, seen on a busy
+    # machine.
     built.clear()
     gc.collect()
     close()

@@ -242,7 +242,7 @@ def dedup_row(options: Options) -> Iterator[Line]:
 
 
 def pieces(texts: list[str], most: int) -> list[str]:
-    """Return at most so many documents of 2,000 characters, 600 of Chinese, cut from all texts in a
+    """Return at most `most` documents of 2,000 characters, 600 of Chinese, cut from the texts in a
     row.
     """
     held = "\n".join(texts)
@@ -251,8 +251,8 @@ def pieces(texts: list[str], most: int) -> list[str]:
 
 
 def with_copies(texts: list[str]) -> list[str]:
-    """Return as many documents, every fifth a near copy of the one before: without its first
-    hundredth.
+    """Return the documents with every fifth one replaced by a near copy of the one before, which
+    lacks the first hundredth.
     """
     found = list(texts)
     for i in range(4, len(texts), 5):

@@ -35,7 +35,7 @@ from groundup.train.optim import Optimizer
 from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
-STEPS = 16  # of a side in a round: dpo.py sorts the pairs of so many
+STEPS = 16  # of a side in a round; dpo.py sorts the pairs of that many steps by length
 LOSS = {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "gamma": 0.0, "nll_weight": 0.0}
 LEARNING_RATE = 1e-6
 # (numbers of pairs -> seconds, reference's logps)

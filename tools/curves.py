@@ -36,7 +36,7 @@ name = ""  # of the file in config/ that it ran, without .py
 command = ""  # that made it; "" = python SCRIPT.py config/NAME.py
 
 CURVES = ROOT / "docs" / "curves"
-MOST = 60  # training and as many evaluation events of a curve
+MOST = 60  # training events of a curve, and the same number of evaluations
 # Keys of an event that are kept
 KEPT = """loss lr grad_norm tokens tokens_per_s step_ms val_loss val_bpb reward accuracy
 rewards/accuracies rewards/margins mean_token_accuracy""".split()

@@ -24,7 +24,7 @@ n_examples = 200  # questions with an answer
 n_questions = 3000  # to draw answers to
 n_held_out = 400  # to draw answers to in evaluations
 most = 29  # the largest number of all
-seed = 1337  # which numbers are asked for
+seed = 1337  # of the numbers
 
 QUESTIONS = {"en": "Which is the largest of {}, {}, {}?", "zh": "{}、{}、{}哪个最大?"}
 ANSWERS = {"en": "The largest is {}.", "zh": "{}最大。"}

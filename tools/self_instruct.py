@@ -53,7 +53,7 @@ parallel = 8  # requests at once, from 1 to 32
 timeout = 300.0  # seconds without a byte of an answer, at least 0.1
 max_retries = 8  # at least 0; after HTTP 429, 5xx, a timeout, a broken connection
 retry_wait = 1.0  # seconds before the first retry, at least 0, then doubled; Retry-After if longer
-patience = 20  # stop after so many requests in a row without a new task, at least 1
+patience = 20  # stop after this many requests in a row without a new task, at least 1
 seed = 1337  # decides which tasks are shown
 
 LAG = 32  # requests: the most that may be on their way, see Growth.prompts
@@ -287,7 +287,7 @@ def units_of(task: Task) -> tuple[list[int], set[int]]:
 
 
 def choose(rng: random.Random, tasks: list[Task], language: str, wanted: int) -> list[Task]:
-    """Draw tasks that are short enough to be shown, of the language if there are as many."""
+    """Draw tasks that are short enough to be shown, of the language if it has enough."""
     short = [task for task in tasks if sum(map(len, task)) <= DEMO_CHARS]
     same = [task for task in short if bool(HAN.search(task.instruction)) == (language == "zh")]
     pool = same if len(same) >= wanted else short

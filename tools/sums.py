@@ -26,7 +26,7 @@ out_dir = "data/demo_sums"  # where the three files go
 n_examples = 2100  # questions with a call and an answer
 n_questions = 4000  # to draw answers to
 n_held_out = 400  # to draw answers to in evaluations
-seed = 1337  # which numbers are asked for
+seed = 1337  # of the numbers
 
 NUMBERS = range(100, 1000)
 QUESTIONS = {

@@ -234,10 +234,8 @@ def device_seconds(call: Callable, device: torch.device) -> float:
 
 
 def repeated(step: Callable, device: torch.device, least_s: float = 0.2) -> Callable[[], float]:
-    """Return a side: seconds per step, over as many steps in a row as take `least_s`. Two steps run
-    here first: they compile, allocate and create the optimizer's state.
-    """
-    step(), step()
+    """Return a side: seconds per step, over enough steps in a row to take `least_s`."""
+    step(), step()  # these compile, allocate and create the optimizer's state
     n = math.ceil(least_s / max(device_seconds(step, device), 1e-6))
     return lambda: device_seconds(lambda: [step() for _ in range(n)], device) / n
 

@@ -35,8 +35,8 @@ from groundup.train.lora import adapters_off
 from model import Transformer
 
 REFERENCE_FREE = ("simpo", "orpo")
-# trl's names and values. A reward is beta times the log-ratio of a whole answer, also where the loss
-# compares means per token (ipo, sigmoid_norm); of simpo and orpo beta times the mean
+# trl's names and values. A reward is beta times the log-ratio of a whole answer, also where the
+# loss compares means per token (ipo, sigmoid_norm); of simpo and orpo beta times the mean
 # log-probability. Lengths are in tokens. kl/chosen and kl/rejected are the mean log-ratio per
 # token, an estimate of the divergence from the reference.
 METRICS = (

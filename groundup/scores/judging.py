@@ -87,7 +87,6 @@ def evaluate_preference(
     reward.py's val_data, without weights. limit: first pairs of each part of it, 0 = all. The ranks
     share the pairs."""
     paths = [part.strip() for part in data.split(",") if part.strip()]
-    # A prepared directory has a validation split; of a file all pairs count.
     sources = [read_source(p, PairReader(tokenizer, model.cfg.block_size), 0.0) for p in paths]
     pairs = [pair for source in sources for pair in (source.val or source.train)[: limit or None]]
     sides = []  # (ids, the first that counts) of the chosen answer, then of the rejected one
@@ -96,8 +95,8 @@ def evaluate_preference(
             ids = [*pair.prompt.tolist(), *answer.tolist()]
             sides.append((ids, len(pair.prompt) + n_unlearned))
     if isinstance(model, RewardModel):
-        scores = shared_scores(model, [ids for ids, _ in sides], batch_size, dtype)
-        scores = torch.tensor(scores, dtype=torch.float64)
+        found = shared_scores(model, [ids for ids, _ in sides], batch_size, dtype)
+        scores = torch.tensor(found, dtype=torch.float64)
     else:
         scores = logps_of(model, sides, batch_size, dtype)
     if reference is not None:
@@ -109,7 +108,7 @@ def evaluate_preference(
         found.pop("ece")  # of a probability that a log-probability's difference is not
     found = {name: None if math.isnan(value) else value for name, value in found.items()}
     left_out = sum((source.reader.dropped for source in sources), Counter())
-    places = [place for one in sources for place in one.reader.places]
+    places = [place for source in sources for place in source.reader.places]
     return found | {"left_out": dict(left_out), "places": places}
 
 
