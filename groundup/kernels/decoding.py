@@ -24,17 +24,17 @@ WIDTH, GROUP = 32, 64  # as in step.c
 
 @functools.cache
 def step_c(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL | None:
-    """Return step.c, compiled for this dtype and its or 8-bit weights; None if that does not work
-    here."""
+    """Return step.c, compiled for this dtype and for 8-bit or its own weights; None if it cannot."""
     if dtype not in DTYPES:
         return None
     # One source for four libraries: types that are known when it is compiled make it fast.
     flags = ["-DBFLOAT16"] * (dtype == torch.bfloat16) + ["-DINT8"] * int8
     found = compile_c(Path(__file__).with_name("step.c"), *flags)
     if found is None:
-        what = "generate: no C compiler works here (gcc or clang, with OpenMP)"
-        say(f"{what}; text comes up to 3 times slower")
+        text = "generate: no C compiler works here (gcc or clang, with OpenMP)"
+        say(f"{text}; text comes up to 3 times slower")
         return None
+    # The types of their parameters, in the order of step.c.
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     found.lay_out.argtypes = [*[pointer] * 3, long, long, number]
     found.product.argtypes = [*[pointer] * 5, *[long] * 3, number]
@@ -44,8 +44,7 @@ def step_c(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL | None:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with 8-bit weights in torch: what step.c is compared with, and what a GPU
-    computes."""
+    """A linear layer with 8-bit weights, in torch: on a GPU, and to compare step.c with."""
 
     int8 = True
 
@@ -59,7 +58,7 @@ class Int8Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         N, K = self.rounded.shape
-        scales = self.scales.repeat_interleave(GROUP, dim=1)[:, :K]
+        scales = self.scales.repeat_interleave(GROUP, dim=1)[:, :K]  # one for each weight
         return (self.rounded * scales).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,8 +67,9 @@ class Int8Linear(nn.Module):
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 (N, K) and scales (N, groups) float32; times the scale of their group of inputs
-    they are nearly the weight (N, K)."""
+    """Return int8 (N, K) and scales (N, groups) float32, whose product is nearly weight (N, K).
+
+    A group is GROUP neighbouring inputs of a row."""
     K = weight.shape[1]
     # The last group is filled up with zeros. The largest weight of a group becomes 127 or -127.
     groups = F.pad(weight.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))
@@ -82,7 +82,7 @@ class NativeLinear(nn.Module):
     """A linear layer with its weight (N, K) in the blocks of step.c."""
 
     def __init__(self, linear: nn.Linear | Int8Linear, dtype: torch.dtype, blocks: Tensor) -> None:
-        """blocks: memory for the weight, n_bytes of it."""
+        # blocks: memory for the weight, n_bytes of it
         super().__init__()
         self.int8, self.dtype, self.blocks = isinstance(linear, Int8Linear), dtype, blocks
         self.bias = None if linear.bias is None else linear.bias.float()
@@ -92,6 +92,7 @@ class NativeLinear(nn.Module):
         else:
             weight, scales = linear.weight.to(dtype).contiguous(), None
         self.out_features, self.in_features = weight.shape
+        # C writes the weight into `blocks`, in the order in which its products read it.
         addresses = map(address, (weight, scales, blocks))
         self.c.lay_out(*addresses, *weight.shape, torch.get_num_threads())
 
@@ -112,12 +113,12 @@ def address(x: Tensor | None) -> int | None:
 
 
 def n_bytes(linear: nn.Linear | Int8Linear, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer in blocks, whose last one is filled up to WIDTH rows."""
+    """Return the bytes of a layer in blocks of WIDTH rows."""
     if isinstance(linear, Int8Linear):
         N, row_bytes = len(linear.rounded), linear.rounded[0].nbytes + linear.scales[0].nbytes
     else:
         N, row_bytes = len(linear.weight), linear.in_features * dtype.itemsize
-    return -(-N // WIDTH) * WIDTH * row_bytes
+    return -(-N // WIDTH) * WIDTH * row_bytes  # rounded up: the last block is filled up
 
 
 def huge_pages(size: int) -> Tensor:
@@ -130,8 +131,7 @@ def huge_pages(size: int) -> Tensor:
 
 
 def lay_out(places: list[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-    """Replace linear layers, given by parent and name, by layers in blocks, all in one stretch of
-    memory."""
+    """Replace linear layers, given by parent and name, by NativeLinear in one piece of memory."""
     sizes = [n_bytes(getattr(*place), dtype) for place in places]
     parts = huge_pages(sum(sizes)).split(sizes)
     for place, part in zip(places, parts, strict=True):
@@ -174,8 +174,7 @@ class NativeStep:
         self.model = Model(*sizes, cfg.norm_eps, *ends)
 
     def __call__(self, model: nn.Module, tokens: Tensor, parts: list) -> Tensor:
-        """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see
-        CacheStep."""
+        """tokens (B,) -> logits (B, V) float32 of the next. parts: of the cache, see CacheStep."""
         cfg, B, n_threads = model.cfg, len(tokens), torch.get_num_threads()
         x, logits = model.embed_tokens.weight[tokens].float(), torch.empty(B, cfg.vocab_size)
         # Of each row: the position of its new token, the angles there, and its place in the cache.

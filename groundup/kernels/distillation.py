@@ -77,19 +77,14 @@ def distill(
 
     nats is each token's cross-entropy, kl its divergence, both 0 where the target is IGNORE. If the
     two vocabularies are padded to other sizes, the divergence is over the ids that both have."""
-    return ChunkedDistillation.apply(
-        hidden,
-        weight,
-        targets,
-        teacher_hidden,
-        teacher_weight,
-        how,
-        compute_dtype(hidden),
-        torch.is_grad_enabled(),
-    )
+    tensors = hidden, weight, targets, teacher_hidden, teacher_weight
+    with_grad = torch.is_grad_enabled()  # inside the function it is always off
+    return ChunkedDistillation.apply(*tensors, how, compute_dtype(hidden), with_grad)
 
 
 class ChunkedDistillation(torch.autograd.Function):
+    """Two heads and the loss. As in ChunkedCrossEntropy, forward computes the gradients too."""
+
     @staticmethod
     def forward(
         ctx,
@@ -106,7 +101,6 @@ class ChunkedDistillation(torch.autograd.Function):
         nats = hidden.new_empty(len(hidden), dtype=torch.float32)
         kl = torch.empty_like(nats)
         w, teacher_w = weight.to(dtype), teacher_weight.to(dtype)
-        # As in ChunkedCrossEntropy: the gradients are computed while a chunk's logits exist.
         gradients = HeadGradients(ctx, hidden, weight, with_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
@@ -118,8 +112,7 @@ class ChunkedDistillation(torch.autograd.Function):
                 # before the next lines overwrite the logits
                 found, grad = divergence(logits, teacher_logits, how)
                 kl[part] = found * valid
-                each = (1 - how.weight) * nats[part] + how.weight * kl[part]
-                loss += each.sum()
+                loss += ((1 - how.weight) * nats[part] + how.weight * kl[part]).sum()
 
                 # the gradient of the cross-entropy takes the place of the logits
                 grad_logits = cross_entropy_gradient(logits, t, lse, (1 - how.weight) * valid)
@@ -140,9 +133,10 @@ def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tup
     """Return the divergence (n,) and its gradient with respect to the student's logits.
 
     logits, teacher_logits (n, V) float32. The gradient covers the ids that both have."""
-    # With g = d divergence / d q, that with respect to the logits is q * (g - sum(q * g)) /
-    # temperature; constants in g cancel. g = log q - log p for the reverse divergence and
-    # (1 - beta) * (log q - log m) for the mixed one.
+    # Let g = d divergence / d q. With respect to the logits the gradient is
+    #     q * (g - sum(q * g)) / temperature        a constant in g cancels
+    #     g = log q - log p                         reverse
+    #     g = (1 - beta) * (log q - log m)          mixed
     n_ids = min(logits.shape[1], teacher_logits.shape[1])  # rows that pad a vocabulary mean nothing
     log_q = (logits[:, :n_ids] / how.temperature).log_softmax(1)
     log_p = (teacher_logits[:, :n_ids] / how.temperature).log_softmax(1)
