@@ -69,8 +69,7 @@ def build(
 ) -> Transformer:
     """Return kind(cfg) with every parameter divided by rows among the ranks. All ranks call it.
 
-    new: draw the weights that kind(cfg) would have, else leave them to be loaded.
-    """
+    new: draw the weights that kind(cfg) would have, else leave them to be loaded."""
     if device.type == "cpu":
         return_memory_at_once()
     with torch.device("meta"):  # names and shapes, no memory
@@ -193,8 +192,7 @@ def same_forwards(
     """Yield this rank's batches, for one forward without gradients each, until a signal comes.
 
     All ranks end together, though they may have unlike numbers of batches. A sharded model needs
-    all of them in every forward.
-    """
+    all of them in every forward."""
     for batch in chain(batches, repeat(None)):
         stopping = stop_signal is not None and stop_signal()
         flags = torch.tensor([batch is not None, stopping]).int()
@@ -242,8 +240,7 @@ class FSDP:
         """Clip, update, drop the gradients; return the norm before clipping, 0-d float32.
 
         clip: largest global norm, 0 = off. stop: a signal tells this rank to stop; `stopping` is
-        then True on all ranks. Raise UserError on all ranks if one lacks a gradient.
-        """
+        then True on all ranks. Raise UserError on all ranks if one lacks a gradient."""
         # A missing gradient is told to all ranks while the norm is computed.
         step = f"step {self.n_updates + 1}"
         absent = [name for name, p in self.params.items() if p.grad is None]

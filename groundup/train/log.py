@@ -41,8 +41,7 @@ ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too.
-    """
+    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too."""
 
     def __init__(
         self,
@@ -125,8 +124,7 @@ class RunLog:
     def train(self, step: int, values: Mapping[str, float], n_tokens: float) -> None:
         """Log a training line. values: loss, lr and grad_norm, then what the stage adds.
 
-        n_tokens: since the last line, over all ranks.
-        """
+        n_tokens: since the last line, over all ranks."""
         # The caller's .item() has waited for the device, so the time is right.
         self.n_skipped = int(values.get("skipped", 0))
         seconds = self.seconds()

@@ -43,8 +43,7 @@ class AdamWSegment:
     Every weight moves by its mean gradient over the root of its mean squared gradient, so by about
     lr, and decays towards zero:
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2   (both divided by 1 - b^step below)
-        w = (1 - lr decay) w - lr m / (sqrt(v) + eps)
-    """
+        w = (1 - lr decay) w - lr m / (sqrt(v) + eps)"""
 
     def __init__(
         self, bucket: Bucket, indices: list[int], betas: tuple[float, float], decay: float
@@ -146,8 +145,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
     Newton-Schulz: an odd polynomial of x applies to its singular values alone,
         x <- a x + b (x x^T) x + c (x x^T)^2 x
-    and this one takes any value in (0, 1] close to 1 in five iterations. float16 would overflow.
-    """
+    and this one takes any value in (0, 1] close to 1 in five iterations. float16 would overflow."""
     a, b, c = NS_COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
     y = (x.mT if tall else x).to(dtype)  # so that y y^T is the smaller product
@@ -164,8 +162,7 @@ def row_scales(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> T
     """Return the factors (K, n, 1) that give the rows of each x (K, n, m) one size.
 
     A row is divided by its running root mean square, whose average `mean_square` (K, n, 1) is
-    updated; then each matrix gets its Frobenius norm back. With mean_square (K, 1, m): columns.
-    """
+    updated; then each matrix gets its Frobenius norm back. With mean_square (K, 1, m): columns."""
     along = 2 if mean_square.shape[2] == 1 else 1
     # No bias correction of the average: it cancels in the renormalisation.
     norms = torch.linalg.vector_norm(x, dim=along, keepdim=True, dtype=mean_square.dtype)
@@ -190,8 +187,7 @@ class Optimizer:
     kind: adamw, or muon for the matrices of the blocks and AdamW for the rest.
     muon_dtype: of Muon's products. bfloat16 is enough for training; float32 for runs that must
         agree to rounding.
-    one_by_one: update each parameter alone, so that its bits do not depend on its neighbours.
-    """
+    one_by_one: update each parameter alone, so that its bits do not depend on its neighbours."""
 
     def __init__(
         self,
@@ -218,8 +214,7 @@ class Optimizer:
     def update(self, bucket: Bucket, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Step this rank's part of `bucket` with gradients / grad_scale (0-d).
 
-        Change nothing where found_inf (0-d) is 1.
-        """
+        Change nothing where found_inf (0-d) is 1."""
         for group in self.groups[bucket.index]:
             group.update(lr, grad_scale, found_inf)
 
@@ -236,8 +231,7 @@ class Optimizer:
         State: exp_avg, exp_avg_sq and step; or momentum and mean_square, that of rows (n, 1) or
         columns (1, m). With ZeRO-1 all ranks pass `gather` (DDP.gather), which completes a flat
         tensor laid out as bucket.param. Then the result is a copy on the CPU, empty on ranks that
-        do not `keep` it; only step is the live tensor.
-        """
+        do not `keep` it; only step is the live tensor."""
         whole = []  # by bucket: the state of all ranks
         if gather:  # all ranks take part, also those that keep nothing
             for bucket, groups in zip(self.buckets, self.groups, strict=True):
@@ -262,8 +256,7 @@ class Optimizer:
     def load_state_dict(self, saved: States) -> None:
         """Load the part of a whole state that this rank updates. All ranks call it.
 
-        Raise UserError if another optimizer saved it.
-        """
+        Raise UserError if another optimizer saved it."""
         # Compare before anything is changed.
         needs = {b.names[i]: {*group.state, *group.scalars} for b, group, i in self.members()}
         for name in needs.keys() | saved.keys():
@@ -321,8 +314,7 @@ def gather_states(
 def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, list[int]]]:
     """Cut a bucket into (rule, indices of consecutive parameters, or of one).
 
-    rule: muon (one shape each), decay or no_decay.
-    """
+    rule: muon (one shape each), decay or no_decay."""
     # Muon's rule has the shape in it: matrices of another shape begin another stack.
     found: list[tuple[tuple, list[int]]] = []
     for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
@@ -381,8 +373,7 @@ def learning_rate_at(
       constant  it does not fall
       cosine    by half a cosine (arXiv:1608.03983)
       linear    by a straight line
-      wsd       by a straight line over the last decay_fraction (MiniCPM, arXiv:2404.06395)
-    """
+      wsd       by a straight line over the last decay_fraction (MiniCPM, arXiv:2404.06395)"""
     # The warm-up. Dividing by one step more leaves the peak to the first step after it.
     warmup = warmup_length(warmup_steps, max_steps)
     if step <= warmup:

@@ -38,8 +38,7 @@ class PowerSGD:
 
     Sent whole: vectors; matrices that would not shrink to half; matrices outside the blocks unless
     `embedding`; everything in the first `start_step` steps. scaler: the GradScaler whose scale is
-    kept out of the errors.
-    """
+    kept out of the errors."""
 
     compress = "powersgd"
 
