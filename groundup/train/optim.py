@@ -340,6 +340,8 @@ def own_span(bucket: Bucket, indices: list[int]) -> tuple[int, int]:
 
 # ---- schedules -----------------------------------------------------------------------------------
 
+DECAY_FRACTION = 0.2  # of wsd: the share of the run in which the learning rate falls
+
 
 def check_schedule(config: Mapping, max_steps: int) -> None:
     """Raise UserError for settings of the learning rate that contradict each other."""
@@ -363,7 +365,7 @@ def learning_rate_at(
     min_lr: float,
     warmup_steps: float,
     max_steps: int,
-    decay_fraction: float = 0.2,
+    decay_fraction: float = DECAY_FRACTION,
 ) -> float:
     """Return the learning rate of update number `step` (1, 2, ...).
 
