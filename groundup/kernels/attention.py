@@ -154,7 +154,7 @@ def attention_by_document(
     """Return what varlen_attention does, on a CPU: each document by itself."""
     # Not compiled: the lengths of the documents would be part of the graph.
     B, H, T, D = q.shape
-    lengths = [n for n in borders.diff().tolist() if n]
+    lengths = [n for n in borders.diff().tolist() if n]  # the rest of borders is N
     # (B, heads, T, D) -> (heads, B * T, D), cut into documents
     q, k, v = (x.transpose(0, 1).reshape(x.shape[1], B * T, D) for x in (q, k, v))
     outputs = []
@@ -170,7 +170,7 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> Tensor:
 
     q (B, H, T, D), k and v (B, K, T, D), D a multiple of 8; firsts (B, T) int64: the first key that
     each query sees, at most its own."""
-    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # no copy where they are
     y, _ = torch.ops.groundup.cpu_attention(q, k, v, firsts)
     return y
 
@@ -329,7 +329,7 @@ class Heads(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """Attention of attention.c, field by field."""
+    """Attention of attention.c, field by field: tensors, pointers, sizes, 1 / sqrt(D)."""
 
     _fields_ = (
         [(name, Heads) for name in ("q", "k", "v", "y", "dy", "dq", "dk", "dv")]

@@ -50,12 +50,12 @@ def reference_distill(
 ) -> Tensor:
     """Return the loss that `distill` returns, by its definition. Tests compare the two."""
     valid = targets != IGNORE
-    logits = hidden[valid] @ weight.T
+    logits = hidden[valid] @ weight.T  # (n, V), of the tokens with a label
     # q is the student's distribution, p the teacher's.
     q = (logits / how.temperature).softmax(1)
     p = (teacher_hidden[valid] @ teacher_weight.T / how.temperature).softmax(1)
     if how.beta in (0, 1):
-        first, second = (q, p) if how.beta else (p, q)
+        first, second = (q, p) if how.beta else (p, q)  # reverse or forward
         kl = (first * (first / second).log()).sum()
     else:
         m = how.beta * p + (1 - how.beta) * q
@@ -100,12 +100,12 @@ class ChunkedDistillation(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=torch.float32)
         nats = hidden.new_empty(len(hidden), dtype=torch.float32)
         kl = torch.empty_like(nats)
-        w, teacher_w = weight.to(dtype), teacher_weight.to(dtype)
+        w, teacher_w = weight.to(dtype), teacher_weight.to(dtype)  # once for all chunks
         gradients = HeadGradients(ctx, hidden, weight, with_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(dtype), targets[part]
-                valid = (t != IGNORE).float()
+                valid = (t != IGNORE).float()  # (n,) 1 or 0
                 logits = (h @ w.T).float()
                 teacher_logits = (teacher_hidden[part].to(dtype) @ teacher_w.T).float()
                 nats[part], lse = softmax_cross_entropy(logits, t)
@@ -116,6 +116,7 @@ class ChunkedDistillation(torch.autograd.Function):
 
                 # the gradient of the cross-entropy takes the place of the logits
                 grad_logits = cross_entropy_gradient(logits, t, lse, (1 - how.weight) * valid)
+                # ids that only the student has get none from the divergence
                 grad_logits[:, : grad.shape[1]] += grad.mul_(how.weight * valid.unsqueeze(1))
                 gradients.add(part, grad_logits.to(dtype), h, w)
 
@@ -155,5 +156,5 @@ def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tup
         log_m = torch.logaddexp(log_p + math.log(how.beta), log_q + math.log1p(-how.beta))
         kl_of_p = how.beta * (log_p.exp() * (log_p - log_m)).sum(1)
         g = (1 - how.beta) * (log_q - log_m)
-    mean = (q * g).sum(1, keepdim=True)
+    mean = (q * g).sum(1, keepdim=True)  # (n, 1)
     return kl_of_p + mean.squeeze(1), q.mul_(g - mean).div_(how.temperature)
