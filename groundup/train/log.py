@@ -96,6 +96,7 @@ class RunLog:
     # ---- the clock: time since the last training line, without pauses
 
     def restart_clock(self) -> None:
+        """Count the steps and the time of the next training line from now on."""
         self.marked_step, self.marked_time = self.step, time.perf_counter()
 
     @contextmanager
@@ -121,39 +122,36 @@ class RunLog:
 
     # ---- events
 
-    def train(self, step: int, values: Mapping[str, float], n_tokens: float) -> None:
+    def train(self, step: int, values: dict[str, float], n_tokens: float) -> None:
         """Log a training line. values: loss, lr and grad_norm, then what the stage adds.
 
         n_tokens: since the last line, over all ranks."""
         # The caller's .item() has waited for the device, so the time is right.
         self.n_skipped = int(values.get("skipped", 0))
         seconds = self.seconds()
-        tokens_per_s = n_tokens / seconds
-        step_s = seconds / self.steps_since_line()
+        step_s, tokens_per_s = seconds / self.steps_since_line(), n_tokens / seconds
         # For programs: the caller's values, then what the clock tells.
-        event = dict(values)
-        event["tokens_per_s"] = tokens_per_s
+        event = values | {"tokens_per_s": tokens_per_s}
         # Model FLOPs utilisation, the share of the peak that training uses.
         mfu = ""
         if self.peak_flops:
             event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
             mfu = f" | mfu {100 * event['mfu']:.1f}%"
-        event["memory_gib"] = peak_memory_gib(self.device)
-        event["step_ms"] = 1000 * step_s
+        event |= {"memory_gib": peak_memory_gib(self.device), "step_ms": 1000 * step_s}
         self.write("train", step, event)
 
         # For people: what is watched most comes first.
-        line = (
-            f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f} | "
-            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu} | "
-            f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}"
-        )
+        parts = [
+            f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f}",
+            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu}",
+            f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}",
+        ]
         # The stage's own values, unless they are 0: most often no step was skipped. Of keys with a
         # slash there may be many, so they go to the file only.
         for key, value in values.items():
             if key not in ALREADY_SHOWN and "/" not in key and value:
-                line += f" | {key} {value:.4g}"
-        self.print_line(step, [line])
+                parts.append(f"{key} {value:.4g}")
+        self.print_line(step, parts)
         self.restart_clock()
 
     def report(
@@ -170,10 +168,9 @@ class RunLog:
         if not self.enabled:
             return
         values = {key: v.item() if isinstance(v, Tensor) else v for key, v in values.items()}
-
-        # JSON has no NaN and no infinity: they become null.
         whole: dict[str, object] = {"event": event, "step": step}
         for key, value in values.items():
+            # JSON has no NaN and no infinity: they become null.
             lost = isinstance(value, float) and not math.isfinite(value)
             whole[key] = None if lost else value
 
@@ -214,7 +211,7 @@ class RunLog:
 
     def lacks_evaluation(self, eval_every: int) -> bool:
         """Return whether this step's evaluation is missing. False on ranks that do not write."""
-        # As in a new run, and after a kill between a save and its evaluation.
+        # It is in a new run, and after a kill between a save and its evaluation.
         due = self.step % eval_every == 0 or self.step == self.max_steps
         evaluated = [event["step"] for event in self.evaluations]
         return self.enabled and due and self.step not in evaluated
@@ -246,11 +243,9 @@ class RunLog:
         losses = self.val_losses()
         later = [loss for step, loss in losses.items() if step > 0]
         if later and min(later) > losses.get(0, math.inf):
-            text = (
-                f"val_loss was {losses[0]:.4g} before the first step and {min(later):.4g} at best"
-            )
+            text = f"val_loss was {losses[0]:.4g} before the first step and {min(later):.4g} at"
             hint = "training made the model worse: lower learning_rate, or look at the data"
-            self.print(f"warning: {text} after it; {hint}")
+            self.print(f"warning: {text} best after it; {hint}")
         # 2. How to go on. The flags that delete must not be given again.
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
@@ -393,9 +388,8 @@ def open_tracker(track: str, out_dir: str, steps_done: int) -> tuple[Callable, C
     if track == "trackio":
         import trackio
 
-        run = trackio.init(
-            project="groundup", name=name, config=config, resume="allow", embed=False
-        )
+        options = {"resume": "allow", "embed": False}
+        run = trackio.init(project="groundup", name=name, config=config, **options)
     else:
         import wandb
 
@@ -438,14 +432,14 @@ def keep_events_until(path: Path, step: int) -> None:
     # CRC-32 of the lines so far: of those found in the file, and of those that stay. The event of a
     # save holds that of the lines before it and of itself: if it differs now, they were edited.
     found_crc = kept_crc = 0
-    content = path.read_bytes()
-    lines = content.splitlines()
-    if content and not content.endswith(b"\n") and event_of(lines[-1]) is None:
-        print(f"log: {path}:{len(lines)}: an incomplete last line is removed (was the run killed?)")
-        lines.pop()
+    *lines, rest = path.read_bytes().split(b"\n")
+    if event_of(rest):
+        lines.append(rest)
+    elif rest:
+        where = f"{path}:{len(lines) + 1}"
+        print(f"log: {where}: an incomplete last line is removed (was the run killed?)")
     for number, line in enumerate(lines, 1):
-        event = event_of(line)
-        new = line
+        event, new = event_of(line), line
         if event is None:
             damaged.append(str(number))
         elif event["event"] == "save":
@@ -506,11 +500,10 @@ def summary(events: list[dict], max_steps: int) -> str:
     # By the log, because the run may have been interrupted and continued.
     last = max((event["step"] for event in events), default=0)
     ended = "Complete" if last == max_steps else "Ended before its last step"
-    # Not every stage counts tokens.
     counts = [event["tokens"] for event in events if "tokens" in event]
-    tokens = f", {counts[-1]:,} tokens" if counts else ""
-    written = time.strftime("%Y-%m-%d %H:%M")
-    return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {written}."
+    tokens = f", {counts[-1]:,} tokens" if counts else ""  # not every stage counts them
+    now = time.strftime("%Y-%m-%d %H:%M")
+    return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {now}."
 
 
 def result_table(events: list[dict], saved: int = -1) -> str:
