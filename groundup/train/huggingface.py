@@ -29,12 +29,7 @@ from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import lora, ranks
-from groundup.train.config_json import (
-    from_hf_config,
-    is_plain,
-    to_hf_config,
-    write_json,
-)
+from groundup.train.config_json import from_hf_config, is_plain, to_hf_config, write_json
 from groundup.train.device import SkipInit
 from groundup.train.lora import LoRAConfig, lora_config_of
 from model import ModelConfig, Transformer
@@ -98,7 +93,7 @@ def write_settings(
     cfg: ModelConfig,
     tokenizer: TextTokenizer,
     dtype: torch.dtype,
-    base: str | Path,
+    base: str | Path,  # "" for a whole model
 ) -> None:
     """Write what a model directory holds beside its weights."""
     tokenizer.save(directory)
@@ -119,8 +114,9 @@ def check_saves(cfg: ModelConfig, tokenizer: TextTokenizer) -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_settings(Path(directory), cfg, tokenizer, torch.float32, base="")
         read = from_hf_config(Path(directory, "config.json"))
-        if read != replace(cfg, dropout=0.0):  # dropout is of a training run, not of the model
-            found = vars(replace(cfg, dropout=0.0)).items()
+        wanted = replace(cfg, dropout=0.0)  # dropout is of a training run, not of the model
+        if read != wanted:
+            found = vars(wanted).items()
             lost = [f"{key}={value!r}" for key, value in found if value != getattr(read, key)]
             fix = "write and read it in groundup/train/config_json.py"
             fail(f"config.json does not keep {listed(lost)}; {fix}")
@@ -273,14 +269,14 @@ def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -
 
 def check_fit(shapes: dict[str, tuple], tensors: dict[str, Stored], directory: Path) -> None:
     """Raise UserError unless `tensors` has one tensor for each name, of that shape."""
-    problems = [f"{name} is missing" for name in shapes if name not in tensors]
-    problems += [f"{name} is unknown" for name in tensors if name not in shapes]
-    # Compare what is on both sides. Integers would be quantized weights.
-    for name in [name for name in shapes if name in tensors]:
-        stored = tensors[name]
-        if stored.shape != shapes[name]:
-            problems.append(f"{name} has shape {stored.shape} and not {shapes[name]}")
-        elif stored.dtype not in DTYPES:
+    problems = [f"{name} is unknown" for name in tensors if name not in shapes]
+    for name, shape in shapes.items():
+        stored = tensors.get(name)
+        if stored is None:
+            problems.append(f"{name} is missing")
+        elif stored.shape != shape:
+            problems.append(f"{name} has shape {stored.shape} and not {shape}")
+        elif stored.dtype not in DTYPES:  # integers would be quantized weights
             problems.append(f"{name} is {stored.dtype} and not one of {', '.join(DTYPES)}")
     if problems:
         fail(f"the weights in {directory} do not fit the model: {listed(problems, 4)}")
@@ -328,8 +324,7 @@ def weights_fingerprint(directory: str | Path) -> str:
     """Return names and checksums of a directory's safetensors files."""
     parts = []
     for path in sorted(Path(directory).glob("*.safetensors")):
-        # Size and time of the last change tell whether the file is still the same.
-        status = path.stat()
+        status = path.stat()  # size and time of the last change tell whether it is still the same
         parts.append(f"{path.name} {checksum_once(path, status.st_size, status.st_mtime_ns)}")
     return ", ".join(parts)
 
@@ -571,15 +566,13 @@ def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
     refuse(init_dir is None, f"{trainable=} leaves the rest as it was: give init_from")
     if "lora" not in parts:
         return
-    fix = f"python tools/merge.py --init_from={init_dir} --out_dir=DIR"
-    text = (
-        f"{init_dir} has adapters, and a checkpoint holds those of one training; to train new ones"
-    )
-    refuse(is_adapter(init_dir), f"{text}, first: {fix}")
+    text = f"{init_dir} has adapters, and a checkpoint holds those of one training"
+    fix = f"to train new ones, first: python tools/merge.py --init_from={init_dir} --out_dir=DIR"
+    refuse(is_adapter(init_dir), f"{text}; {fix}")
     # A frozen embedding and head would leave a new token without a meaning.
     frozen = {"embed", "lm_head"} - set(parts)
-    fix = "use trainable='embed,lm_head,lora'"
-    refuse(n_new > 0 and frozen, f"{n_new} token ids are new to {init_dir}: {fix}")
+    text = f"{n_new} token ids are new to {init_dir}: use trainable='embed,lm_head,lora'"
+    refuse(n_new > 0 and frozen, text)
 
 
 def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:
