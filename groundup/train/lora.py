@@ -80,7 +80,7 @@ class LoRALinear(nn.Linear):
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    # Made without memory of its own, as in LoRALinear.
+    """Return the layer with these parameters, made without memory of its own as LoRALinear is."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight, linear.bias = weight, bias
     return linear
@@ -187,13 +187,13 @@ def set_trainable(model: Transformer, trainable: str, cfg: LoRAConfig) -> None:
     Call before the weights are loaded: what becomes float32 here is then not rounded."""
     refuse_adapters(model)
     chosen = names_to_train(model, trainable)
-    if "lora" not in split_parts(trainable) and cfg.rank != LoRAConfig.rank:
-        text = f"lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
-        say(f"warning     {text}")
     if "lora" in split_parts(trainable):
         cfg = find_modules(model, cfg)
         check_beside_adapters(chosen, trainable, cfg)
         add_lora(model, cfg)
+    elif cfg.rank != LoRAConfig.rank:
+        text = f"lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
+        say(f"warning     {text}")
 
     # Trained parameters and vectors are float32. Frozen matrices keep the dtype in which the model
     # was built, see frozen_dtype.
@@ -219,9 +219,7 @@ def names_to_train(model: Transformer, trainable: str) -> list[str]:
     kinds = ", ".join(dict.fromkeys(kinds))
     offer = f"parts are lora, embed, lm_head, or a regular expression over {kinds}"
     if not parts or "all" in parts:
-        raise UserError(
-            f"lora: trainable={trainable!r} must be 'all', or parts without it; {offer}"
-        )
+        raise UserError(f"lora: {trainable=} must be 'all', or parts without it; {offer}")
 
     # A model with tied embeddings has no parameter of its own for the head.
     head = "lm_head.weight" if "lm_head.weight" in names else "embed_tokens.weight"
@@ -234,19 +232,21 @@ def names_to_train(model: Transformer, trainable: str) -> list[str]:
         except re.error as error:
             raise UserError(f"lora: {part!r} is no regular expression: {error}") from None
         if not found and part != "lora":
-            raise UserError(f"lora: {part!r} in trainable={trainable!r} is no part; {offer}")
+            raise UserError(f"lora: {part!r} in {trainable=} is no part; {offer}")
         chosen.update(found)
     return [name for name in names if name in chosen]  # in the model's order
 
 
 def check_beside_adapters(chosen: list[str], trainable: str, cfg: LoRAConfig) -> None:
     """Raise UserError for a parameter that cannot be trained together with adapters."""
-    what = f"lora: trainable={trainable!r}"
     for name in chosen:
         if name.endswith(".bias"):  # peft would have to save the whole layer
-            raise UserError(f"{what} names biases, which an adapter's files cannot hold")
+            raise UserError(
+                f"lora: {trainable=} names biases, which an adapter's files cannot hold"
+            )
         if name.removesuffix(".weight").split(".")[-1] in cfg.modules:
-            raise UserError(f"{what} would train {name} beside its adapter; take out either")
+            text = f"{trainable=} would train {name} beside its adapter; take out either"
+            raise UserError(f"lora: {text}")
 
 
 def frozen_dtype(trainable: str, dtype: torch.dtype) -> torch.dtype:
