@@ -35,10 +35,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from groundup.errors import LostRank, Stopped, UserError
 from groundup.train.device import choose_device
 
-TOLERANCE = 1e-3  # relative difference between the weights of two ranks; rounding makes 1e-5
-BETWEEN_MACHINES = "; between machines, GLOO_SOCKET_IFNAME names the network interface to use"
-BETWEEN_MACHINES += " (docs/running.md)"
-
 # ---- join and leave ------------------------------------------------------------------------------
 
 
@@ -64,8 +60,8 @@ def described_world() -> World:
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     absent = ", ".join(key for key in needed if key not in os.environ)
     if absent:
-        text = f"RANK is set in the environment but {absent} is not; start with torchrun"
-        raise UserError(f"ddp: {text}")
+        found = f"RANK is set in the environment but {absent} is not"
+        raise UserError(f"ddp: {found}; start with torchrun")
     world = World(*(number_in(key) for key in needed[:3]))
     number_in("MASTER_PORT", 1, most=65535)
     if world.rank >= world.world_size:
@@ -91,8 +87,7 @@ def planned_world_size() -> int:
 def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
     """Join the process group that torchrun describes. Without torchrun return a world of one.
 
-    A collective fails if it waits longer than `timeout_s` for another rank.
-    """
+    A collective fails if it waits longer than `timeout_s` for another rank."""
     world = described_world()
     if "RANK" not in os.environ:
         return world
@@ -101,7 +96,8 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
     device = choose_device(str(device), world.local_rank)
     on_gpu = device.type == "cuda"
     name_interface()
-    with named_errors("init_process_group", BETWEEN_MACHINES):
+    advice = "; between machines, GLOO_SOCKET_IFNAME names the network interface to use"
+    with named_errors("init_process_group", f"{advice} (docs/running.md)"):
         dist.init_process_group(
             # CUDA tensors travel over NCCL, CPU tensors (flags, counts) over gloo.
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -134,15 +130,16 @@ def address_of(name: str) -> str:
 
 def interface_to(address: str) -> str:
     """Return the network interface that leads to an IPv4 address, "" if the system does not say."""
-    # As the system routes a packet: of all nets that hold the address, by the narrowest.
     table = Path("/proc/net/route")  # Linux: a line per route, with net and mask in hexadecimal
     lines = table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []
     target = int.from_bytes(socket.inet_aton(address), "little")
-    found = {}  # {bits of the mask: interface}
+    # As the system routes a packet: of all nets that hold the address, by the narrowest.
+    best, interface = -1, ""
     for name, net, *_, mask, _, _, _ in map(str.split, lines):
-        if target & int(mask, 16) == int(net, 16):
-            found.setdefault(int(mask, 16).bit_count(), name)
-    return found[max(found)] if found else ""
+        n_bits = int(mask, 16).bit_count()
+        if target & int(mask, 16) == int(net, 16) and n_bits > best:
+            best, interface = n_bits, name
+    return interface
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
@@ -252,8 +249,7 @@ def on_rank_0(function: Callable) -> Callable:
 def run_on(runs_here: bool, function: Callable, args: tuple, kwargs: dict) -> list[Any]:
     """Call function(*args, **kwargs) on the ranks where `runs_here`; return the results by rank.
 
-    The result of the other ranks is None. All ranks call it; if one raises a UserError, all do.
-    """
+    The result of the other ranks is None. All ranks call it; if one raises a UserError, all do."""
     result, problem = None, ""
     if runs_here:
         try:
@@ -325,8 +321,7 @@ def merged(mine: dict) -> dict:
 def check_equal(mine: dict) -> None:
     """Raise UserError on all ranks, naming a key whose value differs from rank 0's.
 
-    Machines may also have other code: of the project's files the checksums must be equal.
-    """
+    Machines may also have other code: of the project's files the checksums must be equal."""
     # Every rank sees all values, so all find the same difference and end with the same line.
     everyone = gather_objects(mine | checksums_of_code() if world_size() > 1 else mine)
     first = everyone[0]
@@ -357,8 +352,7 @@ def check_replicas(weights: list[Tensor]) -> None:
     if world_size() == 1:
         return
     # 128 sums of each bucket are quick to send, and differ between ranks, relatively, as much as
-    # the weights do. Where processors differ, so does the rounding. Other code differs by far more
-    # than TOLERANCE.
+    # the weights do.
     sums = []
     for flat in weights:
         whole = flat.detach()[: flat.numel() // 128 * 128]
@@ -366,9 +360,10 @@ def check_replicas(weights: list[Tensor]) -> None:
     mine = torch.cat(sums) if sums else torch.zeros(1)
     first, *others = gather_objects(mine)
     for other, theirs in enumerate(others, 1):
-        # Relative, so that it does not depend on the size of the model.
+        # Relative, so that it does not depend on the size of the model. Where processors differ, so
+        # does the rounding, by 1e-5; other code makes far more than 1e-3.
         difference = (theirs - first).norm() / first.norm().clamp(min=1e-30)
-        if difference > TOLERANCE:  # False for nan, which the loop reports
+        if difference > 1e-3:  # False for nan, which the loop reports
             text = f"the weights of rank {other} differ from those of rank 0 by {difference:.1e}"
             raise UserError(f"train: {text}; all machines need the same code and sound hardware")
 
@@ -377,8 +372,7 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
     """Start to tell all ranks whether `problem` is empty here, and whether this rank should stop.
 
     Return a function that waits for their answers. If a rank has a problem it raises on all ranks,
-    else it returns whether any rank should stop.
-    """
+    else it returns whether any rank should stop."""
     # 16 bytes over gloo. Work between the two calls hides the latency.
     flags = torch.tensor([problem != "", stop], dtype=torch.int64)
     operation = f"{where}: agreement that all is well"
@@ -387,11 +381,12 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
         work = issue(operation, dist.all_reduce, flags, async_op=True)
 
     def check() -> bool:
+        # A rank alone reads no tensor: so a step can be traced without data.
+        n_problems, n_stopping = problem != "", stop
         if work is not None:
             with named_errors(operation):
                 work.wait()
-        # A rank alone reads no tensor: so a step can be traced without data.
-        n_problems, n_stopping = flags.tolist() if work is not None else (problem != "", stop)
+            n_problems, n_stopping = flags.tolist()
         # Only now the texts: most steps have none.
         if n_problems:
             problems = gather_objects(problem)
@@ -406,8 +401,7 @@ def wait_together(future: futures.Future, timeout_s: float) -> None:
     """Wait for work in a thread, such as a save, that every rank waits for.
 
     It may take any time. Raise LostRank if for `timeout_s` seconds another rank has given no sign
-    that it waits, too.
-    """
+    that it waits, too."""
     # Every rank posts its clock in the store. Clocks of machines differ, so what counts is how long
     # a rank's entry has not changed, by our clock.
     last_seen: dict[int, tuple[bytes, float]] = {}  # {rank: (what it posted last, our clock)}
