@@ -50,9 +50,8 @@ NEEDED_SETTINGS = {
 def check_settings(config: Mapping, dtype: torch.dtype) -> None:
     """Raise UserError for settings that cannot be combined with parallel='fsdp'."""
     wrong = []
-    # A stage may lack a key.
     for key, needed in NEEDED_SETTINGS.items():
-        if config.get(key, needed) != needed:
+        if config.get(key, needed) != needed:  # a stage may lack a key
             wrong.append(f"{key}={needed!r} (not {config[key]!r})")
     refuse(wrong, f"parallel='fsdp' needs {', '.join(wrong)}")
     text = "parallel='fsdp' has no GradScaler for dtype='float16'; use bfloat16 or float32"
@@ -78,8 +77,7 @@ def build(
 
     # Now memory for the rows, and what is no parameter.
     model.to_empty(device=device)
-    cos, sin = rope_tables(cfg)
-    model.cos, model.sin = cos.to(device), sin.to(device)
+    model.cos, model.sin = (table.to(device) for table in rope_tables(cfg))
     if new:
         draw(model)
     return model
@@ -156,8 +154,8 @@ class AllGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         # FSDP passes these by keyword, so their names are torch's.
-        tensors = output_tensor, input_tensor
-        return ranks.issue(self.operation, ALL_GATHER, *tensors, group=group, async_op=async_op)
+        args = output_tensor, input_tensor, group, async_op
+        return ranks.issue(self.operation, ALL_GATHER, *args)
 
 
 class ReduceScatter(AllGather):
@@ -175,8 +173,8 @@ class ReduceScatter(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         if input_tensor.is_cuda:
-            tensors = output_tensor, input_tensor
-            return ranks.issue(self.operation, REDUCE_SCATTER, *tensors, op, group, async_op)
+            args = output_tensor, input_tensor, op, group, async_op
+            return ranks.issue(self.operation, REDUCE_SCATTER, *args)
         # gloo's reduce_scatter sends as many bytes as a whole all-reduce, and has no mean. Instead
         # every rank receives the terms of its rows and adds them in the order of the ranks.
         terms = torch.empty_like(input_tensor)
@@ -241,7 +239,7 @@ class FSDP:
 
         clip: largest global norm, 0 = off. stop: a signal tells this rank to stop; `stopping` is
         then True on all ranks. Raise UserError on all ranks if one lacks a gradient."""
-        # A missing gradient is told to all ranks while the norm is computed.
+        # All ranks hear of a missing gradient while the norm is computed.
         step = f"step {self.n_updates + 1}"
         absent = [name for name, p in self.params.items() if p.grad is None]
         problem = f"no gradient for {listed(absent)}" if absent else ""
@@ -258,8 +256,7 @@ class FSDP:
         self.found_inf = 1.0 - norm.isfinite().float()
         self.skipped = count_skipped(self.skipped, self.found_inf)
 
-        # Clip and update.
-        grad_scale = with_clipping(torch.ones_like(norm), norm, clip)
+        grad_scale = with_clipping(torch.ones_like(norm), norm, clip)  # gradients are divided by it
         optimizer.update(lr, grad_scale, self.found_inf)
         for p in self.params.values():
             p.grad = None
@@ -293,13 +290,13 @@ def gather_rows(rows: Tensor, p: Tensor, name: str) -> Tensor:
 
 
 class AdamW:
-    """AdamW (torch's fused kernel) on this rank's rows."""
+    """AdamW (arXiv:1711.05101, torch's fused kernel) on this rank's rows."""
 
     def __init__(
         self, params: Mapping[str, Tensor], betas: tuple = (0.9, 0.95), weight_decay: float = 0.1
     ) -> None:
         self.params, self.betas, self.weight_decay = params, betas, weight_decay
-        self.state: dict[str, dict[str, Tensor]] = {}
+        self.state: dict[str, dict[str, Tensor]] = {}  # of this rank's rows
         self.steps: dict[str, Tensor] = {}  # number of updates, 0-d float32
         for name, p in params.items():
             self.state[name] = {key: torch.zeros_like(local(p)) for key in MOMENTS}
@@ -318,9 +315,8 @@ class AdamW:
             grads = [local(self.params[name].grad) for name in names]
             moments = ([self.state[name][key] for name in names] for key in MOMENTS)
             steps = [self.steps[name] for name in names]
-            adamw_(
-                params, grads, *moments, steps, self.betas, weight_decay, lr, grad_scale, found_inf
-            )
+            tensors = params, grads, *moments, steps
+            adamw_(*tensors, self.betas, weight_decay, lr, grad_scale, found_inf)
 
     def state_dict(self, gather: None = None, keep: bool = True) -> dict[str, dict[str, Tensor]]:
         """Return the whole state in host memory, as optim.Optimizer does; {} where not `keep`."""
