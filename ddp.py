@@ -349,7 +349,8 @@ class DDP:
 
     def _watch_backward(self) -> None:
         """Make autograd call `_on_grad` when a gradient is final."""
-        self._slot = {}  # of each parameter: its bucket, its number there, the slot of its gradient
+        # {parameter: its bucket, its number there, the slot of its gradient}
+        self._slot: dict[nn.Parameter, tuple[Bucket, int, Tensor]] = {}
         for b in self.buckets:
             for i, p in enumerate(b.params):
                 self._slot[p] = b, i, b.view(b.grad, i)
@@ -445,10 +446,9 @@ class DDP:
         if self._update_in_backward or bucket.sharded:
             # Finish what has arrived: update it, or with ZeRO-1 free what was received. This
             # launches nothing, so it may depend on timing.
-            for earlier in self.buckets[: bucket.index]:
-                in_flight = earlier.state is State.IN_FLIGHT and not earlier.sends_more
-                if in_flight and earlier.has_arrived():
-                    self._finish_bucket(earlier)
+            for other in self.buckets[: bucket.index]:
+                if other.state is State.IN_FLIGHT and not other.sends_more and other.has_arrived():
+                    self._finish_bucket(other)
 
     def _launch_further_collectives(self, before: int) -> bool:
         """Launch the next collective of the buckets that have one; return False if none has."""
@@ -608,9 +608,7 @@ class DDP:
     def _apply(self, update: Update, bucket: Bucket) -> None:
         """Update this rank's shard of the bucket and drop the gradients."""
         with torch.autocast(self.device.type, enabled=False):  # a forward may have triggered it
-            update.optimizer.update(
-                bucket, lr=update.lr, grad_scale=update.grad_scale, found_inf=update.found_inf
-            )
+            update.optimizer.update(bucket, update.lr, update.grad_scale, update.found_inf)
         for p in bucket.params:
             p.grad = None  # adding into zeros would cost two more passes over the memory
         bucket.state = State.STALE if bucket.sharded else State.WAITING
@@ -768,8 +766,8 @@ def launch_exchange(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> Ten
     It is what each rank has in the place of this rank's shard, (ranks, shard)."""
     n, own_size = len(shard_sizes), shard_sizes[ranks.rank()]
     received = flat.new_empty(n, own_size)
-    sizes = [own_size] * n, shard_sizes  # received from, sent to each rank
-    bucket.launch(dist.all_to_all_single, received.view(-1), flat, *sizes)
+    to_receive, to_send = [own_size] * n, shard_sizes  # elements from and to each rank
+    bucket.launch(dist.all_to_all_single, received.view(-1), flat, to_receive, to_send)
     return received
 
 
@@ -780,8 +778,8 @@ def launch_gather(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> None:
         bucket.launch(ALL_GATHER, flat, mine)
         return
     n = len(shard_sizes)
-    sizes = shard_sizes, [len(mine)] * n  # received from, sent to each rank
-    bucket.launch(dist.all_to_all_single, flat, mine.repeat(n), *sizes)
+    to_receive, to_send = shard_sizes, [len(mine)] * n  # elements from and to each rank
+    bucket.launch(dist.all_to_all_single, flat, mine.repeat(n), to_receive, to_send)
 
 
 def own_shard(flat: Tensor, shard_sizes: list[int]) -> Tensor:

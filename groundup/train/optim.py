@@ -59,9 +59,9 @@ class AdamWSegment:
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Step with gradients / grad_scale. If found_inf is 1 nothing changes."""
-        moments = self.state["exp_avg"], self.state["exp_avg_sq"]
-        tensors = self.param, self.grad, *moments, self.scalars["step"]
-        adamw_(*([t] for t in tensors), self.betas, self.decay, lr, grad_scale, found_inf)
+        tensors = self.param, self.grad, *self.state.values(), self.scalars["step"]
+        lists = [[t] for t in tensors]  # of one tensor each
+        adamw_(*lists, self.betas, self.decay, lr, grad_scale, found_inf)
 
 
 def adamw_(
@@ -107,10 +107,8 @@ class MuonStack:
         n, m = bucket.params[indices[0]].shape
         # With ZeRO-1 this rank may have a part of the stack, but no part of a matrix
         if (self.begin - bucket.offsets[indices[0]]) % (n * m) or (end - self.begin) % (n * m):
-            raise UserError(
-                "optim: Muon needs whole matrices, but a shard ends inside one; pass "
-                "whole_matrices=True to DDP"
-            )
+            what = "Muon needs whole matrices, but a shard ends inside one"
+            raise UserError(f"optim: {what}; pass whole_matrices=True to DDP")
         k = (end - self.begin) // (n * m)
         self.param = bucket.param[self.begin : end].view(k, n, m)
         self.grad = bucket.grad[self.begin : end].view(k, n, m)
@@ -262,11 +260,9 @@ class Optimizer:
         for name in needs.keys() | saved.keys():
             ours, theirs = needs.get(name, set()), set(saved.get(name, ()))
             if ours != theirs:
-                raise UserError(
-                    f"optim: the saved state of {name!r} has {sorted(theirs)}, this run needs "
-                    f"{sorted(ours)}; resume with the optimizer it was saved with, or start anew "
-                    "with init_from"
-                )
+                what = f"the saved state of {name!r} has {sorted(theirs)}, not {sorted(ours)}"
+                fix = "resume with the optimizer it was saved with, or start anew with init_from"
+                raise UserError(f"optim: {what}; {fix}")
         # Of each parameter, copy the span that this rank updates. Without ZeRO-1 every rank updates
         # all, so rank 0 reads the file and sends what it read.
         is_replicated = not any(bucket.sharded for bucket in self.buckets)
@@ -315,25 +311,25 @@ def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, lis
     """Cut a bucket into (rule, indices of consecutive parameters, or of one).
 
     rule: muon (one shape each), decay or no_decay."""
-    # Muon's rule has the shape in it: matrices of another shape begin another stack.
-    found: list[tuple[tuple, list[int]]] = []
+    found: list[tuple[str, list[int]]] = []
+    before = None  # rule and shape of the parameter before
     for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
+        rule, shape = "decay" if p.ndim >= 2 else "no_decay", None
         if kind == "muon" and p.ndim == 2 and muon_trains(name):
-            rule = ("muon", p.shape)
-        else:
-            rule = ("decay" if p.ndim >= 2 else "no_decay",)
-        if found and found[-1][0] == rule and not one_by_one:  # the last segment goes on
+            rule, shape = "muon", p.shape  # matrices of another shape begin another stack
+        if before == (rule, shape) and not one_by_one:  # the last segment goes on
             found[-1][1].append(i)
         else:
             found.append((rule, [i]))
-    return [(rule[0], indices) for rule, indices in found]
+        before = rule, shape
+    return found
 
 
 def own_span(bucket: Bucket, indices: list[int]) -> tuple[int, int]:
     """Return (begin, end) of what this rank updates of consecutive parameters, in the bucket."""
-    # All of them, cut off where this rank's shard begins and ends.
     last = indices[-1]
     begin, end = bucket.offsets[indices[0]], bucket.offsets[last] + bucket.params[last].numel()
+    # Cut off where this rank's shard begins and ends.
     begin = min(max(begin, bucket.shard[0]), end)
     return begin, max(min(end, bucket.shard[1]), begin)  # begin == end: nothing
 
