@@ -25,7 +25,7 @@ GROUP = 64  # 8-bit weights that share a scale, as in step.c
 
 @functools.cache
 def step_c(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL | None:
-    """Return step.c, compiled for this dtype and for 8-bit or its own weights; None if it cannot."""
+    """Return step.c, compiled for this dtype and its or 8-bit weights; None if that fails."""
     if dtype not in DTYPES:
         return None
     # One source for four libraries: types that are known when it is compiled make it fast.

@@ -5,7 +5,7 @@
       step_000200/                                  a checkpoint:
         config.json  model.safetensors  ...           what transformers reads, see huggingface.py
         train_state.pt                                step, optimizer, scaler, settings, data
-        rank_00000.pt  rank_00001.pt  ...             each rank's random generators, PowerSGD's errors
+        rank_00000.pt  rank_00001.pt  ...             by rank: random state, errors of PowerSGD
         checksums.json                                CRC-32 of the other files, written last
       latest -> step_000200                         the newest checkpoint
       best -> step_000150  best2 -> step_000100     those with the lowest val_loss in log.jsonl
@@ -250,8 +250,13 @@ def choose(config: dict) -> Path | None:
         lock(out)
     used = bool(run_files(out))
     if resume == "never":
-        if used:
-            check_overwrite(config, out)
+        # The run that is there is deleted. The user says so, and this run does not start from it.
+        text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
+        refuse(used and not config["overwrite"], text)
+        source = config["init_from"]
+        inside = source and Path(source).resolve().is_relative_to(out.resolve())
+        text = f"init_from={source!r} lies in the out_dir that overwrite=True deletes"
+        refuse(used and inside, text)
         check_nothing_foreign(out)
         return None
 
@@ -874,16 +879,6 @@ def made_by_a_run(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         return FIRST_LINES[path.name] in file.readline(1000)
-
-
-def check_overwrite(config: dict, out: Path) -> None:
-    """Raise UserError unless the run in `out` may be deleted."""
-    # The user says so, and this run does not start from it.
-    text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
-    refuse(not config["overwrite"], text)
-    source = config["init_from"]
-    inside = source and Path(source).resolve().is_relative_to(out.resolve())
-    refuse(inside, f"init_from={source!r} lies in the out_dir that overwrite=True deletes")
 
 
 def check_nothing_foreign(out: Path) -> None:

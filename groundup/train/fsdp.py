@@ -90,7 +90,7 @@ def shard(model: Transformer, device: torch.device, dtype: torch.dtype) -> None:
 
     # Gathered weights and gradients are in `dtype`; the rows that a rank keeps, and sums over
     # ranks, are float32.
-    mesh = init_device_mesh(device.type, (ranks.world_size(),))
+    mesh = init_device_mesh(device.type, (ranks.world_size(),))  # one dimension: all ranks
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,
@@ -259,7 +259,7 @@ class FSDP:
         grad_scale = with_clipping(torch.ones_like(norm), norm, clip)  # gradients are divided by it
         optimizer.update(lr, grad_scale, self.found_inf)
         for p in self.params.values():
-            p.grad = None
+            p.grad = None  # its memory is free for the next forward
         self.n_updates += 1
         return norm
 
@@ -328,7 +328,7 @@ class AdamW:
             for key in MOMENTS:
                 whole = gather_rows(self.state[name][key], p, f"{name}.{key}")
                 if keep:
-                    saved[name][key] = whole.cpu()
+                    saved[name][key] = whole.cpu()  # so a device holds one whole tensor at a time
         return saved
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -56,11 +56,11 @@ class RunLog:
     ) -> None:
         # Every rank has a clock, for what trainers compute from it; only rank 0 prints and writes.
         self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
-        self.unread: list[TextIO] = []  # of standard output and error: pipes whose reader has ended
+        self.unread: list[TextIO] = []  # standard output or error, if its reader has ended
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
         self.n_skipped = 0  # updates, from the beginning of the run
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops * world.world_size
+        self.peak_flops = peak_flops * world.world_size  # of all ranks; 0 = no mfu is shown
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
@@ -97,14 +97,14 @@ class RunLog:
 
     def restart_clock(self) -> None:
         """Count the steps and the time of the next training line from now on."""
-        self.marked_step, self.marked_time = self.step, time.perf_counter()
+        self.marked_step, self.marked_time = self.step, time.perf_counter()  # seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock inside: evaluations and saves are not training."""
         pause = time.perf_counter()
         yield
-        self.marked_time += time.perf_counter() - pause
+        self.marked_time += time.perf_counter() - pause  # as if the line had come later
 
     def seconds(self) -> float:
         """Return the seconds since the last training line."""
@@ -182,6 +182,7 @@ class RunLog:
                 whole["crc32"] = save_sum(whole, zlib.crc32(self.path.read_bytes()))
             self.file.write(json.dumps(whole) + "\n")
             self.file.flush()
+            # A tracker draws curves, so it gets no texts.
             numbers = {k: value for k, value in values.items() if isinstance(value, int | float)}
             if numbers:
                 self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
@@ -321,7 +322,7 @@ def raise_not_finite(step: int, skipped: Tensor, loss_sum: Tensor, batches: Batc
     ranks_named = ", ".join(map(str, bad))
     what = f"loss not finite on rank {ranks_named}" if bad else "loss finite, gradient not"
     # Each rank reads a contiguous part of a step's samples; name that of the first bad rank.
-    per_rank = batches.samples_per_step // ranks.world_size()
+    per_rank = batches.samples_per_step // ranks.world_size()  # samples
     first = batches.position(step - 1) + (bad[0] if bad else 0) * per_rank
     raise UserError(
         f"train: step {step}: {int(skipped[1])} steps in a row without a finite gradient; {what}; "
@@ -346,8 +347,8 @@ def sums_by_source(
     a ratio of two of an entry. One source has no entry of its own. The keys are suffixes of names.
     """
     whole = ranks.all_reduce_sum(torch.stack(list(sums.values()), dim=1))  # (sources, names)
-    n = whole[:, list(sums).index(per)]
-    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
+    n = whole[:, list(sums).index(per)]  # (sources,) what each source's sums are divided by
+    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)  # (sources,), their sum is 1
     rows = {"": (shares[:, None] * whole / n[:, None]).sum(0)}
     if len(corpus.val) > 1:
         rows |= {f"/{name}": row for name, row in zip(corpus.val, whole, strict=True)}
@@ -393,7 +394,7 @@ def open_tracker(track: str, out_dir: str, steps_done: int) -> tuple[Callable, C
     else:
         import wandb
 
-        os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_MODE", "offline")  # nothing leaves this machine unasked
         run = wandb.init(project="groundup", name=name, id=name, config=config, dir=out_dir)
     return run.log, run.finish  # the run's own: a thread saves, and it has no current run
 

@@ -23,7 +23,7 @@ from groundup.errors import UserError, say
 from model import Transformer
 
 MAX_RANK = 2**16  # no matrix is larger
-MAX_ALPHA = 2**63
+MAX_ALPHA = 2**63  # a whole number of a file beyond it is no float
 
 
 @dataclass(frozen=True)

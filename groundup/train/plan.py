@@ -180,19 +180,19 @@ def describe(
 ) -> str:
     """Return the plan as text.
 
-    batch: a line on it. tokens: of all steps. peak: FLOP/s of a rank, 0 = unknown. note: on time."""
+    batch, note: on the batch, on the time. tokens: of all steps. peak: FLOP/s, 0 = unknown."""
     table, trained = parameter_table(model), parameter_table(model, trained=True)
     counts = ", ".join(f"{part} {n:,}" for part, n in table.items() if n and part != "total")
     flops = flops_per_token(model, config["block_size"])
     parts = memory(model, config, world_size, device, dtype, other)
     sizes = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items())
     need = sum(parts.values())
-    per_parameter = tokens / table["total"]  # Chinchilla (arXiv:2203.15556) finds 20 best
+    ratio = tokens / table["total"]  # Chinchilla (arXiv:2203.15556) finds about 20 best
     lines = [
         f"parameters  {table['total']:,}: {counts}",
         f"trained     {trained['total']:,} ({config['trainable']})",
         f"batch       {batch}",
-        f"tokens      {tokens:,} in {config['max_steps']:,} steps, {per_parameter:.1f} per parameter",
+        f"tokens      {tokens:,} in {config['max_steps']:,} steps, {ratio:.1f} per parameter",
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]

@@ -114,7 +114,7 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
 def name_interface() -> None:
     """Set GLOO_SOCKET_IFNAME where gloo would take an address that other machines cannot reach."""
     # gloo takes the address of this machine's name, which Debian's /etc/hosts makes 127.0.1.1.
-    own, main = address_of(socket.gethostname()), address_of(os.environ["MASTER_ADDR"])
+    own, main = address_of(socket.gethostname()), address_of(os.environ["MASTER_ADDR"])  # IPv4
     if own.startswith("127.") and main and not main.startswith("127."):
         if interface := interface_to(main):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -167,7 +167,7 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
             if store.check([f"ddp/word/{other}"]):
                 their_word = store.get(f"ddp/word/{other}").decode()
                 store.set(f"ddp/prefix/{their_word}", word)
-        time.sleep(0.01)
+        time.sleep(0.01)  # seconds
         missing = [other for other in missing if not store.check([f"ddp/confirmed/{word}/{other}"])]
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {missing[0]} has not come within {timeout_s:.0f} s")
@@ -308,7 +308,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     """Return every rank's `value` (anything that pickles), in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * world_size()
+    values = [None] * world_size()  # filled below
     issue("gather_objects", dist.all_gather_object, values, value, group=group)
     return values
 
