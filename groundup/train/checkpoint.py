@@ -29,7 +29,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
@@ -100,7 +100,7 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> Path | None:
+def find_latest(out_dir: str | Path) -> Path | None:
     """Return the newest undamaged checkpoint of a run, None if it has none yet."""
     # A bad disk, or a copy that was cut short, costs the newest one; then the one before is used.
     paths = step_dirs(Path(out_dir))
@@ -108,7 +108,7 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
         problem = damage(path)
         if not problem:
             return path
-        report(f"{problem}; trying the checkpoint before it")
+        print(f"{problem}; trying the checkpoint before it")
     # Not None: a new run would overwrite what may still be rescued.
     if paths:
         fail(f"all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir")
@@ -566,7 +566,6 @@ class Saver:
         self.saved = True  # False if the last save failed
         self.newest_step = log.steps_done  # the step that this run continues, 0 if it is new
         self.memory = HostMemory()
-        self.timeout_s = config["timeout_s"]
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
         # A process waits for this thread before it ends, after an error too: Python does, and where
@@ -652,13 +651,13 @@ class Saver:
         """Wait for what the thread has to do."""
         # All ranks have the same work under way, in the same order.
         while self.pending:
-            ranks.wait_together(self.pending[0], self.timeout_s)
+            ranks.wait_together(self.pending[0], self.config["timeout_s"])
             # raises what `_write` raised: LostRank, or UserError if the first save failed
             self.pending.pop(0).result()
 
     def wait_at_exit(self) -> None:
         """Wait for what the thread has to do, but not longer than timeout_s: a rank may be lost."""
-        futures.wait(self.pending, self.timeout_s)
+        futures.wait(self.pending, self.config["timeout_s"])
 
     def close(self) -> None:
         """Wait for the last save and end the thread. Call before ranks.close()."""
