@@ -86,8 +86,8 @@ class Bucket:
     running_hook: Generator | None = None  # the communication hook at work on this bucket
     sends_more: bool = False  # in flight: the hook will launch another collective
     squared_norm: Tensor | None = None  # of the mean gradient in this rank's shard, see Reduced
-    work: dist.Work | None = None  # torch's handle of the collective under way, and for errors
-    work_name: str = ""  # its name: the step, the operation and the bucket
+    work: dist.Work | None = None  # the collective under way
+    work_name: str = ""  # for errors: the step, the operation and the bucket
     update_done: torch.cuda.Event | None = None  # recorded after an update on the side stream
 
     def view(self, flat: Tensor, i: int) -> Tensor:

@@ -241,9 +241,8 @@ def check_beside_adapters(chosen: list[str], trainable: str, cfg: LoRAConfig) ->
     """Raise UserError for a parameter that cannot be trained together with adapters."""
     for name in chosen:
         if name.endswith(".bias"):  # peft would have to save the whole layer
-            raise UserError(
-                f"lora: {trainable=} names biases, which an adapter's files cannot hold"
-            )
+            text = f"{trainable=} names biases, which an adapter's files cannot hold"
+            raise UserError(f"lora: {text}")
         if name.removesuffix(".weight").split(".")[-1] in cfg.modules:
             text = f"{trainable=} would train {name} beside its adapter; take out either"
             raise UserError(f"lora: {text}")
