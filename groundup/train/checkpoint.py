@@ -263,9 +263,7 @@ def choose(config: dict) -> Path | None:
     # Another stage's run, or files of the user, are not ours to continue.
     path = None
     if used:
-        other, script = script_of(out / "config.py"), Path(sys.argv[0]).name
-        text = f"{out} is a run of {other}; use another out_dir for {script}"
-        refuse(other and other != script, text)
+        check_stage(out, Path(sys.argv[0]).name)
         repair(out)
     if step and not is_restarted():
         path = find_step(out, step, config["overwrite"])
@@ -878,6 +876,13 @@ def made_by_a_run(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         return FIRST_LINES[path.name] in file.readline(1000)
+
+
+def check_stage(out: Path, script: str) -> None:
+    """Raise UserError if another script's run is in `out`."""
+    other = script_of(out / "config.py")
+    if other and other != script:
+        raise UserError(f"config: {out} is a run of {other}; use another out_dir for {script}")
 
 
 def check_nothing_foreign(out: Path) -> None:

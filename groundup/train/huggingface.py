@@ -324,7 +324,8 @@ def weights_fingerprint(directory: str | Path) -> str:
     """Return names and checksums of a directory's safetensors files."""
     parts = []
     for path in sorted(Path(directory).glob("*.safetensors")):
-        status = path.stat()  # size and time of the last change tell whether it is still the same
+        # Size and time of the last change tell whether the file is still the same.
+        status = path.stat()
         parts.append(f"{path.name} {checksum_once(path, status.st_size, status.st_mtime_ns)}")
     return ", ".join(parts)
 

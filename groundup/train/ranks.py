@@ -60,8 +60,8 @@ def described_world() -> World:
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     absent = ", ".join(key for key in needed if key not in os.environ)
     if absent:
-        found = f"RANK is set in the environment but {absent} is not"
-        raise UserError(f"ddp: {found}; start with torchrun")
+        text = f"RANK is set in the environment but {absent} is not; start with torchrun"
+        raise UserError(f"ddp: {text}")
     world = World(*(number_in(key) for key in needed[:3]))
     number_in("MASTER_PORT", 1, most=65535)
     if world.rank >= world.world_size:
