@@ -196,16 +196,31 @@ def describe(
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
+    lines += memory_warning(need, device)
+    lines.append(time_line(tokens * flops, peak, world_size, note))
+    return "\n".join(lines)
+
+
+def memory_warning(need: float, device: torch.device) -> list[str]:
+    """Return a line if the ranks of this machine need more bytes than it has, `need` each."""
+    if device.type != "cpu":
+        return []
     # A CPU's ranks share the memory of their machine; torchrun says how many there are.
     need *= ranks.number_in("LOCAL_WORLD_SIZE", 1) if ranks.world_size() > 1 else 1
-    if device.type == "cpu" and need > memory_limit():
-        text = f"this machine or its container has {memory_limit() / GIB:.2f} GiB"
-        lines.append(f"warning     needs {need / GIB:.2f} GiB, {text}")
-    time = "not known for this device; each line of the log has an eta"
-    if peak:
-        seconds = tokens * flops / (0.4 * peak * world_size)  # 40 %: a well used GPU reaches it
-        time = f"{note}{clock(seconds)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
-    return "\n".join([*lines, f"time        {time}"])
+    has = memory_limit()
+    if need <= has:
+        return []
+    text = f"this machine or its container has {has / GIB:.2f} GiB"
+    return [f"warning     needs {need / GIB:.2f} GiB, {text}"]
+
+
+def time_line(flops: float, peak: float, world_size: int, note: str) -> str:
+    """Return the line on the time that all steps take. peak, note: as in `describe`."""
+    if not peak:
+        return "time        not known for this device; each line of the log has an eta"
+    seconds = flops / (0.4 * peak * world_size)  # 40 % is what a well used GPU reaches
+    speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
+    return f"time        {note}{clock(seconds)} {speed}"
 
 
 # ---- does the device compute as the CPU does? ----------------------------------------------------
