@@ -704,16 +704,6 @@ class DDP:
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
-    def gather(self, bucket: Bucket, flat: Tensor) -> None:
-        """ZeRO-1: complete `flat`, laid out as bucket.param, of which each rank holds its shard.
-
-        All ranks call it, to save the optimizer's state."""
-        if bucket.state is State.READY or bucket.work is not None:
-            raise UserError("ddp: call flush() before the optimizer's state is gathered")
-        if bucket.sharded:
-            launch_gather(bucket, flat, bucket.shard_sizes)
-            bucket.wait()
-
 
 # ---- 6. optional: ZeRO-1, every rank updates one shard of each bucket ----------------------------
 # A reduce-scatter replaces the all-reduce: a rank receives the mean gradient of its shard, updates

@@ -75,7 +75,7 @@ def setup(
 def snapshot(parallel: ddp.DDP, optimizer: Optimizer) -> dict[str, Tensor]:
     """Copies of the weights, by name, and of the optimizer's state, by "name key"."""
     parallel.flush()
-    state = optimizer.state_dict(parallel.gather if parallel.buckets[0].sharded else None)
+    state = optimizer.state_dict()
     found = {
         f"{name} {key}": t.clone() for name, values in state.items() for key, t in values.items()
     }

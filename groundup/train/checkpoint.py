@@ -619,7 +619,7 @@ class Saver:
         content: dict[str, dict] = {}
         sharded = isinstance(ddp, fsdp.FSDP)
         weights = ddp.whole_weights() if sharded else self.model_format.stored_weights(model)
-        optimizer = opt.state_dict(ddp.gather if self.config["zero1"] else None, keep=is_main)
+        optimizer = opt.state_dict(keep=is_main)
         if is_main:
             content["weights"] = weights
             content["train_state"] = {

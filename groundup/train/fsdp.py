@@ -318,7 +318,7 @@ class AdamW:
             tensors = params, grads, *moments, steps
             adamw_(*tensors, self.betas, weight_decay, lr, grad_scale, found_inf)
 
-    def state_dict(self, gather: None = None, keep: bool = True) -> dict[str, dict[str, Tensor]]:
+    def state_dict(self, keep: bool = True) -> dict[str, dict[str, Tensor]]:
         """Return the whole state in host memory, as optim.Optimizer does; {} where not `keep`."""
         # All ranks take part in every gather. Rank 0 has rows, and so steps, of every parameter.
         saved: dict[str, dict[str, Tensor]] = {}

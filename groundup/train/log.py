@@ -244,8 +244,8 @@ class RunLog:
         losses = self.val_losses()
         later = [loss for step, loss in losses.items() if step > 0]
         if later and min(later) > losses.get(0, math.inf):
-            before, best = losses[0], min(later)
-            text = f"val_loss was {before:.4g} before the first step and {best:.4g} at best after it"
+            first, best = losses[0], min(later)
+            text = f"val_loss was {first:.4g} before the first step and {best:.4g} at best after it"
             hint = "training made the model worse: lower learning_rate, or look at the data"
             self.print(f"warning: {text}; {hint}")
         # 2. How to go on. The flags that delete must not be given again.

@@ -9,7 +9,7 @@ docs/optimizer.md explains Muon and shows how it was chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ NS_STEPS = 5
 ROW_DECAY = 0.95  # NorMuon: of the running mean square of a row
 STEP_SIZE = 0.2  # Muon: root mean square of an update before the learning rate, as AdamW's
 
-Gather = Callable[["Bucket", Tensor], None]
 States = dict[str, dict[str, Tensor]]
 
 # ---- AdamW ---------------------------------------------------------------------------------------
@@ -223,32 +222,27 @@ class Optimizer:
                 for i in group.indices:
                     yield bucket, group, i
 
-    def state_dict(self, gather: Gather | None = None, keep: bool = True) -> States:
+    def state_dict(self, keep: bool = True) -> States:
         """Return {parameter name: state}, views of the live state in the parameter's shape.
 
         State: exp_avg, exp_avg_sq and step; or momentum and mean_square, that of rows (n, 1) or
-        columns (1, m). With ZeRO-1 all ranks pass `gather` (DDP.gather), which completes a flat
-        tensor laid out as bucket.param. Then the result is a copy on the CPU, empty on ranks that
-        do not `keep` it; only step is the live tensor."""
-        whole = []  # by bucket: the state of all ranks
-        if gather:  # all ranks take part, also those that keep nothing
-            for bucket, groups in zip(self.buckets, self.groups, strict=True):
-                whole.append(gather_states(bucket, groups, gather, keep))
+        columns (1, m). With ZeRO-1 all ranks call it after DDP.flush(), and it is a copy on the
+        CPU. It is empty on ranks that do not `keep` it. step is always the live tensor."""
         saved: States = {}
-        for bucket, group, i in self.members() if keep else ():
-            # `size` is the parameter's shape, or (n, 1) or (1, m) for mean_square
-            state = saved[bucket.names[i]] = dict(group.scalars)
-            shape = bucket.params[i].shape
+        for bucket, group, i in self.members():
+            name, state = bucket.names[i], dict(group.scalars)
             for key, mine in group.state.items():
-                size = mine.shape[1:] if mine.ndim > 1 else shape
-                if gather:
-                    state[key] = bucket.view(whole[bucket.index][key], i)
-                    if size != shape:  # one number of each row or column
-                        state[key] = state[key][: size[0], : size[1]].contiguous()
-                else:
-                    # Where the parameter's part of the group's state begins
-                    begin = (bucket.offsets[i] - group.begin) * size.numel() // shape.numel()
-                    state[key] = mine.view(-1)[begin : begin + size.numel()].view(size)
+                shape, inside, own = own_part(bucket, group, i, mine)
+                state[key] = mine.view(-1)[own]
+                if bucket.sharded:
+                    # Every rank adds its part to zeros. All take part, also those that keep nothing.
+                    whole = mine.new_zeros(shape.numel())
+                    whole[inside] = state[key]
+                    ranks.all_reduce_sum(whole, f"{key} of {name}")
+                    state[key] = whole.cpu() if keep else whole
+                state[key] = state[key].view(shape)
+            if keep:
+                saved[name] = state
         return saved
 
     def load_state_dict(self, saved: States) -> None:
@@ -276,35 +270,12 @@ class Optimizer:
     def _copy_state(self, saved: States) -> None:
         """Copy what this rank updates of a whole state."""
         for bucket, group, i in self.members():
-            state, offset = saved[bucket.names[i]], bucket.offsets[i]
-            begin, end = own_span(bucket, [i])
+            state = saved[bucket.names[i]]
             for key, mine in group.state.items():
-                # How many weights share one number: 1, or those of a row
-                shared = bucket.params[i].numel() // state[key].numel()
-                first, last = (begin - offset) // shared, (end - offset) // shared
-                to = (begin - group.begin) // shared
-                mine.view(-1)[to : to + last - first].copy_(state[key].flatten()[first:last])
+                _, inside, own = own_part(bucket, group, i, mine)
+                mine.view(-1)[own] = state[key].flatten()[inside]
             for key, scalar in group.scalars.items():
                 scalar.copy_(state[key])
-
-
-def gather_states(
-    bucket: Bucket, groups: list[Group], gather: Gather, keep: bool
-) -> dict[str, Tensor]:
-    """Gather {key: state of the whole bucket (padded,), on the CPU} from the ranks' parts."""
-    # All keys in the layout of the weights, so that DDP can gather them. A number that a row shares
-    # is repeated over the row.
-    whole = {}
-    for key in dict.fromkeys(key for group in groups for key in group.state):
-        flat = torch.zeros_like(bucket.param)
-        for group in groups:
-            if key in group.state:
-                mine = flat[group.begin : group.begin + group.param.numel()]
-                mine.view(group.param.shape).copy_(group.state[key])
-        gather(bucket, flat)
-        if keep:
-            whole[key] = flat.cpu()
-    return whole
 
 
 def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, list[int]]]:
@@ -332,6 +303,20 @@ def own_span(bucket: Bucket, indices: list[int]) -> tuple[int, int]:
     # Cut off where this rank's shard begins and ends.
     begin = min(max(begin, bucket.shard[0]), end)
     return begin, max(min(end, bucket.shard[1]), begin)  # begin == end: nothing
+
+
+def own_part(bucket: Bucket, group: Group, i: int, mine: Tensor) -> tuple[torch.Size, slice, slice]:
+    """Return the shape of a parameter's whole state, and where this rank's part of it lies.
+
+    mine: the group's state. The part is [first slice] of the whole state and [second] of `mine`,
+    both flat; without ZeRO-1 it is all of the state."""
+    p, offset = bucket.params[i], bucket.offsets[i]
+    shape = mine.shape[1:] if mine.ndim > 1 else p.shape
+    n_sharing = p.numel() // shape.numel()  # weights that share a number: 1, or those of a row
+    begin, end = own_span(bucket, [i])
+    size, first = (end - begin) // n_sharing, (begin - offset) // n_sharing
+    own = (begin - group.begin) // n_sharing if size else 0
+    return shape, slice(first, first + size), slice(own, own + size)
 
 
 # ---- schedules -----------------------------------------------------------------------------------
