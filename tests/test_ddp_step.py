@@ -227,7 +227,7 @@ def check_updates_on_arrival(world: ranks.World) -> None:
     for expected in (True, False):
         parallel, updated = setup(overlap_step="backward")[0], []
         optimizer = SimpleNamespace(
-            update=lambda bucket, updated=updated, **_: updated.append(bucket.index)
+            update=lambda bucket, *_, updated=updated: updated.append(bucket.index)
         )
 
         def until_arrived(grad: Tensor, bucket: ddp.Bucket = parallel.buckets[0]) -> None:
