@@ -269,14 +269,14 @@ def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -
 
 def check_fit(shapes: dict[str, tuple], tensors: dict[str, Stored], directory: Path) -> None:
     """Raise UserError unless `tensors` has one tensor for each name, of that shape."""
-    problems = [f"{name} is unknown" for name in tensors if name not in shapes]
-    for name, shape in shapes.items():
-        stored = tensors.get(name)
-        if stored is None:
-            problems.append(f"{name} is missing")
-        elif stored.shape != shape:
-            problems.append(f"{name} has shape {stored.shape} and not {shape}")
-        elif stored.dtype not in DTYPES:  # integers would be quantized weights
+    problems = [f"{name} is missing" for name in shapes if name not in tensors]
+    problems += [f"{name} is unknown" for name in tensors if name not in shapes]
+    # Compare what is on both sides. Integers would be quantized weights.
+    for name in [name for name in shapes if name in tensors]:
+        stored = tensors[name]
+        if stored.shape != shapes[name]:
+            problems.append(f"{name} has shape {stored.shape} and not {shapes[name]}")
+        elif stored.dtype not in DTYPES:
             problems.append(f"{name} is {stored.dtype} and not one of {', '.join(DTYPES)}")
     if problems:
         fail(f"the weights in {directory} do not fit the model: {listed(problems, 4)}")
@@ -610,23 +610,27 @@ def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> 
     ranks.run_on(runs_here, load, (model, *args), {})
 
 
+@torch.no_grad()
 def load_with_new_rows(
     model: Transformer, init_dir: Path, n_known: int, tok: TextTokenizer
 ) -> None:
-    """Load `init_dir` through a second model, in which new rows are made (lora.resize_vocab)."""
+    """Load the weights of `init_dir`, with adapters merged, and make rows for new tokens."""
     # {id: known ids of its text} of new ordinary tokens. Special tokens have no text.
     pieces = {i: token for i, token in tok.engine.token_bytes.items() if i >= n_known}
     if pieces:
         split = TextTokenizer.load(tokenizer_dir(init_dir)).encode_token
         pieces = {i: split(token) for i, token in pieces.items()}
     start = load_model(init_dir, block_size=model.cfg.block_size)
-    lora.resize_vocab(start, model.cfg.vocab_size, n_known, pieces)
+    n_known = min(n_known, start.cfg.vocab_size)
 
     # What `start` lacks keeps its own start: adapters, and the score of a reward model.
     weights = dict(start.named_parameters())
     for name, p in model.named_parameters():
-        if name in weights:
-            put(p, weights[name])
+        whole = weights.get(name)
+        if name in ("embed_tokens.weight", "lm_head.weight"):
+            whole = lora.with_new_rows(whole, model.cfg.vocab_size, n_known, pieces)
+        if whole is not None:
+            put(p, whole)
 
 
 def frozen_base(model: Transformer, init_dir: Path | None, resume_dir: Path | None) -> str:

@@ -269,40 +269,18 @@ def weights_in(dtype: torch.dtype) -> Iterator[None]:
 
 # ---- new tokens ---------------------------------------------------------------------------------
 
-Pieces = dict[int, list[int]]  # {id of a new token: known ids of its text}
 
+def with_new_rows(
+    weight: Tensor, n_rows: int, n_known: int, pieces: dict[int, list[int]]
+) -> Tensor:
+    """Return an embedding or a head (rows, C) with n_rows rows, those from n_known on new.
 
-@torch.no_grad()
-def resize_vocab(
-    model: Transformer,
-    vocab_size: int,
-    n_known: int = 0,  # rows from here on are new, even if they padded the vocabulary; 0 = keep all
-    pieces: Pieces | None = None,
-) -> None:
-    """Add rows for new tokens to the embedding and the head. Call before `DDP(model)`."""
-    old_size = model.cfg.vocab_size
-    if vocab_size < old_size:
-        raise UserError(f"lora: {vocab_size=} is less than {old_size}; rows are only added")
-
-    # Embedding (V, C) and head (V, C) are one tensor if they are tied.
-    n_old = min(n_known or old_size, old_size)  # rows that are kept
-    embedding = resized(model.embed_tokens.weight, vocab_size, n_old, pieces or {})
-    head = embedding
-    if not model.cfg.tie_embeddings:
-        head = resized(model.lm_head.weight, vocab_size, n_old, pieces or {})
-    model.embed_tokens.weight, model.lm_head.weight = embedding, head
-    # The sizes that the modules and the config state follow.
-    model.embed_tokens.num_embeddings = model.lm_head.out_features = vocab_size
-    model.cfg = replace(model.cfg, vocab_size=vocab_size)
-
-
-def resized(weight: Tensor, n_rows: int, n_old: int, pieces: Pieces) -> nn.Parameter:
-    """Return `weight` (rows, C) with n_rows rows, those from n_old on new."""
-    # A special token starts as the mean of all old rows, summed in float64.
-    mean = weight[:n_old].mean(dim=0, keepdim=True, dtype=torch.float64).to(weight.dtype)
-    rows = torch.cat((weight[:n_old], mean.expand(n_rows - n_old, -1)))
+    pieces: {id of a new token: known ids of its text}."""
+    # A special token starts as the mean of all known rows, summed in float64.
+    mean = weight[:n_known].mean(dim=0, keepdim=True, dtype=torch.float64).to(weight.dtype)
+    rows = torch.cat((weight[:n_known], mean.expand(n_rows - n_known, -1)))
     # Another new token starts as the mean of the rows that its text had before.
     for token_id, old_ids in pieces.items():
         if old_ids:
             rows[token_id] = weight[old_ids].mean(dim=0)
-    return nn.Parameter(rows, requires_grad=weight.requires_grad)
+    return rows
