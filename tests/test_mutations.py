@@ -111,7 +111,7 @@ def preference(directory: Path) -> list:
 
 
 def state_of(directory: Path) -> list:
-    path = checkpoint.find_latest(directory)
+    path = checkpoint.find_latest(directory, lambda line: None)
     weights = huggingface.load_model(path).state_dict()
     states = [checkpoint.read_state(path / name) for name in ("train_state.pt", "rank_00000.pt")]
     return [{name: tensor.tolist() for name, tensor in weights.items()}, repr(states)]

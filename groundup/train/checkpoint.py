@@ -29,7 +29,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
@@ -100,7 +100,7 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def find_latest(out_dir: str | Path) -> Path | None:
+def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> Path | None:
     """Return the newest undamaged checkpoint of a run, None if it has none yet."""
     # A bad disk, or a copy that was cut short, costs the newest one; then the one before is used.
     paths = step_dirs(Path(out_dir))
@@ -108,7 +108,7 @@ def find_latest(out_dir: str | Path) -> Path | None:
         problem = damage(path)
         if not problem:
             return path
-        print(f"{problem}; trying the checkpoint before it")
+        report(f"{problem}; trying the checkpoint before it")
     # Not None: a new run would overwrite what may still be rescued.
     if paths:
         fail(f"all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir")
