@@ -235,7 +235,7 @@ class Optimizer:
                 shape, inside, own = own_part(bucket, group, i, mine)
                 state[key] = mine.view(-1)[own]
                 if bucket.sharded:
-                    # Every rank adds its part to zeros. All take part, also those that keep nothing.
+                    # Every rank adds its part to zeros, also those that keep nothing.
                     whole = mine.new_zeros(shape.numel())
                     whole[inside] = state[key]
                     ranks.all_reduce_sum(whole, f"{key} of {name}")
