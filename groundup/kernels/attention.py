@@ -125,11 +125,13 @@ def torch_attention(
     """Return causal attention, or with `mask` what the mask shows."""
     # torch picks the kernel: flash attention on a GPU, its own on a CPU.
     shares = k.shape[1] < q.shape[1]
-    if mask is not None and shares:  # no fused kernel of a GPU takes a mask and shares keys
+    if mask is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=shares
+        )
+    if shares:  # no fused kernel of a GPU both takes a mask and shares keys among heads
         k, v = repeat_heads(q, k, v)
-        shares = False
-    causal = mask is None
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=shares)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
