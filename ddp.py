@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -62,17 +62,11 @@ class State(Enum):
     STALE = "for the other ranks' shards; this rank's own is updated (ZeRO-1)"
 
 
-class Collective(NamedTuple):
-    name: str  # for errors: the step, the operation and the bucket
-    work: dist.Work  # torch's handle
-
-
 @dataclass(eq=False)
 class Bucket:
     """Parameters that are reduced and updated together: consecutive blocks of one dtype.
 
-    Equal shapes are neighbours, so k matrices (n, m) are also one (k, n, m) view of `param`.
-    """
+    Equal shapes are neighbours, so k matrices (n, m) are also one (k, n, m) view of `param`."""
 
     index: int  # the order of sending: 0 holds the last norm and an untied head
     blocks: list[str]  # names of its blocks, or BEFORE or AFTER
@@ -92,7 +86,8 @@ class Bucket:
     running_hook: Generator | None = None  # the communication hook at work on this bucket
     sends_more: bool = False  # in flight: the hook will launch another collective
     squared_norm: Tensor | None = None  # of the mean gradient in this rank's shard, see Reduced
-    collective: Collective | None = None  # under way
+    work: dist.Work | None = None  # the collective under way
+    work_name: str = ""  # for errors: the step, the operation and the bucket
     update_done: torch.cuda.Event | None = None  # recorded after an update on the side stream
 
     def view(self, flat: Tensor, i: int) -> Tensor:
@@ -109,20 +104,19 @@ class Bucket:
         """Start a collective and return at once; do nothing without a process group."""
         if dist.is_initialized():
             name = f"step {self.n_updates + 1}: {collective.__name__} of bucket {self.index}"
-            name += f" (first: {self.names[0]})"
-            work = ranks.issue(name, collective, *args, async_op=True)
-            self.collective = Collective(name, work)
+            self.work_name = f"{name} (first: {self.names[0]})"
+            self.work = ranks.issue(self.work_name, collective, *args, async_op=True)
 
     def has_arrived(self) -> bool:
         """Return whether a collective was launched and has ended. Does not wait."""
-        return self.collective is not None and self.collective.work.is_completed()
+        return self.work is not None and self.work.is_completed()
 
     def wait(self) -> None:
         """Wait for the collective. gloo blocks here; with NCCL only the GPU's stream waits."""
-        if self.collective is not None:
-            with ranks.named_errors(self.collective.name):
-                self.collective.work.wait()
-            self.collective = None
+        if self.work is not None:
+            with ranks.named_errors(self.work_name):
+                self.work.wait()
+            self.work = None
 
 
 def make_buckets(model: nn.Module, bucket_bytes: float, world_size: int) -> list[Bucket]:
@@ -163,8 +157,7 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 
     A bucket ends where a block ends (`model.layers`, else the top-level children), so a block's
     weights are never half updated. What lies before and after the blocks (embedding; final norm and
-    head) has buckets of its own. Tied weights are the embedding's: its gradient is final last.
-    """
+    head) has buckets of its own. Tied weights are the embedding's: its gradient is final last."""
     # Parameters by block, in the order of forward
     has_layers = isinstance(getattr(model, "layers", None), nn.ModuleList)
     by_block: dict[str, NamedParams] = {}
@@ -298,8 +291,7 @@ class DDP:
 
     Set `sync` to whether the next backward is the last one of the step. After a step, `found_inf`
     (0-d float32) is 1 if it was skipped because its norm was not finite. `skipped` (2,) float32
-    counts such steps: in all, and in a row. `stopping`: a signal has told some rank to stop.
-    """
+    counts such steps: in all, and in a row. `stopping`: a signal has told some rank to stop."""
 
     def __init__(
         self,
@@ -319,8 +311,7 @@ class DDP:
             soon as its gradient has arrived (backward, see expect_step).
         zero1: each rank updates one shard of every bucket; whole_matrices: shards do not cut
             matrices of the blocks, because Muon needs whole ones.
-        bucket_mb: size up to which blocks are merged; 0 = by the size of the model.
-        """
+        bucket_mb: size up to which blocks are merged; 0 = by the size of the model."""
         hook = hook or Average()
         check_options(getattr(hook, "compress", "this hook"), overlap_step, zero1)
         options = f"{bucket_mb=}, {overlap_step=}, {zero1=}, {whole_matrices=}"
@@ -358,7 +349,8 @@ class DDP:
 
     def _watch_backward(self) -> None:
         """Make autograd call `_on_grad` when a gradient is final."""
-        self._slot = {}  # of each parameter: its bucket, its number there, the slot of its gradient
+        # {parameter: its bucket, its number there, the slot of its gradient}
+        self._slot: dict[nn.Parameter, tuple[Bucket, int, Tensor]] = {}
         for b in self.buckets:
             for i, p in enumerate(b.params):
                 self._slot[p] = b, i, b.view(b.grad, i)
@@ -454,10 +446,9 @@ class DDP:
         if self._update_in_backward or bucket.sharded:
             # Finish what has arrived: update it, or with ZeRO-1 free what was received. This
             # launches nothing, so it may depend on timing.
-            for earlier in self.buckets[: bucket.index]:
-                in_flight = earlier.state is State.IN_FLIGHT and not earlier.sends_more
-                if in_flight and earlier.has_arrived():
-                    self._finish_bucket(earlier)
+            for other in self.buckets[: bucket.index]:
+                if other.state is State.IN_FLIGHT and not other.sends_more and other.has_arrived():
+                    self._finish_bucket(other)
 
     def _launch_further_collectives(self, before: int) -> bool:
         """Launch the next collective of the buckets that have one; return False if none has."""
@@ -502,8 +493,7 @@ class DDP:
 
         Return the global norm before clipping and without the loss scale, 0-d float32, equal on all
         ranks. If it is not finite, all skip the update. stop: a signal tells this rank to stop;
-        `stopping` is then True on all ranks. Raise UserError on all if one lacks a gradient.
-        """
+        `stopping` is then True on all ranks. Raise UserError on all if one lacks a gradient."""
         scaled = scaler is not None and scaler.is_enabled()  # float16
         # `clip` and the scaler are known only here; the rest was checked at the start
         check_options("", self.overlap_step, False, clip, scaled)
@@ -618,9 +608,7 @@ class DDP:
     def _apply(self, update: Update, bucket: Bucket) -> None:
         """Update this rank's shard of the bucket and drop the gradients."""
         with torch.autocast(self.device.type, enabled=False):  # a forward may have triggered it
-            update.optimizer.update(
-                bucket, lr=update.lr, grad_scale=update.grad_scale, found_inf=update.found_inf
-            )
+            update.optimizer.update(bucket, update.lr, update.grad_scale, update.found_inf)
         for p in bucket.params:
             p.grad = None  # adding into zeros would cost two more passes over the memory
         bucket.state = State.STALE if bucket.sharded else State.WAITING
@@ -648,8 +636,7 @@ class DDP:
         """Announce the next step() before its synced backward.
 
         overlap_step="backward" needs it to update buckets during backward; without it, buckets are
-        updated as with "forward".
-        """
+        updated as with "forward"."""
         if self.overlap_step == "backward":
             self._update_in_backward = optimizer, lr
 
@@ -694,7 +681,7 @@ class DDP:
         first = max(self._next, bucket.index - ahead)
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)
-        if bucket.state is State.STALE and bucket.collective is not None:
+        if bucket.state is State.STALE and bucket.work is not None:
             bucket.wait()
             bucket.state = State.WAITING
         if bucket.update_done is not None:
@@ -706,7 +693,7 @@ class DDP:
         if bucket.state is State.READY:
             with self._on_side_stream():
                 self._apply(self._update, bucket)
-        if bucket.state is State.STALE and bucket.collective is None:
+        if bucket.state is State.STALE and bucket.work is None:
             with self._on_side_stream():
                 launch_gather(bucket, bucket.param, bucket.shard_sizes)
 
@@ -716,17 +703,6 @@ class DDP:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
-
-    def gather(self, bucket: Bucket, flat: Tensor) -> None:
-        """ZeRO-1: complete `flat`, laid out as bucket.param, of which each rank holds its shard.
-
-        All ranks call it, to save the optimizer's state.
-        """
-        if bucket.state is State.READY or bucket.collective is not None:
-            raise UserError("ddp: call flush() before the optimizer's state is gathered")
-        if bucket.sharded:
-            launch_gather(bucket, flat, bucket.shard_sizes)
-            bucket.wait()
 
 
 # ---- 6. optional: ZeRO-1, every rank updates one shard of each bucket ----------------------------
@@ -741,8 +717,7 @@ def cut_into_shards(
     """Divide the bucket into a shard for each rank: equal, unless a cut has to move.
 
     whole_matrices: a cut within a matrix that Muon trains moves to the nearer end of it. unit: any
-    other cut moves to a multiple of `unit` elements from the beginning of its parameter.
-    """
+    other cut moves to a multiple of `unit` elements from the beginning of its parameter."""
     cuts = [bucket.param.numel() * r // world_size for r in range(world_size + 1)]
     for name, p, begin in zip(bucket.names, bucket.params, bucket.offsets, strict=True):
         end = begin + p.numel()
@@ -766,8 +741,7 @@ def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
     """Start to send every rank its shard of `flat`; return what this rank will receive.
 
     It is the sum over the ranks (shard,), or the terms of that sum (ranks, shard): with gloo, and
-    where shards differ in size.
-    """
+    where shards differ in size."""
     if has_native_shards(flat, bucket.shard_sizes):
         mine = own_shard(flat, bucket.shard_sizes)
         bucket.launch(REDUCE_SCATTER, mine, flat)
@@ -779,12 +753,11 @@ def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
 def launch_exchange(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> Tensor:
     """Start to send every rank its shard of `flat`; return what this rank will receive.
 
-    It is what each rank has in the place of this rank's shard, (ranks, shard).
-    """
+    It is what each rank has in the place of this rank's shard, (ranks, shard)."""
     n, own_size = len(shard_sizes), shard_sizes[ranks.rank()]
     received = flat.new_empty(n, own_size)
-    sizes = [own_size] * n, shard_sizes  # received from, sent to each rank
-    bucket.launch(dist.all_to_all_single, received.view(-1), flat, *sizes)
+    to_receive, to_send = [own_size] * n, shard_sizes  # elements from and to each rank
+    bucket.launch(dist.all_to_all_single, received.view(-1), flat, to_receive, to_send)
     return received
 
 
@@ -795,8 +768,8 @@ def launch_gather(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> None:
         bucket.launch(ALL_GATHER, flat, mine)
         return
     n = len(shard_sizes)
-    sizes = shard_sizes, [len(mine)] * n  # received from, sent to each rank
-    bucket.launch(dist.all_to_all_single, flat, mine.repeat(n), *sizes)
+    to_receive, to_send = shard_sizes, [len(mine)] * n  # elements from and to each rank
+    bucket.launch(dist.all_to_all_single, flat, mine.repeat(n), to_receive, to_send)
 
 
 def own_shard(flat: Tensor, shard_sizes: list[int]) -> Tensor:
@@ -823,8 +796,7 @@ PIECE = 2**20
 class InTree:
     """The sum over the ranks in a fixed order. The trainer divides the loss, so it is the mean.
 
-    Numbers of ranks and of micro-steps must be powers of two.
-    """
+    Numbers of ranks and of micro-steps must be powers of two."""
 
     compress = "none"
 

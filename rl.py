@@ -217,7 +217,7 @@ def state_beside_policy(warmup: int, reward_sums: Tensor, learner: tuple | None)
     learner: the critic with its DDP, optimizer and scaler."""
     state = {"warmup_steps": warmup, "reward_sums": reward_sums.tolist()}
     if learner:
-        state["critic"] = critics.state_of(*learner, zero1)
+        state["critic"] = critics.state_of(*learner)
     return state
 
 

@@ -75,7 +75,7 @@ def setup(
 def snapshot(parallel: ddp.DDP, optimizer: Optimizer) -> dict[str, Tensor]:
     """Copies of the weights, by name, and of the optimizer's state, by "name key"."""
     parallel.flush()
-    state = optimizer.state_dict(parallel.gather if parallel.buckets[0].sharded else None)
+    state = optimizer.state_dict()
     found = {
         f"{name} {key}": t.clone() for name, values in state.items() for key, t in values.items()
     }
@@ -227,7 +227,7 @@ def check_updates_on_arrival(world: ranks.World) -> None:
     for expected in (True, False):
         parallel, updated = setup(overlap_step="backward")[0], []
         optimizer = SimpleNamespace(
-            update=lambda bucket, updated=updated, **_: updated.append(bucket.index)
+            update=lambda bucket, *_, updated=updated: updated.append(bucket.index)
         )
 
         def until_arrived(grad: Tensor, bucket: ddp.Bucket = parallel.buckets[0]) -> None:

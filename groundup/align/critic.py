@@ -73,15 +73,13 @@ def estimate_advantages(
 # ---- checkpoints: kept in train_state.pt, beside the policy's state ------------------------------
 
 
-def state_of(
-    critic: RewardModel, ddp: DDP, opt: Optimizer, scaler: torch.amp.GradScaler, zero1: bool
-) -> dict:
+def state_of(critic: RewardModel, ddp: DDP, opt: Optimizer, scaler: torch.amp.GradScaler) -> dict:
     """Return what a resume needs. All ranks call it."""
     ddp.flush()  # apply the updates that wait for the next forward
     trained = {name: p.detach() for name, p in critic.named_parameters() if p.requires_grad}
     return {
         "weights": trained,
-        "optimizer": opt.state_dict(ddp.gather if zero1 else None, keep=ranks.rank() == 0),
+        "optimizer": opt.state_dict(keep=ranks.rank() == 0),
         "scaler": scaler.state_dict(),
         "n_updates": ddp.n_updates,
         "skipped": ddp.skipped.tolist(),

@@ -103,12 +103,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, dropout: float = 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Return attention by its definition. visible (..., T, S) bool: query t may see key s."""
-    # Grouped queries: each head of keys serves several heads of queries.
-    sharing = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(sharing, dim=1), v.repeat_interleave(sharing, dim=1)
+    k, v = repeat_heads(q, k, v)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, S)
     scores = scores.masked_fill(~visible, -math.inf)
     return scores.softmax(dim=-1) @ v
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with a head for each of q's, for kernels that cannot share them."""
+    # Grouped queries: a head of keys serves H / K consecutive heads of queries.
+    sharing = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(sharing, dim=1), v.repeat_interleave(sharing, dim=1)
 
 
 # ---- ways to compute it --------------------------------------------------------------------------
@@ -119,14 +124,13 @@ def torch_attention(
 ) -> Tensor:
     """Return causal attention, or with `mask` what the mask shows."""
     # torch picks the kernel: flash attention on a GPU, its own on a CPU.
-    sharing = q.shape[1] // k.shape[1]
+    shares = k.shape[1] < q.shape[1]
     if mask is None:
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=sharing > 1
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=shares
         )
-    if sharing > 1:  # no fused kernel of a GPU both takes a mask and shares keys among heads
-        k = k.repeat_interleave(sharing, dim=1)
-        v = v.repeat_interleave(sharing, dim=1)
+    if shares:  # no fused kernel of a GPU both takes a mask and shares keys among heads
+        k, v = repeat_heads(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
@@ -134,9 +138,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor
     """Return causal attention within documents, by a kernel that skips what they do not see."""
     B, H, T, D = q.shape
     if not VARLEN_SHARES_KEYS:
-        sharing = H // k.shape[1]
-        k = k.repeat_interleave(sharing, dim=1)
-        v = v.repeat_interleave(sharing, dim=1)
+        k, v = repeat_heads(q, k, v)
     # The kernel takes all rows as one: (B * T, heads, D).
     dtype = compute_dtype(q)
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (q, k, v))
@@ -154,7 +156,7 @@ def attention_by_document(
     """Return what varlen_attention does, on a CPU: each document by itself."""
     # Not compiled: the lengths of the documents would be part of the graph.
     B, H, T, D = q.shape
-    lengths = [n for n in borders.diff().tolist() if n]
+    lengths = [n for n in borders.diff().tolist() if n]  # the rest of borders is N
     # (B, heads, T, D) -> (heads, B * T, D), cut into documents
     q, k, v = (x.transpose(0, 1).reshape(x.shape[1], B * T, D) for x in (q, k, v))
     outputs = []
@@ -170,7 +172,7 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> Tensor:
 
     q (B, H, T, D), k and v (B, K, T, D), D a multiple of 8; firsts (B, T) int64: the first key that
     each query sees, at most its own."""
-    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # no copy where they are
     y, _ = torch.ops.groundup.cpu_attention(q, k, v, firsts)
     return y
 
@@ -260,8 +262,7 @@ def first_positions(starts: Tensor) -> Tensor:
 
 def positions_of(starts: Tensor) -> Tensor:
     """Return each token's position in its document, (B, T) int64."""
-    columns = torch.arange(starts.shape[1], device=starts.device)
-    return columns - first_positions(starts)
+    return torch.arange(starts.shape[1], device=starts.device) - first_positions(starts)
 
 
 def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -322,18 +323,15 @@ def c_library() -> ctypes.CDLL | None:
 
 
 class Heads(ctypes.Structure):
-    """Tensor of attention.c, field by field: (B, heads, T, D) and its strides."""
+    """Tensor of attention.c, field by field: (B, heads, T, D), its memory and strides."""
 
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("row", ctypes.c_long),
-        ("head", ctypes.c_long),
-        ("position", ctypes.c_long),
+    _fields_ = [("data", ctypes.c_void_p)] + [
+        (name, ctypes.c_long) for name in ("row", "head", "position")
     ]
 
 
 class Attention(ctypes.Structure):
-    """Attention of attention.c, field by field."""
+    """Attention of attention.c, field by field: tensors, pointers, sizes, 1 / sqrt(D)."""
 
     _fields_ = (
         [(name, Heads) for name in ("q", "k", "v", "y", "dy", "dq", "dk", "dv")]

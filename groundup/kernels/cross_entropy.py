@@ -12,7 +12,7 @@ Shapes: N tokens, C n_embd, V vocab; hidden (N, C), weight (V, C), targets (N,) 
 Products are in the dtype of autocast, softmax and sums in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +62,7 @@ def token_logps(
     """Return log softmax(hidden @ weight.T / temperature)[target], (N,) float32, with gradients.
 
     0 where the target is IGNORE."""
-    dtype = compute_dtype(hidden)
-    return ChunkedLogps.apply(hidden, weight, targets, dtype, temperature)
+    return ChunkedLogps.apply(hidden, weight, targets, compute_dtype(hidden), temperature)
 
 
 @torch.no_grad()
@@ -71,28 +70,22 @@ def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tenso
     """Return (nats (N,) float32 as in `cross_entropy`, correct (N,) bool).
 
     correct: the target is the likeliest token. IGNORE is never correct."""
-    w = weight.to(compute_dtype(hidden))
     nats = hidden.new_empty(len(hidden), dtype=torch.float32)
     correct = torch.empty_like(targets, dtype=torch.bool)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for part in chunks(len(hidden), weight):
-            logits = (hidden[part].to(w.dtype) @ w.T).float()
-            nats[part], _ = softmax_cross_entropy(logits, targets[part])
-            correct[part] = logits.argmax(dim=1) == targets[part]  # no id is IGNORE
+    for part, logits in chunks_of_logits(hidden, weight, compute_dtype(hidden)):
+        nats[part], _ = softmax_cross_entropy(logits, targets[part])
+        correct[part] = logits.argmax(dim=1) == targets[part]  # no id is IGNORE
     return nats, correct
 
 
 @torch.no_grad()
 def token_entropies(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the entropy in nats of softmax(hidden @ weight.T / temperature), (N,) float32."""
-    w = weight.to(compute_dtype(hidden))
-    entropies = hidden.new_zeros(len(hidden), dtype=torch.float32)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for part in chunks(len(hidden), weight):
-            logits = (hidden[part].to(w.dtype) @ w.T).float()
-            # entropy = -sum over the vocabulary of p log p
-            logps = logits.div_(temperature).log_softmax(dim=1)
-            entropies[part] = -(logps.exp() * logps).sum(1)
+    entropies = hidden.new_empty(len(hidden), dtype=torch.float32)
+    for part, logits in chunks_of_logits(hidden, weight, compute_dtype(hidden)):
+        # entropy = -sum over the vocabulary of p log p
+        logps = logits.div_(temperature).log_softmax(dim=1)
+        entropies[part] = -(logps.exp() * logps).sum(1)
     return entropies
 
 
@@ -108,6 +101,17 @@ def chunks(n_tokens: int, weight: Tensor) -> list[slice]:
     """Return the tokens of each chunk."""
     rows = chunk_rows(weight.shape[0], weight.device.type)
     return [slice(start, start + rows) for start in range(0, n_tokens, rows)]
+
+
+def chunks_of_logits(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the tokens of each chunk and their logits (n, V) float32, multiplied in `dtype`."""
+    w = weight.to(dtype)  # once for all chunks
+    # Each tensor is cast by hand: softmax and sums stay in float32.
+    with torch.autocast(hidden.device.type, enabled=False):
+        for part in chunks(len(hidden), weight):
+            yield part, (hidden[part].to(dtype) @ w.T).float()
 
 
 def compile_loss(device: torch.device) -> None:
@@ -161,23 +165,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        dtype: torch.dtype,
-        with_grad: bool,
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_grad: bool
     ) -> tuple[Tensor, Tensor]:
         loss = hidden.new_zeros((), dtype=torch.float32)
         nats = hidden.new_empty(len(hidden), dtype=torch.float32)
-        w = weight.to(dtype)  # once for all chunks
-
+        w = weight.to(dtype)
         # The gradient of the loss that autograd passes to backward is one number, so everything
         # else can be computed here: backward only multiplies.
         gradients = HeadGradients(ctx, hidden, weight, with_grad)
         fused = ChunkedCrossEntropy.compiled_chunk if hidden.is_cuda and gradients.any else None
 
-        # Each tensor is cast by hand: softmax and sums stay in float32.
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(dtype), targets[part]
@@ -275,21 +272,13 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        dtype: torch.dtype,
-        temperature: float,
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, temperature: float
     ) -> Tensor:
         logps = hidden.new_empty(len(hidden), dtype=torch.float32)
         lse = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
-        w = weight.to(dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part in chunks(len(hidden), weight):
-                logits = (hidden[part].to(dtype) @ w.T).float().div_(temperature)
-                nats, lse[part] = softmax_cross_entropy(logits, targets[part])
-                logps[part] = -nats
+        for part, logits in chunks_of_logits(hidden, weight, dtype):
+            nats, lse[part] = softmax_cross_entropy(logits.div_(temperature), targets[part])
+            logps[part] = -nats
         # No logits are kept: with lse, backward gets softmax from new ones without a second pass.
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.dtype, ctx.temperature = dtype, temperature
@@ -308,8 +297,7 @@ class ChunkedLogps(torch.autograd.Function):
                 # the logits once more, then as in ChunkedCrossEntropy
                 logits = (h @ w.T).float().div_(ctx.temperature)
                 grad_logits = cross_entropy_gradient(logits, t, lse[part], scale[part])
-                grad_logits = grad_logits.to(ctx.dtype)
-                gradients.add(part, grad_logits, h, w)
-                del grad_logits  # before the next chunk's logits are made
+                gradients.add(part, grad_logits.to(ctx.dtype), h, w)
+                del logits, grad_logits  # before the next chunk's logits are made
         # of hidden and weight; targets, dtype and temperature have none
         return *gradients.total(), None, None, None

@@ -18,23 +18,24 @@ from torch import Tensor
 from groundup.compile_c import compile_c
 from groundup.errors import say
 
-DTYPES = (torch.float32, torch.bfloat16)
-WIDTH, GROUP = 32, 64  # as in step.c
+DTYPES = (torch.float32, torch.bfloat16)  # of the weights and products; the rest is float32
+WIDTH = 32  # rows of a weight that lie side by side, as in step.c
+GROUP = 64  # 8-bit weights that share a scale, as in step.c
 
 
 @functools.cache
 def step_c(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL | None:
-    """Return step.c, compiled for this dtype and its or 8-bit weights; None if that does not work
-    here."""
+    """Return step.c, compiled for this dtype and its or 8-bit weights; None if that fails."""
     if dtype not in DTYPES:
         return None
     # One source for four libraries: types that are known when it is compiled make it fast.
     flags = ["-DBFLOAT16"] * (dtype == torch.bfloat16) + ["-DINT8"] * int8
     found = compile_c(Path(__file__).with_name("step.c"), *flags)
     if found is None:
-        what = "generate: no C compiler works here (gcc or clang, with OpenMP)"
-        say(f"{what}; text comes up to 3 times slower")
+        text = "generate: no C compiler works here (gcc or clang, with OpenMP)"
+        say(f"{text}; text comes up to 3 times slower")
         return None
+    # The types of their parameters, in the order of step.c.
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     found.lay_out.argtypes = [*[pointer] * 3, long, long, number]
     found.product.argtypes = [*[pointer] * 5, *[long] * 3, number]
@@ -44,8 +45,7 @@ def step_c(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL | None:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with 8-bit weights in torch: what step.c is compared with, and what a GPU
-    computes."""
+    """A linear layer with 8-bit weights, in torch: on a GPU, and to compare step.c with."""
 
     int8 = True
 
@@ -59,7 +59,7 @@ class Int8Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         N, K = self.rounded.shape
-        scales = self.scales.repeat_interleave(GROUP, dim=1)[:, :K]
+        scales = self.scales.repeat_interleave(GROUP, dim=1)[:, :K]  # one for each weight
         return (self.rounded * scales).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,37 +68,40 @@ class Int8Linear(nn.Module):
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 (N, K) and scales (N, groups) float32; times the scale of their group of inputs
-    they are nearly the weight (N, K)."""
+    """Return int8 (N, K) and scales (N, groups) float32, whose product is nearly weight (N, K).
+
+    A group is GROUP neighbouring inputs of a row."""
     K = weight.shape[1]
-    # The last group is filled up with zeros. The largest weight of a group becomes 127 or -127.
-    groups = F.pad(weight.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))
+    # The last group is filled up with zeros.
+    groups = F.pad(weight.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))  # (N, groups, GROUP)
+    # The largest weight of a group becomes 127 or -127.
     scales = groups.abs().amax(dim=2, keepdim=True).clamp(min=1e-30) / 127
     rounded = (groups / scales).round().to(torch.int8).flatten(1)
-    return rounded[:, :K].contiguous(), scales.squeeze(2)
+    return rounded[:, :K].contiguous(), scales.squeeze(2)  # without what filled it up
 
 
 class NativeLinear(nn.Module):
     """A linear layer with its weight (N, K) in the blocks of step.c."""
 
     def __init__(self, linear: nn.Linear | Int8Linear, dtype: torch.dtype, blocks: Tensor) -> None:
-        """blocks: memory for the weight, n_bytes of it."""
+        # blocks: memory for the weight, n_bytes of it
         super().__init__()
         self.int8, self.dtype, self.blocks = isinstance(linear, Int8Linear), dtype, blocks
-        self.bias = None if linear.bias is None else linear.bias.float()
+        self.bias = None if linear.bias is None else linear.bias.float()  # added in float32
         self.c = step_c(dtype, self.int8)
         if self.int8:
             weight, scales = linear.rounded, linear.scales.T.contiguous()
         else:
             weight, scales = linear.weight.to(dtype).contiguous(), None
         self.out_features, self.in_features = weight.shape
+        # C writes the weight into `blocks`, in the order in which its products read it.
         addresses = map(address, (weight, scales, blocks))
         self.c.lay_out(*addresses, *weight.shape, torch.get_num_threads())
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N) in the dtype of the layer."""
         x = x.to(self.dtype).contiguous()
-        y = torch.empty(*x.shape[:-1], self.out_features)
+        y = torch.empty(*x.shape[:-1], self.out_features)  # float32
         n_rows, K = x.numel() // self.in_features, self.in_features
         # With 8-bit weights C also rounds the inputs: K numbers of a row and its scale.
         inputs = torch.empty(n_rows, K + 2, dtype=torch.int16) if self.int8 else None
@@ -112,26 +115,27 @@ def address(x: Tensor | None) -> int | None:
 
 
 def n_bytes(linear: nn.Linear | Int8Linear, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer in blocks, whose last one is filled up to WIDTH rows."""
+    """Return the bytes of a layer in blocks of WIDTH rows."""
     if isinstance(linear, Int8Linear):
         N, row_bytes = len(linear.rounded), linear.rounded[0].nbytes + linear.scales[0].nbytes
     else:
         N, row_bytes = len(linear.weight), linear.in_features * dtype.itemsize
-    return -(-N // WIDTH) * WIDTH * row_bytes
+    return -(-N // WIDTH) * WIDTH * row_bytes  # rounded up: the last block is filled up
 
 
 def huge_pages(size: int) -> Tensor:
     """Return (size,) uint8 zeros, on Linux in large pages: memory then gives a third more."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # another system
         return torch.zeros(size, dtype=torch.uint8)
+    # The whole weight is read for every token, so small pages would cost many look-ups.
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def lay_out(places: list[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-    """Replace linear layers, given by parent and name, by layers in blocks, all in one stretch of
-    memory."""
+    """Replace linear layers, given by parent and name, by NativeLinear in one piece of memory."""
+    # One piece, because large pages need room: a small layer would not fill one.
     sizes = [n_bytes(getattr(*place), dtype) for place in places]
     parts = huge_pages(sum(sizes)).split(sizes)
     for place, part in zip(places, parts, strict=True):
@@ -139,7 +143,7 @@ def lay_out(places: list[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
 
 
 class Model(ctypes.Structure):
-    """Model of step.c."""
+    """Model of step.c, field by field."""
 
     _fields_ = (
         [(name, ctypes.c_long) for name in ("n_layer", "C", "H", "K", "D", "F", "V")]
@@ -161,6 +165,7 @@ class NativeStep:
             matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
             layers += [linear.blocks for linear in matrices]
             layers += [linear.bias for linear in matrices[:3]]
+            # q_norm and k_norm may be nn.Identity, which has no weight
             norms = attn.q_norm, attn.k_norm, block.input_layernorm, block.post_attention_layernorm
             weights = [getattr(norm, "weight", None) for norm in norms]
             layers += [None if weight is None else weight.float() for weight in weights]
@@ -174,8 +179,7 @@ class NativeStep:
         self.model = Model(*sizes, cfg.norm_eps, *ends)
 
     def __call__(self, model: nn.Module, tokens: Tensor, parts: list) -> Tensor:
-        """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see
-        CacheStep."""
+        """tokens (B,) -> logits (B, V) float32 of the next. parts: of the cache, see CacheStep."""
         cfg, B, n_threads = model.cfg, len(tokens), torch.get_num_threads()
         x, logits = model.embed_tokens.weight[tokens].float(), torch.empty(B, cfg.vocab_size)
         # Of each row: the position of its new token, the angles there, and its place in the cache.
@@ -184,10 +188,11 @@ class NativeStep:
         angles = [table[at].float() for table in (model.cos, model.sin)]
         sizes = torch.tensor([part.keys[0].shape[2] - 1 for part in parts for _ in part.lengths])
         rows, longest = rows_of(parts), int(positions.max()) + 1
-        # Memory that C computes in: one for all threads, and one for each.
+        # Memory that C computes in: one for all threads, and one for each. Sizes as in step.c.
         D, n_sharing = cfg.head_dim, cfg.n_head // cfg.n_kv_head
         shared = torch.empty(B, 2 * (cfg.n_head + cfg.n_kv_head) * D + cfg.ffn_dim)
-        widest = max(cfg.n_embd, cfg.n_head * D, cfg.ffn_dim)
+        widest = max(cfg.n_embd, cfg.n_head * D, cfg.ffn_dim)  # of the inputs of all products
+        # 8-bit weights: inputs rounded to 16 bits, and a scale for each row
         n_inputs = 16 + B * (1 + widest // 2) if self.int8 else 0
         n_own = 32 + B * cfg.n_embd + n_inputs + (1 + n_sharing) * D + n_sharing * longest
         own = torch.empty(n_threads, n_own)

@@ -50,12 +50,12 @@ def reference_distill(
 ) -> Tensor:
     """Return the loss that `distill` returns, by its definition. Tests compare the two."""
     valid = targets != IGNORE
-    logits = hidden[valid] @ weight.T
+    logits = hidden[valid] @ weight.T  # (n, V), of the tokens with a label
     # q is the student's distribution, p the teacher's.
     q = (logits / how.temperature).softmax(1)
     p = (teacher_hidden[valid] @ teacher_weight.T / how.temperature).softmax(1)
     if how.beta in (0, 1):
-        first, second = (q, p) if how.beta else (p, q)
+        first, second = (q, p) if how.beta else (p, q)  # reverse or forward
         kl = (first * (first / second).log()).sum()
     else:
         m = how.beta * p + (1 - how.beta) * q
@@ -77,19 +77,14 @@ def distill(
 
     nats is each token's cross-entropy, kl its divergence, both 0 where the target is IGNORE. If the
     two vocabularies are padded to other sizes, the divergence is over the ids that both have."""
-    return ChunkedDistillation.apply(
-        hidden,
-        weight,
-        targets,
-        teacher_hidden,
-        teacher_weight,
-        how,
-        compute_dtype(hidden),
-        torch.is_grad_enabled(),
-    )
+    tensors = hidden, weight, targets, teacher_hidden, teacher_weight
+    with_grad = torch.is_grad_enabled()  # inside the function it is always off
+    return ChunkedDistillation.apply(*tensors, how, compute_dtype(hidden), with_grad)
 
 
 class ChunkedDistillation(torch.autograd.Function):
+    """Two heads and the loss. As in ChunkedCrossEntropy, forward computes the gradients too."""
+
     @staticmethod
     def forward(
         ctx,
@@ -105,24 +100,23 @@ class ChunkedDistillation(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=torch.float32)
         nats = hidden.new_empty(len(hidden), dtype=torch.float32)
         kl = torch.empty_like(nats)
-        w, teacher_w = weight.to(dtype), teacher_weight.to(dtype)
-        # As in ChunkedCrossEntropy: the gradients are computed while a chunk's logits exist.
+        w, teacher_w = weight.to(dtype), teacher_weight.to(dtype)  # once for all chunks
         gradients = HeadGradients(ctx, hidden, weight, with_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(len(hidden), weight):
                 h, t = hidden[part].to(dtype), targets[part]
-                valid = (t != IGNORE).float()
+                valid = (t != IGNORE).float()  # (n,) 1 or 0
                 logits = (h @ w.T).float()
                 teacher_logits = (teacher_hidden[part].to(dtype) @ teacher_w.T).float()
                 nats[part], lse = softmax_cross_entropy(logits, t)
                 # before the next lines overwrite the logits
                 found, grad = divergence(logits, teacher_logits, how)
                 kl[part] = found * valid
-                each = (1 - how.weight) * nats[part] + how.weight * kl[part]
-                loss += each.sum()
+                loss += ((1 - how.weight) * nats[part] + how.weight * kl[part]).sum()
 
                 # the gradient of the cross-entropy takes the place of the logits
                 grad_logits = cross_entropy_gradient(logits, t, lse, (1 - how.weight) * valid)
+                # ids that only the student has get none from the divergence
                 grad_logits[:, : grad.shape[1]] += grad.mul_(how.weight * valid.unsqueeze(1))
                 gradients.add(part, grad_logits.to(dtype), h, w)
 
@@ -140,9 +134,10 @@ def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tup
     """Return the divergence (n,) and its gradient with respect to the student's logits.
 
     logits, teacher_logits (n, V) float32. The gradient covers the ids that both have."""
-    # With g = d divergence / d q, that with respect to the logits is q * (g - sum(q * g)) /
-    # temperature; constants in g cancel. g = log q - log p for the reverse divergence and
-    # (1 - beta) * (log q - log m) for the mixed one.
+    # Let g = d divergence / d q. With respect to the logits the gradient is
+    #     q * (g - sum(q * g)) / temperature        a constant in g cancels
+    #     g = log q - log p                         reverse
+    #     g = (1 - beta) * (log q - log m)          mixed
     n_ids = min(logits.shape[1], teacher_logits.shape[1])  # rows that pad a vocabulary mean nothing
     log_q = (logits[:, :n_ids] / how.temperature).log_softmax(1)
     log_p = (teacher_logits[:, :n_ids] / how.temperature).log_softmax(1)
@@ -161,5 +156,5 @@ def divergence(logits: Tensor, teacher_logits: Tensor, how: Distillation) -> tup
         log_m = torch.logaddexp(log_p + math.log(how.beta), log_q + math.log1p(-how.beta))
         kl_of_p = how.beta * (log_p.exp() * (log_p - log_m)).sum(1)
         g = (1 - how.beta) * (log_q - log_m)
-    mean = (q * g).sum(1, keepdim=True)
+    mean = (q * g).sum(1, keepdim=True)  # (n, 1)
     return kl_of_p + mean.squeeze(1), q.mul_(g - mean).div_(how.temperature)

@@ -20,15 +20,15 @@ def join(*layers: nn.Linear) -> None:
     if not all(type(layer) is nn.Linear for layer in layers):
         return
     sizes = [layer.weight.shape[0] for layer in layers]
-    # The matrices one above the other, and the biases: model.each_linear looks for them.
     joined = []
     for name in ("weight", "bias"):
         if getattr(layers[0], name) is None:
             joined.append(None)
             continue
+        # One above the other.
         whole = torch.cat([getattr(layer, name) for layer in layers])
         # The layers keep their parts as views, so nothing is held twice.
         for layer, part in zip(layers, whole.split(sizes), strict=True):
             setattr(layer, name, nn.Parameter(part, requires_grad=False))
         joined.append(whole)
-    layers[0].joined = tuple(joined)
+    layers[0].joined = tuple(joined)  # model.each_linear looks for it

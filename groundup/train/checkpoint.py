@@ -5,7 +5,7 @@
       step_000200/                                  a checkpoint:
         config.json  model.safetensors  ...           what transformers reads, see huggingface.py
         train_state.pt                                step, optimizer, scaler, settings, data
-        rank_00000.pt  rank_00001.pt  ...             each rank's random generators, PowerSGD's errors
+        rank_00000.pt  rank_00001.pt  ...             by rank: random state, errors of PowerSGD
         checksums.json                                CRC-32 of the other files, written last
       latest -> step_000200                         the newest checkpoint
       best -> step_000150  best2 -> step_000100     those with the lowest val_loss in log.jsonl
@@ -52,7 +52,7 @@ from groundup.train import fsdp, huggingface, ranks
 from groundup.train.config_json import is_as_saved
 from groundup.train.device import rng_state, set_rng_state
 from groundup.train.huggingface import fail
-from groundup.train.optim import learning_rate_at, warmup_length
+from groundup.train.optim import DECAY_FRACTION, learning_rate_at, warmup_length
 from groundup.train.powersgd import PowerSGD
 from model import ModelConfig, Transformer
 
@@ -73,10 +73,6 @@ OWN_FILES = re.compile(
 # Users have files of these names too. A run's own have this in their first line.
 FIRST_LINES = {"config.py": b"'Resolved configuration", "README.md": b": a run of "}
 HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see clear_name
-# init_from with one of these is a model directory itself, not a run.
-MODEL_FILES = ("adapter_config.json", "config.json", "checksums.json")
-# A directory with one of these is a model or prepared data: no run may begin in it.
-NOT_IN_A_RUN = ("adapter_config.json", "config.json", "manifest.json")
 
 # ---- checkpoints on the disk ---------------------------------------------------------------------
 # Three functions choose one: `resolve` by the setting init_from, `newest_run` if it is empty
@@ -109,11 +105,10 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
     # A bad disk, or a copy that was cut short, costs the newest one; then the one before is used.
     paths = step_dirs(Path(out_dir))
     for path in reversed(paths):
-        try:
-            check_bytes(path)
+        problem = damage(path)
+        if not problem:
             return path
-        except UserError as error:
-            report(f"{error}; trying the checkpoint before it")
+        report(f"{problem}; trying the checkpoint before it")
     # Not None: a new run would overwrite what may still be rescued.
     if paths:
         fail(f"all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir")
@@ -137,21 +132,31 @@ def check_bytes(step_dir: Path) -> None:
             fail(f"{path} is damaged, its checksum is not the one in checksums.json")
 
 
+def damage(step_dir: Path) -> str:
+    """Return what check_bytes finds, "" if the checkpoint is whole."""
+    try:
+        check_bytes(step_dir)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 @ranks.on_rank_0
 def resolve(init_from: str | Path) -> Path:
     """Return the model directory that is meant: init_from itself, or a run's newest checkpoint.
 
-    Its checksums are compared. All ranks call it; rank 0 reads.
-    """
+    Its checksums are compared. All ranks call it; rank 0 reads."""
     path = Path(init_from)
     if not str(init_from):
         fail("init_from: give the run, checkpoint or Hugging Face directory to start from")
     if not path.is_dir():
         fail(f"init_from={str(init_from)!r}: {why_no_model(path)}")
 
-    if any((path / name).exists() for name in MODEL_FILES):
+    # A model directory itself, or else a run.
+    model_files = ("adapter_config.json", "config.json", "checksums.json")
+    if any((path / name).exists() for name in model_files):
         unchecked = [path]
-    else:  # a run
+    else:
         unchecked = []  # find_latest compares checksums
         path = find_latest(path)
         if path is None:
@@ -222,9 +227,8 @@ def find(
     """Return the checkpoint of out_dir to continue and its training state. All ranks call it.
 
     data_record: what decides the samples of a step and what is learned of them; a run that
-    continues must have the same. A new run has None and {"step": 0}. The
-    state's tensors are mapped from a file: drop them once they are loaded.
-    """
+    continues must have the same. A new run has None and {"step": 0}. The state's tensors are
+    mapped from a file: drop them once they are loaded."""
     path = choose(config)
     if path is None:
         return None, {"step": 0}
@@ -248,8 +252,13 @@ def choose(config: dict) -> Path | None:
         lock(out)
     used = bool(run_files(out))
     if resume == "never":
-        if used:
-            check_overwrite(config, out)
+        # The run that is there is deleted. The user says so, and this run does not start from it.
+        text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
+        refuse(used and not config["overwrite"], text)
+        source = config["init_from"]
+        inside = source and Path(source).resolve().is_relative_to(out.resolve())
+        text = f"init_from={source!r} lies in the out_dir that overwrite=True deletes"
+        refuse(used and inside, text)
         check_nothing_foreign(out)
         return None
 
@@ -416,10 +425,10 @@ def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> st
 
 def rate_after(step: int, config: Mapping, warmup: int, max_steps: int) -> float:
     """Return the learning rate of the update after `step`."""
-    # rl.py has no min_lr, and pretrain.py alone a decay_fraction
-    keys = {"decay_fraction": config["decay_fraction"]} if "decay_fraction" in config else {}
+    # rl.py has no min_lr, and only pretrain.py a decay_fraction: the others use the default.
     peak, least = config["learning_rate"], config.get("min_lr", 0.0)
-    return learning_rate_at(step + 1, config["schedule"], peak, least, warmup, max_steps, **keys)
+    decay = config.get("decay_fraction", DECAY_FRACTION)
+    return learning_rate_at(step + 1, config["schedule"], peak, least, warmup, max_steps, decay)
 
 
 # ---- start: the run directory --------------------------------------------------------------------
@@ -429,8 +438,7 @@ def rate_after(step: int, config: Mapping, warmup: int, max_steps: int) -> float
 def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict:
     """Make out_dir, delete what overwrite=True gives up, write config.py. All ranks call it.
 
-    state: of `find`. Return the settings as recorded.
-    """
+    state: of `find`. Return the settings as recorded."""
     out = Path(config["out_dir"])
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -506,14 +514,13 @@ def restore(
     """Restore all of a checkpoint but its weights: into the arguments and the random generators.
 
     All ranks call it, after DDP or FSDP. path, state: of `find`. A new run only seeds the
-    generators. The optimizer's part of the state is taken out, so that its memory is freed.
-    """
+    generators. The optimizer's part of the state is taken out, so that its memory is freed."""
     # Each rank draws its own dropout. Seeds of two steps are a million apart, so adding the rank
     # never gives the seed of another step.
     torch.manual_seed(seed + 1_000_003 * state["step"] + ranks.rank())
 
-    # What all ranks share. The scaler's state is empty unless the run was in float16.
     if path:
+        # What all ranks share. The scaler's state is empty unless the run was in float16.
         opt.load_state_dict(state.pop("optimizer"))
         if state["scaler"]:
             scaler.load_state_dict(state["scaler"])
@@ -551,8 +558,7 @@ class Saver:
 
     config, data_record: as for `find`; every checkpoint holds them. base: directory of
     the frozen weights that LoRA adapters need. model_format: the module with `stored_weights` and
-    `write_model` for this kind of model, huggingface or reward_model.
-    """
+    `write_model` for this kind of model, huggingface or reward_model."""
 
     def __init__(
         self,
@@ -572,7 +578,6 @@ class Saver:
         self.saved = True  # False if the last save failed
         self.newest_step = log.steps_done  # the step that this run continues, 0 if it is new
         self.memory = HostMemory()
-        self.timeout_s = config["timeout_s"]
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
         # A process waits for this thread before it ends, after an error too: Python does, and where
@@ -594,8 +599,7 @@ class Saver:
         """Copy everything that a resume needs, and start to write it. Call ddp.flush() before.
 
         ddp, opt: DDP and Optimizer, or FSDP and its AdamW. extra: plain data and tensors, added to
-        the training state.
-        """
+        the training state."""
         # The copy before this one must be written: there is at most one at a time.
         self.wait()
         ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
@@ -629,7 +633,7 @@ class Saver:
         content: dict[str, dict] = {}
         sharded = isinstance(ddp, fsdp.FSDP)
         weights = ddp.whole_weights() if sharded else self.model_format.stored_weights(model)
-        optimizer = opt.state_dict(ddp.gather if self.config["zero1"] else None, keep=is_main)
+        optimizer = opt.state_dict(keep=is_main)
         if is_main:
             content["weights"] = weights
             content["train_state"] = {
@@ -659,13 +663,13 @@ class Saver:
         """Wait for what the thread has to do."""
         # All ranks have the same work under way, in the same order.
         while self.pending:
-            ranks.wait_together(self.pending[0], self.timeout_s)
+            ranks.wait_together(self.pending[0], self.config["timeout_s"])
             # raises what `_write` raised: LostRank, or UserError if the first save failed
             self.pending.pop(0).result()
 
     def wait_at_exit(self) -> None:
         """Wait for what the thread has to do, but not longer than timeout_s: a rank may be lost."""
-        futures.wait(self.pending, self.timeout_s)
+        futures.wait(self.pending, self.config["timeout_s"])
 
     def close(self) -> None:
         """Wait for the last save and end the thread. Call before ranks.close()."""
@@ -682,12 +686,19 @@ class Saver:
     def _write(self, step: int, model: Transformer, copied: dict[str, dict]) -> None:
         """Write a checkpoint, then note it in the log and update links."""
         final = step_path(self.out_dir, step)
-        if ranks.rank() == 0:
-            problem = self._write_on_rank_0(final, model, copied)
-        else:
-            rank_state = [copied["rank_state"]]  # send_object_list takes a list
-            ranks.issue("send state", dist.send_object_list, rank_state, 0, group=self.group)
-            problem = ranks.gather_objects("", self.group)[0]  # rank 0's
+        rank_states = self._rank_states(copied["rank_state"])
+        problem = "a mistake in the code"  # what the others hear if another error leaves the try
+        try:
+            if ranks.rank() == 0:
+                self._write_files(final, model, copied, rank_states)
+            problem = ""
+        # What Python, torch, safetensors and we raise for a bad disk; others are bugs.
+        except (OSError, RuntimeError, SafetensorError, UserError) as error:
+            problem = reason_of(error)
+        finally:
+            for _ in rank_states:  # after an error: receive what the others send all the same
+                pass
+            problem = ranks.gather_objects(problem, self.group)[0]
 
         # All ranks know the problem, so they end together if there is nothing to go back to.
         self.saved = not problem
@@ -700,22 +711,6 @@ class Saver:
         self.newest_step = step
         self.log.write("save", step, {"path": str(final)})
         self._tidy_now()
-
-    def _write_on_rank_0(self, final: Path, model: Transformer, copied: dict[str, dict]) -> str:
-        """Write a checkpoint and tell the other ranks. Return what went wrong, "" if nothing."""
-        rank_states = self._rank_states(copied["rank_state"])
-        problem = "a mistake in the code"  # what the others hear if another error leaves the try
-        try:
-            self._write_files(final, model, copied, rank_states)
-            problem = ""
-        # What Python, torch, safetensors and we raise for a bad disk; others are bugs.
-        except (OSError, RuntimeError, SafetensorError, UserError) as error:
-            problem = reason_of(error)
-        finally:
-            for _ in rank_states:  # after an error: receive what the others send all the same
-                pass
-            ranks.gather_objects(problem, self.group)
-        return problem
 
     def _write_files(
         self, final: Path, model: Transformer, copied: dict[str, dict], rank_states: Iterator[dict]
@@ -736,8 +731,11 @@ class Saver:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
 
     def _rank_states(self, own: dict) -> Iterator[dict]:
-        """Yield the state of each rank, as they send it."""
+        """Yield the state of each rank on rank 0, to which the others send theirs."""
         # One after the other: with PowerSGD each is as large as the gradients.
+        if ranks.rank() > 0:
+            ranks.issue("send state", dist.send_object_list, [own], 0, group=self.group)
+            return
         yield own
         for other in range(1, ranks.world_size()):
             state = [None]
@@ -823,8 +821,7 @@ def commit(temp: Path, final: Path) -> None:
 def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, float]) -> None:
     """Point latest, best and best2 at their steps, and remove the steps that are not kept.
 
-    Kept are the `keep_last` newest (0 = all) and the two with the lowest val_loss.
-    """
+    Kept are the `keep_last` newest (0 = all) and the two with the lowest val_loss."""
     # Steps after `newest_step` are damaged ones that a resume has skipped.
     steps = [path for path in step_dirs(out) if step_of(path) <= newest_step]
     if not steps:
@@ -905,20 +902,12 @@ def check_stage(out: Path, script: str) -> None:
         raise UserError(f"config: {out} is a run of {other}; use another out_dir for {script}")
 
 
-def check_overwrite(config: dict, out: Path) -> None:
-    """Raise UserError unless the run in `out` may be deleted."""
-    # The user says so, and this run does not start from it.
-    text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
-    refuse(not config["overwrite"], text)
-    source = config["init_from"]
-    inside = source and Path(source).resolve().is_relative_to(out.resolve())
-    refuse(inside, f"init_from={source!r} lies in the out_dir that overwrite=True deletes")
-
-
 def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
-    # Other names than those of a run do not matter: nothing is written under them.
-    suspects = [*NOT_IN_A_RUN, *(name for name in FIRST_LINES if not made_by_a_run(out / name))]
+    # The first three are of a model or of prepared data. Names that a run does not write do not
+    # matter.
+    suspects = ["adapter_config.json", "config.json", "manifest.json"]
+    suspects += [name for name in FIRST_LINES if not made_by_a_run(out / name)]
     # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
     # other files.
     begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
@@ -950,8 +939,7 @@ def link_again(link: Path) -> None:
     lead to.
 
     If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
-    stays.
-    """
+    stays."""
     sums = link / "checksums.json"
     if link.is_symlink() or not sums.is_file():
         return
@@ -962,7 +950,7 @@ def link_again(link: Path) -> None:
         same = original.is_file() and original.read_bytes() == sums.read_bytes()
         if step.exists() and not same:  # of another run, perhaps
             return
-        if step.exists() and is_whole(step):
+        if step.exists() and not damage(step):
             discard(link)
         else:
             check_bytes(link)
@@ -970,15 +958,6 @@ def link_again(link: Path) -> None:
                 discard(step)
             link.rename(step)
         link.symlink_to(step.name, target_is_directory=True)
-
-
-def is_whole(step_dir: Path) -> bool:
-    """Return whether every file of a checkpoint is as it was written."""
-    try:
-        check_bytes(step_dir)
-    except UserError:
-        return False
-    return True
 
 
 # ---- one process in a run directory --------------------------------------------------------------

@@ -36,8 +36,7 @@ def choose_device(name: str, local_rank: int = 0, plan_only: bool = False) -> to
     """Return the device of this process and make it the current one. 'auto' is cuda, then cpu.
 
     With several GPUs on a machine each rank takes the one of its `local_rank`. plan_only: it need
-    not be in this machine.
-    """
+    not be in this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind = name.partition(":")[0]
@@ -66,8 +65,7 @@ def choose_dtype(name: str, device: torch.device, scaled: bool = False) -> torch
     """Return the dtype of matrix products. 'auto' is bfloat16 where the hardware has it.
 
     On older GPUs (T4, V100, RTX 20xx) it is float16 if a GradScaler is at work (scaled). Without
-    one it is float32, because in float16 the activations of published models may overflow.
-    """
+    one it is float32, because in float16 the activations of published models may overflow."""
     if name in DTYPES:
         return DTYPES[name]
     refuse(name != "auto", f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
@@ -98,11 +96,10 @@ def check_compiler(device: torch.device) -> None:
 
     # What is compiled must also run where it is written.
     directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    is_noexec = False
     if hasattr(os, "ST_NOEXEC") and os.path.isdir(directory):
         is_noexec = os.statvfs(directory).f_flag & os.ST_NOEXEC
-    text = f"compile=True needs programs to run in {directory}, which is mounted noexec"
-    refuse(is_noexec, f"{text}; set TMPDIR to another directory or use compile=False")
+        text = f"compile=True needs programs to run in {directory}, which is mounted noexec"
+        refuse(is_noexec, f"{text}; set TMPDIR to another directory or use compile=False")
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -127,10 +124,8 @@ def peak_flops(device: torch.device) -> float:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all its work, so that a clock is real."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 # ---- random state --------------------------------------------------------------------------------

@@ -50,9 +50,8 @@ NEEDED_SETTINGS = {
 def check_settings(config: Mapping, dtype: torch.dtype) -> None:
     """Raise UserError for settings that cannot be combined with parallel='fsdp'."""
     wrong = []
-    # A stage may lack a key.
     for key, needed in NEEDED_SETTINGS.items():
-        if config.get(key, needed) != needed:
+        if config.get(key, needed) != needed:  # a stage may lack a key
             wrong.append(f"{key}={needed!r} (not {config[key]!r})")
     refuse(wrong, f"parallel='fsdp' needs {', '.join(wrong)}")
     text = "parallel='fsdp' has no GradScaler for dtype='float16'; use bfloat16 or float32"
@@ -69,8 +68,7 @@ def build(
 ) -> Transformer:
     """Return kind(cfg) with every parameter divided by rows among the ranks. All ranks call it.
 
-    new: draw the weights that kind(cfg) would have, else leave them to be loaded.
-    """
+    new: draw the weights that kind(cfg) would have, else leave them to be loaded."""
     if device.type == "cpu":
         return_memory_at_once()
     with torch.device("meta"):  # names and shapes, no memory
@@ -79,8 +77,7 @@ def build(
 
     # Now memory for the rows, and what is no parameter.
     model.to_empty(device=device)
-    cos, sin = rope_tables(cfg)
-    model.cos, model.sin = cos.to(device), sin.to(device)
+    model.cos, model.sin = (table.to(device) for table in rope_tables(cfg))
     if new:
         draw(model)
     return model
@@ -93,7 +90,7 @@ def shard(model: Transformer, device: torch.device, dtype: torch.dtype) -> None:
 
     # Gathered weights and gradients are in `dtype`; the rows that a rank keeps, and sums over
     # ranks, are float32.
-    mesh = init_device_mesh(device.type, (ranks.world_size(),))
+    mesh = init_device_mesh(device.type, (ranks.world_size(),))  # one dimension: all ranks
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,
@@ -157,8 +154,8 @@ class AllGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         # FSDP passes these by keyword, so their names are torch's.
-        tensors = output_tensor, input_tensor
-        return ranks.issue(self.operation, ALL_GATHER, *tensors, group=group, async_op=async_op)
+        args = output_tensor, input_tensor, group, async_op
+        return ranks.issue(self.operation, ALL_GATHER, *args)
 
 
 class ReduceScatter(AllGather):
@@ -176,8 +173,8 @@ class ReduceScatter(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         if input_tensor.is_cuda:
-            tensors = output_tensor, input_tensor
-            return ranks.issue(self.operation, REDUCE_SCATTER, *tensors, op, group, async_op)
+            args = output_tensor, input_tensor, op, group, async_op
+            return ranks.issue(self.operation, REDUCE_SCATTER, *args)
         # gloo's reduce_scatter sends as many bytes as a whole all-reduce, and has no mean. Instead
         # every rank receives the terms of its rows and adds them in the order of the ranks.
         terms = torch.empty_like(input_tensor)
@@ -193,8 +190,7 @@ def same_forwards(
     """Yield this rank's batches, for one forward without gradients each, until a signal comes.
 
     All ranks end together, though they may have unlike numbers of batches. A sharded model needs
-    all of them in every forward.
-    """
+    all of them in every forward."""
     for batch in chain(batches, repeat(None)):
         stopping = stop_signal is not None and stop_signal()
         flags = torch.tensor([batch is not None, stopping]).int()
@@ -242,9 +238,8 @@ class FSDP:
         """Clip, update, drop the gradients; return the norm before clipping, 0-d float32.
 
         clip: largest global norm, 0 = off. stop: a signal tells this rank to stop; `stopping` is
-        then True on all ranks. Raise UserError on all ranks if one lacks a gradient.
-        """
-        # A missing gradient is told to all ranks while the norm is computed.
+        then True on all ranks. Raise UserError on all ranks if one lacks a gradient."""
+        # All ranks hear of a missing gradient while the norm is computed.
         step = f"step {self.n_updates + 1}"
         absent = [name for name, p in self.params.items() if p.grad is None]
         problem = f"no gradient for {listed(absent)}" if absent else ""
@@ -261,11 +256,10 @@ class FSDP:
         self.found_inf = 1.0 - norm.isfinite().float()
         self.skipped = count_skipped(self.skipped, self.found_inf)
 
-        # Clip and update.
-        grad_scale = with_clipping(torch.ones_like(norm), norm, clip)
+        grad_scale = with_clipping(torch.ones_like(norm), norm, clip)  # gradients are divided by it
         optimizer.update(lr, grad_scale, self.found_inf)
         for p in self.params.values():
-            p.grad = None
+            p.grad = None  # its memory is free for the next forward
         self.n_updates += 1
         return norm
 
@@ -296,13 +290,13 @@ def gather_rows(rows: Tensor, p: Tensor, name: str) -> Tensor:
 
 
 class AdamW:
-    """AdamW (torch's fused kernel) on this rank's rows."""
+    """AdamW (arXiv:1711.05101, torch's fused kernel) on this rank's rows."""
 
     def __init__(
         self, params: Mapping[str, Tensor], betas: tuple = (0.9, 0.95), weight_decay: float = 0.1
     ) -> None:
         self.params, self.betas, self.weight_decay = params, betas, weight_decay
-        self.state: dict[str, dict[str, Tensor]] = {}
+        self.state: dict[str, dict[str, Tensor]] = {}  # of this rank's rows
         self.steps: dict[str, Tensor] = {}  # number of updates, 0-d float32
         for name, p in params.items():
             self.state[name] = {key: torch.zeros_like(local(p)) for key in MOMENTS}
@@ -321,11 +315,10 @@ class AdamW:
             grads = [local(self.params[name].grad) for name in names]
             moments = ([self.state[name][key] for name in names] for key in MOMENTS)
             steps = [self.steps[name] for name in names]
-            adamw_(
-                params, grads, *moments, steps, self.betas, weight_decay, lr, grad_scale, found_inf
-            )
+            tensors = params, grads, *moments, steps
+            adamw_(*tensors, self.betas, weight_decay, lr, grad_scale, found_inf)
 
-    def state_dict(self, gather: None = None, keep: bool = True) -> dict[str, dict[str, Tensor]]:
+    def state_dict(self, keep: bool = True) -> dict[str, dict[str, Tensor]]:
         """Return the whole state in host memory, as optim.Optimizer does; {} where not `keep`."""
         # All ranks take part in every gather. Rank 0 has rows, and so steps, of every parameter.
         saved: dict[str, dict[str, Tensor]] = {}
@@ -335,7 +328,7 @@ class AdamW:
             for key in MOMENTS:
                 whole = gather_rows(self.state[name][key], p, f"{name}.{key}")
                 if keep:
-                    saved[name][key] = whole.cpu()
+                    saved[name][key] = whole.cpu()  # so a device holds one whole tensor at a time
         return saved
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:

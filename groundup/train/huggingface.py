@@ -29,12 +29,7 @@ from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import lora, ranks
-from groundup.train.config_json import (
-    from_hf_config,
-    is_plain,
-    to_hf_config,
-    write_json,
-)
+from groundup.train.config_json import from_hf_config, is_plain, to_hf_config, write_json
 from groundup.train.device import SkipInit
 from groundup.train.lora import LoRAConfig, lora_config_of
 from model import ModelConfig, Transformer
@@ -98,7 +93,7 @@ def write_settings(
     cfg: ModelConfig,
     tokenizer: TextTokenizer,
     dtype: torch.dtype,
-    base: str | Path,
+    base: str | Path,  # "" for a whole model
 ) -> None:
     """Write what a model directory holds beside its weights."""
     tokenizer.save(directory)
@@ -119,8 +114,9 @@ def check_saves(cfg: ModelConfig, tokenizer: TextTokenizer) -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_settings(Path(directory), cfg, tokenizer, torch.float32, base="")
         read = from_hf_config(Path(directory, "config.json"))
-        if read != replace(cfg, dropout=0.0):  # dropout is of a training run, not of the model
-            found = vars(replace(cfg, dropout=0.0)).items()
+        wanted = replace(cfg, dropout=0.0)  # dropout is of a training run, not of the model
+        if read != wanted:
+            found = vars(wanted).items()
             lost = [f"{key}={value!r}" for key, value in found if value != getattr(read, key)]
             fix = "write and read it in groundup/train/config_json.py"
             fail(f"config.json does not keep {listed(lost)}; {fix}")
@@ -583,15 +579,13 @@ def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
     refuse(init_dir is None, f"{trainable=} leaves the rest as it was: give init_from")
     if "lora" not in parts:
         return
-    fix = f"python tools/merge.py --init_from={init_dir} --out_dir=DIR"
-    text = (
-        f"{init_dir} has adapters, and a checkpoint holds those of one training; to train new ones"
-    )
-    refuse(is_adapter(init_dir), f"{text}, first: {fix}")
+    text = f"{init_dir} has adapters, and a checkpoint holds those of one training"
+    fix = f"to train new ones, first: python tools/merge.py --init_from={init_dir} --out_dir=DIR"
+    refuse(is_adapter(init_dir), f"{text}; {fix}")
     # A frozen embedding and head would leave a new token without a meaning.
     frozen = {"embed", "lm_head"} - set(parts)
-    fix = "use trainable='embed,lm_head,lora'"
-    refuse(n_new > 0 and frozen, f"{n_new} token ids are new to {init_dir}: {fix}")
+    text = f"{n_new} token ids are new to {init_dir}: use trainable='embed,lm_head,lora'"
+    refuse(n_new > 0 and frozen, text)
 
 
 def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:
@@ -628,23 +622,27 @@ def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> 
     ranks.run_on(runs_here, load, (model, *args), {})
 
 
+@torch.no_grad()
 def load_with_new_rows(
     model: Transformer, init_dir: Path, n_known: int, tok: TextTokenizer
 ) -> None:
-    """Load `init_dir` through a second model, in which new rows are made (lora.resize_vocab)."""
+    """Load the weights of `init_dir`, with adapters merged, and make rows for new tokens."""
     # {id: known ids of its text} of new ordinary tokens. Special tokens have no text.
     pieces = {i: token for i, token in tok.engine.token_bytes.items() if i >= n_known}
     if pieces:
         split = TextTokenizer.load(tokenizer_dir(init_dir)).encode_token
         pieces = {i: split(token) for i, token in pieces.items()}
     start = load_model(init_dir, block_size=model.cfg.block_size)
-    lora.resize_vocab(start, model.cfg.vocab_size, n_known, pieces)
+    n_known = min(n_known, start.cfg.vocab_size)
 
     # What `start` lacks keeps its own start: adapters, and the score of a reward model.
     weights = dict(start.named_parameters())
     for name, p in model.named_parameters():
-        if name in weights:
-            put(p, weights[name])
+        whole = weights.get(name)
+        if name in ("embed_tokens.weight", "lm_head.weight"):
+            whole = lora.with_new_rows(whole, model.cfg.vocab_size, n_known, pieces)
+        if whole is not None:
+            put(p, whole)
 
 
 def frozen_base(model: Transformer, init_dir: Path | None, resume_dir: Path | None) -> str:

@@ -41,8 +41,7 @@ ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too.
-    """
+    peak_flops: FLOP/s of one device, 0 = unknown. track: a tracker that gets the values too."""
 
     def __init__(
         self,
@@ -57,11 +56,11 @@ class RunLog:
     ) -> None:
         # Every rank has a clock, for what trainers compute from it; only rank 0 prints and writes.
         self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
-        self.unread: list[TextIO] = []  # of standard output and error: pipes whose reader has ended
+        self.unread: list[TextIO] = []  # standard output or error, if its reader has ended
         self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
         self.n_skipped = 0  # updates, from the beginning of the run
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops * world.world_size
+        self.peak_flops = peak_flops * world.world_size  # of all ranks; 0 = no mfu is shown
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
@@ -97,14 +96,15 @@ class RunLog:
     # ---- the clock: time since the last training line, without pauses
 
     def restart_clock(self) -> None:
-        self.marked_step, self.marked_time = self.step, time.perf_counter()
+        """Count the steps and the time of the next training line from now on."""
+        self.marked_step, self.marked_time = self.step, time.perf_counter()  # seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock inside: evaluations and saves are not training."""
         pause = time.perf_counter()
         yield
-        self.marked_time += time.perf_counter() - pause
+        self.marked_time += time.perf_counter() - pause  # as if the line had come later
 
     def seconds(self) -> float:
         """Return the seconds since the last training line."""
@@ -122,40 +122,36 @@ class RunLog:
 
     # ---- events
 
-    def train(self, step: int, values: Mapping[str, float], n_tokens: float) -> None:
+    def train(self, step: int, values: dict[str, float], n_tokens: float) -> None:
         """Log a training line. values: loss, lr and grad_norm, then what the stage adds.
 
-        n_tokens: since the last line, over all ranks.
-        """
+        n_tokens: since the last line, over all ranks."""
         # The caller's .item() has waited for the device, so the time is right.
         self.n_skipped = int(values.get("skipped", 0))
         seconds = self.seconds()
-        tokens_per_s = n_tokens / seconds
-        step_s = seconds / self.steps_since_line()
+        step_s, tokens_per_s = seconds / self.steps_since_line(), n_tokens / seconds
         # For programs: the caller's values, then what the clock tells.
-        event = dict(values)
-        event["tokens_per_s"] = tokens_per_s
+        event = values | {"tokens_per_s": tokens_per_s}
         # Model FLOPs utilisation, the share of the peak that training uses.
         mfu = ""
         if self.peak_flops:
             event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
             mfu = f" | mfu {100 * event['mfu']:.1f}%"
-        event["memory_gib"] = peak_memory_gib(self.device)
-        event["step_ms"] = 1000 * step_s
+        event |= {"memory_gib": peak_memory_gib(self.device), "step_ms": 1000 * step_s}
         self.write("train", step, event)
 
         # For people: what is watched most comes first.
-        line = (
-            f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f} | "
-            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu} | "
-            f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}"
-        )
+        parts = [
+            f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f}",
+            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu}",
+            f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}",
+        ]
         # The stage's own values, unless they are 0: most often no step was skipped. Of keys with a
         # slash there may be many, so they go to the file only.
         for key, value in values.items():
             if key not in ALREADY_SHOWN and "/" not in key and value:
-                line += f" | {key} {value:.4g}"
-        self.print_line(step, [line])
+                parts.append(f"{key} {value:.4g}")
+        self.print_line(step, parts)
         self.restart_clock()
 
     def report(
@@ -172,10 +168,9 @@ class RunLog:
         if not self.enabled:
             return
         values = {key: v.item() if isinstance(v, Tensor) else v for key, v in values.items()}
-
-        # JSON has no NaN and no infinity: they become null.
         whole: dict[str, object] = {"event": event, "step": step}
         for key, value in values.items():
+            # JSON has no NaN and no infinity: they become null.
             lost = isinstance(value, float) and not math.isfinite(value)
             whole[key] = None if lost else value
 
@@ -187,6 +182,7 @@ class RunLog:
                 whole["crc32"] = save_sum(whole, zlib.crc32(self.path.read_bytes()))
             self.file.write(json.dumps(whole) + "\n")
             self.file.flush()
+            # A tracker draws curves, so it gets no texts.
             numbers = {k: value for k, value in values.items() if isinstance(value, int | float)}
             if numbers:
                 self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
@@ -216,7 +212,7 @@ class RunLog:
 
     def lacks_evaluation(self, eval_every: int) -> bool:
         """Return whether this step's evaluation is missing. False on ranks that do not write."""
-        # As in a new run, and after a kill between a save and its evaluation.
+        # It is in a new run, and after a kill between a save and its evaluation.
         due = self.step % eval_every == 0 or self.step == self.max_steps
         evaluated = [event["step"] for event in self.evaluations]
         return self.enabled and due and self.step not in evaluated
@@ -248,11 +244,10 @@ class RunLog:
         losses = self.val_losses()
         later = [loss for step, loss in losses.items() if step > 0]
         if later and min(later) > losses.get(0, math.inf):
-            text = (
-                f"val_loss was {losses[0]:.4g} before the first step and {min(later):.4g} at best"
-            )
+            first, best = losses[0], min(later)
+            text = f"val_loss was {first:.4g} before the first step and {best:.4g} at best after it"
             hint = "training made the model worse: lower learning_rate, or look at the data"
-            self.print(f"warning: {text} after it; {hint}")
+            self.print(f"warning: {text}; {hint}")
         # 2. How to go on. The flags that delete must not be given again.
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
@@ -330,7 +325,7 @@ def raise_not_finite(step: int, skipped: Tensor, loss_sum: Tensor, batches: Batc
     ranks_named = ", ".join(map(str, bad))
     what = f"loss not finite on rank {ranks_named}" if bad else "loss finite, gradient not"
     # Each rank reads a contiguous part of a step's samples; name that of the first bad rank.
-    per_rank = batches.samples_per_step // ranks.world_size()
+    per_rank = batches.samples_per_step // ranks.world_size()  # samples
     first = batches.position(step - 1) + (bad[0] if bad else 0) * per_rank
     raise UserError(
         f"train: step {step}: {int(skipped[1])} steps in a row without a finite gradient; {what}; "
@@ -355,8 +350,8 @@ def sums_by_source(
     a ratio of two of an entry. One source has no entry of its own. The keys are suffixes of names.
     """
     whole = ranks.all_reduce_sum(torch.stack(list(sums.values()), dim=1))  # (sources, names)
-    n = whole[:, list(sums).index(per)]
-    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
+    n = whole[:, list(sums).index(per)]  # (sources,) what each source's sums are divided by
+    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)  # (sources,), their sum is 1
     rows = {"": (shares[:, None] * whole / n[:, None]).sum(0)}
     if len(corpus.val) > 1:
         rows |= {f"/{name}": row for name, row in zip(corpus.val, whole, strict=True)}
@@ -398,13 +393,12 @@ def open_tracker(track: str, out_dir: str, steps_done: int) -> tuple[Callable, C
     if track == "trackio":
         import trackio
 
-        run = trackio.init(
-            project="groundup", name=name, config=config, resume="allow", embed=False
-        )
+        options = {"resume": "allow", "embed": False}
+        run = trackio.init(project="groundup", name=name, config=config, **options)
     else:
         import wandb
 
-        os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_MODE", "offline")  # nothing leaves this machine unasked
         run = wandb.init(project="groundup", name=name, id=name, config=config, dir=out_dir)
     return run.log, run.finish  # the run's own: a thread saves, and it has no current run
 
@@ -444,14 +438,14 @@ def keep_events_until(path: Path, step: int) -> None:
     # CRC-32 of the lines so far: of those found in the file, and of those that stay. The event of a
     # save holds that of the lines before it and of itself: if it differs now, they were edited.
     found_crc = kept_crc = 0
-    content = path.read_bytes()
-    lines = content.splitlines()
-    if content and not content.endswith(b"\n") and event_of(lines[-1]) is None:
-        print(f"log: {path}:{len(lines)}: an incomplete last line is removed (was the run killed?)")
-        lines.pop()
+    *lines, rest = path.read_bytes().split(b"\n")
+    if event_of(rest):
+        lines.append(rest)
+    elif rest:
+        where = f"{path}:{len(lines) + 1}"
+        print(f"log: {where}: an incomplete last line is removed (was the run killed?)")
     for number, line in enumerate(lines, 1):
-        event = event_of(line)
-        new = line
+        event, new = event_of(line), line
         if event is None:
             damaged.append(str(number))
         elif event["event"] == "save":
@@ -512,11 +506,10 @@ def summary(events: list[dict], max_steps: int) -> str:
     # By the log, because the run may have been interrupted and continued.
     last = max((event["step"] for event in events), default=0)
     ended = "Complete" if last == max_steps else "Ended before its last step"
-    # Not every stage counts tokens.
     counts = [event["tokens"] for event in events if "tokens" in event]
-    tokens = f", {counts[-1]:,} tokens" if counts else ""
-    written = time.strftime("%Y-%m-%d %H:%M")
-    return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {written}."
+    tokens = f", {counts[-1]:,} tokens" if counts else ""  # not every stage counts them
+    now = time.strftime("%Y-%m-%d %H:%M")
+    return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {now}."
 
 
 def result_table(events: list[dict], saved: int = -1) -> str:

@@ -23,7 +23,7 @@ from groundup.errors import UserError, say
 from model import Transformer
 
 MAX_RANK = 2**16  # no matrix is larger
-MAX_ALPHA = 2**63
+MAX_ALPHA = 2**63  # a whole number of a file beyond it is no float
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LoRALinear(nn.Linear):
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    # Made without memory of its own, as in LoRALinear.
+    """Return the layer with these parameters, made without memory of its own as LoRALinear is."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight, linear.bias = weight, bias
     return linear
@@ -189,13 +189,13 @@ def set_trainable(model: Transformer, trainable: str, cfg: LoRAConfig) -> None:
     Call before the weights are loaded: what becomes float32 here is then not rounded."""
     refuse_adapters(model)
     chosen = names_to_train(model, trainable)
-    if "lora" not in split_parts(trainable) and cfg.rank != LoRAConfig.rank:
-        text = f"lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
-        say(f"warning     {text}")
     if "lora" in split_parts(trainable):
         cfg = find_modules(model, cfg)
         check_beside_adapters(chosen, trainable, cfg)
         add_lora(model, cfg)
+    elif cfg.rank != LoRAConfig.rank:
+        text = f"lora_rank={cfg.rank} has no effect with {trainable=}; give --trainable=lora"
+        say(f"warning     {text}")
 
     # Trained parameters and vectors are float32. Frozen matrices keep the dtype in which the model
     # was built, see frozen_dtype.
@@ -221,9 +221,7 @@ def names_to_train(model: Transformer, trainable: str) -> list[str]:
     kinds = ", ".join(dict.fromkeys(kinds))
     offer = f"parts are lora, embed, lm_head, or a regular expression over {kinds}"
     if not parts or "all" in parts:
-        raise UserError(
-            f"lora: trainable={trainable!r} must be 'all', or parts without it; {offer}"
-        )
+        raise UserError(f"lora: {trainable=} must be 'all', or parts without it; {offer}")
 
     # A model with tied embeddings has no parameter of its own for the head.
     head = "lm_head.weight" if "lm_head.weight" in names else "embed_tokens.weight"
@@ -236,19 +234,20 @@ def names_to_train(model: Transformer, trainable: str) -> list[str]:
         except re.error as error:
             raise UserError(f"lora: {part!r} is no regular expression: {error}") from None
         if not found and part != "lora":
-            raise UserError(f"lora: {part!r} in trainable={trainable!r} is no part; {offer}")
+            raise UserError(f"lora: {part!r} in {trainable=} is no part; {offer}")
         chosen.update(found)
     return [name for name in names if name in chosen]  # in the model's order
 
 
 def check_beside_adapters(chosen: list[str], trainable: str, cfg: LoRAConfig) -> None:
     """Raise UserError for a parameter that cannot be trained together with adapters."""
-    what = f"lora: trainable={trainable!r}"
     for name in chosen:
         if name.endswith(".bias"):  # peft would have to save the whole layer
-            raise UserError(f"{what} names biases, which an adapter's files cannot hold")
+            text = f"{trainable=} names biases, which an adapter's files cannot hold"
+            raise UserError(f"lora: {text}")
         if name.removesuffix(".weight").split(".")[-1] in cfg.modules:
-            raise UserError(f"{what} would train {name} beside its adapter; take out either")
+            text = f"{trainable=} would train {name} beside its adapter; take out either"
+            raise UserError(f"lora: {text}")
 
 
 def frozen_dtype(trainable: str, dtype: torch.dtype) -> torch.dtype:
@@ -272,40 +271,18 @@ def weights_in(dtype: torch.dtype) -> Iterator[None]:
 
 # ---- new tokens ---------------------------------------------------------------------------------
 
-Pieces = dict[int, list[int]]  # {id of a new token: known ids of its text}
 
+def with_new_rows(
+    weight: Tensor, n_rows: int, n_known: int, pieces: dict[int, list[int]]
+) -> Tensor:
+    """Return an embedding or a head (rows, C) with n_rows rows, those from n_known on new.
 
-@torch.no_grad()
-def resize_vocab(
-    model: Transformer,
-    vocab_size: int,
-    n_known: int = 0,  # rows from here on are new, even if they padded the vocabulary; 0 = keep all
-    pieces: Pieces | None = None,
-) -> None:
-    """Add rows for new tokens to the embedding and the head. Call before `DDP(model)`."""
-    old_size = model.cfg.vocab_size
-    if vocab_size < old_size:
-        raise UserError(f"lora: {vocab_size=} is less than {old_size}; rows are only added")
-
-    # Embedding (V, C) and head (V, C) are one tensor if they are tied.
-    n_old = min(n_known or old_size, old_size)  # rows that are kept
-    embedding = resized(model.embed_tokens.weight, vocab_size, n_old, pieces or {})
-    head = embedding
-    if not model.cfg.tie_embeddings:
-        head = resized(model.lm_head.weight, vocab_size, n_old, pieces or {})
-    model.embed_tokens.weight, model.lm_head.weight = embedding, head
-    # The sizes that the modules and the config state follow.
-    model.embed_tokens.num_embeddings = model.lm_head.out_features = vocab_size
-    model.cfg = replace(model.cfg, vocab_size=vocab_size)
-
-
-def resized(weight: Tensor, n_rows: int, n_old: int, pieces: Pieces) -> nn.Parameter:
-    """Return `weight` (rows, C) with n_rows rows, those from n_old on new."""
-    # A special token starts as the mean of all old rows, summed in float64.
-    mean = weight[:n_old].mean(dim=0, keepdim=True, dtype=torch.float64).to(weight.dtype)
-    rows = torch.cat((weight[:n_old], mean.expand(n_rows - n_old, -1)))
+    pieces: {id of a new token: known ids of its text}."""
+    # A special token starts as the mean of all known rows, summed in float64.
+    mean = weight[:n_known].mean(dim=0, keepdim=True, dtype=torch.float64).to(weight.dtype)
+    rows = torch.cat((weight[:n_known], mean.expand(n_rows - n_known, -1)))
     # Another new token starts as the mean of the rows that its text had before.
     for token_id, old_ids in pieces.items():
         if old_ids:
             rows[token_id] = weight[old_ids].mean(dim=0)
-    return nn.Parameter(rows, requires_grad=weight.requires_grad)
+    return rows

@@ -9,7 +9,7 @@ docs/optimizer.md explains Muon and shows how it was chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ NS_STEPS = 5
 ROW_DECAY = 0.95  # NorMuon: of the running mean square of a row
 STEP_SIZE = 0.2  # Muon: root mean square of an update before the learning rate, as AdamW's
 
-Gather = Callable[["Bucket", Tensor], None]
 States = dict[str, dict[str, Tensor]]
 
 # ---- AdamW ---------------------------------------------------------------------------------------
@@ -43,8 +42,7 @@ class AdamWSegment:
     Every weight moves by its mean gradient over the root of its mean squared gradient, so by about
     lr, and decays towards zero:
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2   (both divided by 1 - b^step below)
-        w = (1 - lr decay) w - lr m / (sqrt(v) + eps)
-    """
+        w = (1 - lr decay) w - lr m / (sqrt(v) + eps)"""
 
     def __init__(
         self, bucket: Bucket, indices: list[int], betas: tuple[float, float], decay: float
@@ -60,9 +58,9 @@ class AdamWSegment:
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Step with gradients / grad_scale. If found_inf is 1 nothing changes."""
-        moments = self.state["exp_avg"], self.state["exp_avg_sq"]
-        tensors = self.param, self.grad, *moments, self.scalars["step"]
-        adamw_(*([t] for t in tensors), self.betas, self.decay, lr, grad_scale, found_inf)
+        tensors = self.param, self.grad, *self.state.values(), self.scalars["step"]
+        lists = [[t] for t in tensors]  # of one tensor each
+        adamw_(*lists, self.betas, self.decay, lr, grad_scale, found_inf)
 
 
 def adamw_(
@@ -108,10 +106,8 @@ class MuonStack:
         n, m = bucket.params[indices[0]].shape
         # With ZeRO-1 this rank may have a part of the stack, but no part of a matrix
         if (self.begin - bucket.offsets[indices[0]]) % (n * m) or (end - self.begin) % (n * m):
-            raise UserError(
-                "optim: Muon needs whole matrices, but a shard ends inside one; pass "
-                "whole_matrices=True to DDP"
-            )
+            what = "Muon needs whole matrices, but a shard ends inside one"
+            raise UserError(f"optim: {what}; pass whole_matrices=True to DDP")
         k = (end - self.begin) // (n * m)
         self.param = bucket.param[self.begin : end].view(k, n, m)
         self.grad = bucket.grad[self.begin : end].view(k, n, m)
@@ -146,8 +142,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
     Newton-Schulz: an odd polynomial of x applies to its singular values alone,
         x <- a x + b (x x^T) x + c (x x^T)^2 x
-    and this one takes any value in (0, 1] close to 1 in five iterations. float16 would overflow.
-    """
+    and this one takes any value in (0, 1] close to 1 in five iterations. float16 would overflow."""
     a, b, c = NS_COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
     y = (x.mT if tall else x).to(dtype)  # so that y y^T is the smaller product
@@ -164,8 +159,7 @@ def row_scales(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> T
     """Return the factors (K, n, 1) that give the rows of each x (K, n, m) one size.
 
     A row is divided by its running root mean square, whose average `mean_square` (K, n, 1) is
-    updated; then each matrix gets its Frobenius norm back. With mean_square (K, 1, m): columns.
-    """
+    updated; then each matrix gets its Frobenius norm back. With mean_square (K, 1, m): columns."""
     along = 2 if mean_square.shape[2] == 1 else 1
     # No bias correction of the average: it cancels in the renormalisation.
     norms = torch.linalg.vector_norm(x, dim=along, keepdim=True, dtype=mean_square.dtype)
@@ -190,8 +184,7 @@ class Optimizer:
     kind: adamw, or muon for the matrices of the blocks and AdamW for the rest.
     muon_dtype: of Muon's products. bfloat16 is enough for training; float32 for runs that must
         agree to rounding.
-    one_by_one: update each parameter alone, so that its bits do not depend on its neighbours.
-    """
+    one_by_one: update each parameter alone, so that its bits do not depend on its neighbours."""
 
     def __init__(
         self,
@@ -218,8 +211,7 @@ class Optimizer:
     def update(self, bucket: Bucket, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Step this rank's part of `bucket` with gradients / grad_scale (0-d).
 
-        Change nothing where found_inf (0-d) is 1.
-        """
+        Change nothing where found_inf (0-d) is 1."""
         for group in self.groups[bucket.index]:
             group.update(lr, grad_scale, found_inf)
 
@@ -230,50 +222,41 @@ class Optimizer:
                 for i in group.indices:
                     yield bucket, group, i
 
-    def state_dict(self, gather: Gather | None = None, keep: bool = True) -> States:
+    def state_dict(self, keep: bool = True) -> States:
         """Return {parameter name: state}, views of the live state in the parameter's shape.
 
         State: exp_avg, exp_avg_sq and step; or momentum and mean_square, that of rows (n, 1) or
-        columns (1, m). With ZeRO-1 all ranks pass `gather` (DDP.gather), which completes a flat
-        tensor laid out as bucket.param. Then the result is a copy on the CPU, empty on ranks that
-        do not `keep` it; only step is the live tensor.
-        """
-        whole = []  # by bucket: the state of all ranks
-        if gather:  # all ranks take part, also those that keep nothing
-            for bucket, groups in zip(self.buckets, self.groups, strict=True):
-                whole.append(gather_states(bucket, groups, gather, keep))
+        columns (1, m). With ZeRO-1 all ranks call it after DDP.flush(), and it is a copy on the
+        CPU. It is empty on ranks that do not `keep` it. step is always the live tensor."""
         saved: States = {}
-        for bucket, group, i in self.members() if keep else ():
-            # `size` is the parameter's shape, or (n, 1) or (1, m) for mean_square
-            state = saved[bucket.names[i]] = dict(group.scalars)
-            shape = bucket.params[i].shape
+        for bucket, group, i in self.members():
+            name, state = bucket.names[i], dict(group.scalars)
             for key, mine in group.state.items():
-                size = mine.shape[1:] if mine.ndim > 1 else shape
-                if gather:
-                    state[key] = bucket.view(whole[bucket.index][key], i)
-                    if size != shape:  # one number of each row or column
-                        state[key] = state[key][: size[0], : size[1]].contiguous()
-                else:
-                    # Where the parameter's part of the group's state begins
-                    begin = (bucket.offsets[i] - group.begin) * size.numel() // shape.numel()
-                    state[key] = mine.view(-1)[begin : begin + size.numel()].view(size)
+                shape, inside, own = own_part(bucket, group, i, mine)
+                state[key] = mine.view(-1)[own]
+                if bucket.sharded:
+                    # Every rank adds its part to zeros, also those that keep nothing.
+                    whole = mine.new_zeros(shape.numel())
+                    whole[inside] = state[key]
+                    ranks.all_reduce_sum(whole, f"{key} of {name}")
+                    state[key] = whole.cpu() if keep else whole
+                state[key] = state[key].view(shape)
+            if keep:
+                saved[name] = state
         return saved
 
     def load_state_dict(self, saved: States) -> None:
         """Load the part of a whole state that this rank updates. All ranks call it.
 
-        Raise UserError if another optimizer saved it.
-        """
+        Raise UserError if another optimizer saved it."""
         # Compare before anything is changed.
         needs = {b.names[i]: {*group.state, *group.scalars} for b, group, i in self.members()}
         for name in needs.keys() | saved.keys():
             ours, theirs = needs.get(name, set()), set(saved.get(name, ()))
             if ours != theirs:
-                raise UserError(
-                    f"optim: the saved state of {name!r} has {sorted(theirs)}, this run needs "
-                    f"{sorted(ours)}; resume with the optimizer it was saved with, or start anew "
-                    "with init_from"
-                )
+                what = f"the saved state of {name!r} has {sorted(theirs)}, not {sorted(ours)}"
+                fix = "resume with the optimizer it was saved with, or start anew with init_from"
+                raise UserError(f"optim: {what}; {fix}")
         # Of each parameter, copy the span that this rank updates. Without ZeRO-1 every rank updates
         # all, so rank 0 reads the file and sends what it read.
         is_replicated = not any(bucket.sharded for bucket in self.buckets)
@@ -287,66 +270,58 @@ class Optimizer:
     def _copy_state(self, saved: States) -> None:
         """Copy what this rank updates of a whole state."""
         for bucket, group, i in self.members():
-            state, offset = saved[bucket.names[i]], bucket.offsets[i]
-            begin, end = own_span(bucket, [i])
+            state = saved[bucket.names[i]]
             for key, mine in group.state.items():
-                # How many weights share one number: 1, or those of a row
-                shared = bucket.params[i].numel() // state[key].numel()
-                first, last = (begin - offset) // shared, (end - offset) // shared
-                to = (begin - group.begin) // shared
-                mine.view(-1)[to : to + last - first].copy_(state[key].flatten()[first:last])
+                _, inside, own = own_part(bucket, group, i, mine)
+                mine.view(-1)[own] = state[key].flatten()[inside]
             for key, scalar in group.scalars.items():
                 scalar.copy_(state[key])
-
-
-def gather_states(
-    bucket: Bucket, groups: list[Group], gather: Gather, keep: bool
-) -> dict[str, Tensor]:
-    """Gather {key: state of the whole bucket (padded,), on the CPU} from the ranks' parts."""
-    # All keys in the layout of the weights, so that DDP can gather them. A number that a row shares
-    # is repeated over the row.
-    whole = {}
-    for key in dict.fromkeys(key for group in groups for key in group.state):
-        flat = torch.zeros_like(bucket.param)
-        for group in groups:
-            if key in group.state:
-                mine = flat[group.begin : group.begin + group.param.numel()]
-                mine.view(group.param.shape).copy_(group.state[key])
-        gather(bucket, flat)
-        if keep:
-            whole[key] = flat.cpu()
-    return whole
 
 
 def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, list[int]]]:
     """Cut a bucket into (rule, indices of consecutive parameters, or of one).
 
-    rule: muon (one shape each), decay or no_decay.
-    """
-    # Muon's rule has the shape in it: matrices of another shape begin another stack.
-    found: list[tuple[tuple, list[int]]] = []
+    rule: muon (one shape each), decay or no_decay."""
+    found: list[tuple[str, list[int]]] = []
+    before = None  # rule and shape of the parameter before
     for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
+        rule, shape = "decay" if p.ndim >= 2 else "no_decay", None
         if kind == "muon" and p.ndim == 2 and muon_trains(name):
-            rule = ("muon", p.shape)
-        else:
-            rule = ("decay" if p.ndim >= 2 else "no_decay",)
-        if found and found[-1][0] == rule and not one_by_one:  # the last segment goes on
+            rule, shape = "muon", p.shape  # matrices of another shape begin another stack
+        if before == (rule, shape) and not one_by_one:  # the last segment goes on
             found[-1][1].append(i)
         else:
             found.append((rule, [i]))
-    return [(rule[0], indices) for rule, indices in found]
+        before = rule, shape
+    return found
 
 
 def own_span(bucket: Bucket, indices: list[int]) -> tuple[int, int]:
     """Return (begin, end) of what this rank updates of consecutive parameters, in the bucket."""
-    # All of them, cut off where this rank's shard begins and ends.
     last = indices[-1]
     begin, end = bucket.offsets[indices[0]], bucket.offsets[last] + bucket.params[last].numel()
+    # Cut off where this rank's shard begins and ends.
     begin = min(max(begin, bucket.shard[0]), end)
     return begin, max(min(end, bucket.shard[1]), begin)  # begin == end: nothing
 
 
+def own_part(bucket: Bucket, group: Group, i: int, mine: Tensor) -> tuple[torch.Size, slice, slice]:
+    """Return the shape of a parameter's whole state, and where this rank's part of it lies.
+
+    mine: the group's state. The part is [first slice] of the whole state and [second] of `mine`,
+    both flat; without ZeRO-1 it is all of the state."""
+    p, offset = bucket.params[i], bucket.offsets[i]
+    shape = mine.shape[1:] if mine.ndim > 1 else p.shape
+    n_sharing = p.numel() // shape.numel()  # weights that share a number: 1, or those of a row
+    begin, end = own_span(bucket, [i])
+    size, first = (end - begin) // n_sharing, (begin - offset) // n_sharing
+    own = (begin - group.begin) // n_sharing if size else 0
+    return shape, slice(first, first + size), slice(own, own + size)
+
+
 # ---- schedules -----------------------------------------------------------------------------------
+
+DECAY_FRACTION = 0.2  # of wsd: the share of the run in which the learning rate falls
 
 
 def check_schedule(config: Mapping, max_steps: int) -> None:
@@ -371,7 +346,7 @@ def learning_rate_at(
     min_lr: float,
     warmup_steps: float,
     max_steps: int,
-    decay_fraction: float = 0.2,
+    decay_fraction: float = DECAY_FRACTION,
 ) -> float:
     """Return the learning rate of update number `step` (1, 2, ...).
 
@@ -381,8 +356,7 @@ def learning_rate_at(
       constant  it does not fall
       cosine    by half a cosine (arXiv:1608.03983)
       linear    by a straight line
-      wsd       by a straight line over the last decay_fraction (MiniCPM, arXiv:2404.06395)
-    """
+      wsd       by a straight line over the last decay_fraction (MiniCPM, arXiv:2404.06395)"""
     # The warm-up. Dividing by one step more leaves the peak to the first step after it.
     warmup = warmup_length(warmup_steps, max_steps)
     if step <= warmup:

@@ -28,10 +28,12 @@ PROCESS = 400 * 2**20  # Python with torch, in the memory of the machine
 GIB, MIB = 2**30, 2**20
 
 
+PARTS = ("embedding", "attention", "mlp", "norms", "biases", "head", "adapters", "total")
+
+
 def parameter_table(model: nn.Module, trained: bool = False) -> dict[str, int]:
     """Return {part: number of parameters}, and "total". trained: only those with a gradient."""
-    parts = ("embedding", "attention", "mlp", "norms", "biases", "head", "adapters", "total")
-    table = dict.fromkeys(parts, 0)
+    table = dict.fromkeys(PARTS, 0)
     # named_parameters yields a tied embedding once.
     for name, p in model.named_parameters():
         if p.requires_grad or not trained:
@@ -42,14 +44,13 @@ def parameter_table(model: nn.Module, trained: bool = False) -> dict[str, int]:
 
 def part_of(name: str, n_dims: int) -> str:
     """Return the part that a parameter belongs to, by its name."""
-    # A matrix that an edit adds to a block counts as mlp.
     if ".lora_" in name:
         return "adapters"
     if n_dims < 2:
         return "biases" if name.endswith(".bias") else "norms"
     if not name.startswith("layers."):
         return "embedding" if name == "embed_tokens.weight" else "head"
-    return "attention" if ".self_attn." in name else "mlp"
+    return "attention" if ".self_attn." in name else "mlp"  # also what an edit adds to a block
 
 
 def matrices_in_blocks(table: Mapping[str, int]) -> int:
@@ -84,11 +85,9 @@ def memory(
 ) -> dict[str, float]:
     """Return {part: bytes} that one of world_size ranks holds during a step, at most.
 
-    other: parts that the stage adds, such as a reference model.
-    """
+    other: parts that the stage adds, such as a reference model."""
     # A plain sum: each part counts at its largest, though not all are there at the same time.
     parts = model_state(model, config, world_size, device, dtype)
-
     # What grows with the batch.
     N = config["batch_size"] * config["block_size"]  # tokens of a micro-step
     parts["activations"] = activations(model.cfg, N, config["activation_checkpointing"], dtype)
@@ -181,22 +180,19 @@ def describe(
 ) -> str:
     """Return the plan as text.
 
-    batch: a line on the batch. tokens: of all steps. peak: FLOP/s of one rank, 0 = unknown.
-    note: on the time.
-    """
+    batch, note: on the batch, on the time. tokens: of all steps. peak: FLOP/s, 0 = unknown."""
     table, trained = parameter_table(model), parameter_table(model, trained=True)
     counts = ", ".join(f"{part} {n:,}" for part, n in table.items() if n and part != "total")
     flops = flops_per_token(model, config["block_size"])
     parts = memory(model, config, world_size, device, dtype, other)
     sizes = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items())
     need = sum(parts.values())
-    max_steps, per_parameter = config["max_steps"], tokens / table["total"]
-    # tokens per parameter: Chinchilla (arXiv:2203.15556) finds about 20 best for a given compute.
+    ratio = tokens / table["total"]  # Chinchilla (arXiv:2203.15556) finds about 20 best
     lines = [
         f"parameters  {table['total']:,}: {counts}",
         f"trained     {trained['total']:,} ({config['trainable']})",
         f"batch       {batch}",
-        f"tokens      {tokens:,} in {max_steps:,} steps, {per_parameter:.1f} per parameter",
+        f"tokens      {tokens:,} in {config['max_steps']:,} steps, {ratio:.1f} per parameter",
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
@@ -240,13 +236,9 @@ def time_line(flops: float, peak: float, world_size: int, note: str) -> str:
 # Only mps is checked, before every run on it: none of our tests has run on a Mac, and operations of
 # mps have been wrong in some versions of torch and macOS.
 
-CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-4}  # as a share of the value; several times what rounding makes
-TOLERANCE_OF_HALVES = 1e-2  # with bfloat16 or float16
-
-# (divisor of the gradients, 1 = skip the update): a plain update, a clipped and a skipped one.
-# AdamW's update depends on the divisor only if it changes.
-UPDATES = [(1.0, 0.0), (8.0, 0.0), (1.0, 1.0)]
+# (divisor of the gradients, 1 = skip the update): a plain update, a clipped and a skipped one, and
+# one whose loss shows what these did. AdamW's update depends on the divisor only if it changes.
+UPDATES = [(1.0, 0.0), (8.0, 0.0), (1.0, 1.0), (1.0, 0.0)]
 
 
 def check_arithmetic(device: torch.device, dtype: torch.dtype) -> None:
@@ -257,10 +249,11 @@ def check_arithmetic(device: torch.device, dtype: torch.dtype) -> None:
 
 def compare_with_cpu(device: torch.device, dtype: torch.dtype) -> None:
     """Raise UserError with the first value of a small run that differs on the device."""
-    tolerance = TOLERANCE.get(dtype, TOLERANCE_OF_HALVES)
-    found, expected = small_run(device, dtype), small_run(CPU, dtype)
+    # As a share of the value, several times what rounding makes; NaN is wrong, too.
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    found, expected = small_run(device, dtype), small_run(torch.device("cpu"), dtype)
     for name, value in expected.items():
-        if not abs(found[name] - value) <= tolerance * abs(value):  # NaN is wrong, too
+        if not abs(found[name] - value) <= tolerance * abs(value):
             raise UserError(
                 f"config: torch {torch.__version__} computes wrongly on device={str(device)!r}: "
                 f"{name} of a small model is {found[name]:.6g}, on the CPU {value:.6g}; "
@@ -278,12 +271,10 @@ def small_run(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     buckets = make_buckets(model.to(device), MIB, world_size=1)
     optimizer = Optimizer(buckets, "muon", muon_dtype=torch.float32)
     values = {}
-    for i, update in enumerate([*UPDATES, None]):
+    for i, update in enumerate(UPDATES):
         with autocast(device, dtype):
             loss = model(rows[:, :-1], rows[:, 1:])
         values[f"the loss after {i} updates"] = loss.item()
-        if update is None:
-            break
         for bucket in buckets:
             bucket.grad.zero_()
         loss.backward()

@@ -22,7 +22,7 @@ from groundup.train import ranks
 class Stack:
     """K matrices of one shape (n, m) side by side in a bucket, with PowerSGD's state for them."""
 
-    names: list[str]
+    names: list[str]  # K
     grad: Tensor  # (K, n, m) view of bucket.grad
     error: Tensor  # (K, n, m) what this rank's gradients had and never sent, without loss scale
     basis: Tensor  # (K, m, r) the last Q, where the next iteration starts; equal on all ranks
@@ -38,8 +38,7 @@ class PowerSGD:
 
     Sent whole: vectors; matrices that would not shrink to half; matrices outside the blocks unless
     `embedding`; everything in the first `start_step` steps. scaler: the GradScaler whose scale is
-    kept out of the errors.
-    """
+    kept out of the errors."""
 
     compress = "powersgd"
 
@@ -100,13 +99,13 @@ class PowerSGD:
         if not stacks or bucket.n_updates < self.start_step:
             yield from self.average(bucket)
             return
-        scale = self.scale_of(stacks[0].error)
+        scale = self.scale_of(stacks[0].error)  # an error counts in true gradients
 
         # 1. D = gradient + error (in place if the gradient is float32), and P = D Q
         wanted = [s.grad.to(scale.dtype).addcmul_(s.error, scale) for s in stacks]
-        left = []
+        left = []  # P of each stack, (K, n, r)
         for d, s in zip(wanted, stacks, strict=True):
-            left.append(d @ torch.linalg.qr(s.basis)[0])
+            left.append(d @ torch.linalg.qr(s.basis)[0])  # an orthonormal basis: P stays in range
         message = torch.cat([t.flatten() for t in left + raw])
         bucket.launch(dist.all_reduce, message)
         yield Sent.MORE
@@ -116,7 +115,7 @@ class PowerSGD:
         for slot, mean in zip(raw, parts[len(left) :], strict=True):
             slot.copy_(mean)
         left = [torch.linalg.qr(p)[0] for p in parts[: len(left)]]
-        own_right = [d.mT @ p for d, p in zip(wanted, left, strict=True)]
+        own_right = [d.mT @ p for d, p in zip(wanted, left, strict=True)]  # (K, m, r)
         message = torch.cat([q.flatten() for q in own_right])
         bucket.launch(dist.all_reduce, message)
         yield Sent.LAST
@@ -154,7 +153,7 @@ class PowerSGD:
     def load_state_dict(self, saved: list[dict[str, dict[str, Tensor]]]) -> None:
         """Continue from `saved`: [this rank's state], or all ranks' if their number has changed."""
         for name, mine in self.state_dict().items():
-            theirs = [state[name] for state in saved if name in state]
+            theirs = [state[name] for state in saved if name in state]  # by rank
             if theirs:
                 # Of all ranks' errors take the mean, the only thing that training sees.
                 mine["error"].copy_(sum(state["error"] for state in theirs) / len(theirs))
@@ -175,9 +174,7 @@ def make_hook(
     seed: int = 0,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Hook:
-    """Return the hook for the setting `compress`: `Average` of ddp.py for none, fp16 and bf16.
-
-    "powersgd" is PowerSGD of rank 4, from start_step on, the end of the warm-up."""
+    """Return the hook for the setting `compress`; start_step: the end of the warm-up."""
     if compress == "powersgd":
         return PowerSGD(start_step=start_step, seed=seed, scaler=scaler)
-    return Average(compress)
+    return Average(compress)  # none, fp16, bf16

@@ -35,10 +35,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from groundup.errors import LostRank, Stopped, UserError
 from groundup.train.device import choose_device
 
-TOLERANCE = 1e-3  # relative difference between the weights of two ranks; rounding makes 1e-5
-BETWEEN_MACHINES = "; between machines, GLOO_SOCKET_IFNAME names the network interface to use"
-BETWEEN_MACHINES += " (docs/running.md)"
-
 # ---- join and leave ------------------------------------------------------------------------------
 
 
@@ -91,8 +87,7 @@ def planned_world_size() -> int:
 def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
     """Join the process group that torchrun describes. Without torchrun return a world of one.
 
-    A collective fails if it waits longer than `timeout_s` for another rank.
-    """
+    A collective fails if it waits longer than `timeout_s` for another rank."""
     world = described_world()
     if "RANK" not in os.environ:
         return world
@@ -101,7 +96,8 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
     device = choose_device(str(device), world.local_rank)
     on_gpu = device.type == "cuda"
     name_interface()
-    with named_errors("init_process_group", BETWEEN_MACHINES):
+    advice = "; between machines, GLOO_SOCKET_IFNAME names the network interface to use"
+    with named_errors("init_process_group", f"{advice} (docs/running.md)"):
         dist.init_process_group(
             # CUDA tensors travel over NCCL, CPU tensors (flags, counts) over gloo.
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -118,7 +114,7 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
 def name_interface() -> None:
     """Set GLOO_SOCKET_IFNAME where gloo would take an address that other machines cannot reach."""
     # gloo takes the address of this machine's name, which Debian's /etc/hosts makes 127.0.1.1.
-    own, main = address_of(socket.gethostname()), address_of(os.environ["MASTER_ADDR"])
+    own, main = address_of(socket.gethostname()), address_of(os.environ["MASTER_ADDR"])  # IPv4
     if own.startswith("127.") and main and not main.startswith("127."):
         if interface := interface_to(main):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -134,15 +130,16 @@ def address_of(name: str) -> str:
 
 def interface_to(address: str) -> str:
     """Return the network interface that leads to an IPv4 address, "" if the system does not say."""
-    # As the system routes a packet: of all nets that hold the address, by the narrowest.
     table = Path("/proc/net/route")  # Linux: a line per route, with net and mask in hexadecimal
     lines = table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []
     target = int.from_bytes(socket.inet_aton(address), "little")
-    found = {}  # {bits of the mask: interface}
+    # As the system routes a packet: of all nets that hold the address, by the narrowest.
+    best, interface = -1, ""
     for name, net, *_, mask, _, _, _ in map(str.split, lines):
-        if target & int(mask, 16) == int(net, 16):
-            found.setdefault(int(mask, 16).bit_count(), name)
-    return found[max(found)] if found else ""
+        n_bits = int(mask, 16).bit_count()
+        if target & int(mask, 16) == int(net, 16) and n_bits > best:
+            best, interface = n_bits, name
+    return interface
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
@@ -170,7 +167,7 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
             if store.check([f"ddp/word/{other}"]):
                 their_word = store.get(f"ddp/word/{other}").decode()
                 store.set(f"ddp/prefix/{their_word}", word)
-        time.sleep(0.01)
+        time.sleep(0.01)  # seconds
         missing = [other for other in missing if not store.check([f"ddp/confirmed/{word}/{other}"])]
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {missing[0]} has not come within {timeout_s:.0f} s")
@@ -260,8 +257,7 @@ def on_rank_0(function: Callable) -> Callable:
 def run_on(runs_here: bool, function: Callable, args: tuple, kwargs: dict) -> list[Any]:
     """Call function(*args, **kwargs) on the ranks where `runs_here`; return the results by rank.
 
-    The result of the other ranks is None. All ranks call it; if one raises a UserError, all do.
-    """
+    The result of the other ranks is None. All ranks call it; if one raises a UserError, all do."""
     result, problem = None, ""
     if runs_here:
         try:
@@ -320,7 +316,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     """Return every rank's `value` (anything that pickles), in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * world_size()
+    values = [None] * world_size()  # filled below
     issue("gather_objects", dist.all_gather_object, values, value, group=group)
     return values
 
@@ -333,8 +329,7 @@ def merged(mine: dict) -> dict:
 def check_equal(mine: dict) -> None:
     """Raise UserError on all ranks, naming a key whose value differs from rank 0's.
 
-    Machines may also have other code: of the project's files the checksums must be equal.
-    """
+    Machines may also have other code: of the project's files the checksums must be equal."""
     # Every rank sees all values, so all find the same difference and end with the same line.
     everyone = gather_objects(mine | checksums_of_code() if world_size() > 1 else mine)
     first = everyone[0]
@@ -365,8 +360,7 @@ def check_replicas(weights: list[Tensor]) -> None:
     if world_size() == 1:
         return
     # 128 sums of each bucket are quick to send, and differ between ranks, relatively, as much as
-    # the weights do. Where processors differ, so does the rounding. Other code differs by far more
-    # than TOLERANCE.
+    # the weights do.
     sums = []
     for flat in weights:
         whole = flat.detach()[: flat.numel() // 128 * 128]
@@ -374,9 +368,10 @@ def check_replicas(weights: list[Tensor]) -> None:
     mine = torch.cat(sums) if sums else torch.zeros(1)
     first, *others = gather_objects(mine)
     for other, theirs in enumerate(others, 1):
-        # Relative, so that it does not depend on the size of the model.
+        # Relative, so that it does not depend on the size of the model. Where processors differ, so
+        # does the rounding, by 1e-5; other code makes far more than 1e-3.
         difference = (theirs - first).norm() / first.norm().clamp(min=1e-30)
-        if difference > TOLERANCE:  # False for nan, which the loop reports
+        if difference > 1e-3:  # False for nan, which the loop reports
             text = f"the weights of rank {other} differ from those of rank 0 by {difference:.1e}"
             raise UserError(f"train: {text}; all machines need the same code and sound hardware")
 
@@ -385,8 +380,7 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
     """Start to tell all ranks whether `problem` is empty here, and whether this rank should stop.
 
     Return a function that waits for their answers. If a rank has a problem it raises on all ranks,
-    else it returns whether any rank should stop.
-    """
+    else it returns whether any rank should stop."""
     # 16 bytes over gloo. Work between the two calls hides the latency.
     flags = torch.tensor([problem != "", stop], dtype=torch.int64)
     operation = f"{where}: agreement that all is well"
@@ -395,11 +389,12 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
         work = issue(operation, dist.all_reduce, flags, async_op=True)
 
     def check() -> bool:
+        # A rank alone reads no tensor: so a step can be traced without data.
+        n_problems, n_stopping = problem != "", stop
         if work is not None:
             with named_errors(operation):
                 work.wait()
-        # A rank alone reads no tensor: so a step can be traced without data.
-        n_problems, n_stopping = flags.tolist() if work is not None else (problem != "", stop)
+            n_problems, n_stopping = flags.tolist()
         # Only now the texts: most steps have none.
         if n_problems:
             problems = gather_objects(problem)
@@ -414,8 +409,7 @@ def wait_together(future: futures.Future, timeout_s: float) -> None:
     """Wait for work in a thread, such as a save, that every rank waits for.
 
     It may take any time. Raise LostRank if for `timeout_s` seconds another rank has given no sign
-    that it waits, too.
-    """
+    that it waits, too."""
     # Every rank posts its clock in the store. Clocks of machines differ, so what counts is how long
     # a rank's entry has not changed, by our clock.
     last_seen: dict[int, tuple[bytes, float]] = {}  # {rank: (what it posted last, our clock)}

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from groundup.errors import UserError
 from groundup.train import plan
 from groundup.train.optim import Optimizer
-from groundup.train.plan import CPU, check_arithmetic, compare_with_cpu
+from groundup.train.plan import check_arithmetic, compare_with_cpu
+
+CPU = torch.device("cpu")
 
 
 def compare(monkeypatch, mistake) -> None:

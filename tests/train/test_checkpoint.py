@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import forks
@@ -502,7 +503,10 @@ LORA_FILES = ["adapter_config.json", "adapter_model.safetensors", "model_config.
 def with_adapters(base: Path, trainable: str = "lora", vocab_size: int = 0) -> Transformer:
     """The model of a directory with everything that is trained changed, as training would."""
     model = huggingface.load_model(base)
-    lora.resize_vocab(model, vocab_size or model.cfg.vocab_size)
+    if vocab_size:
+        n_known = model.cfg.vocab_size
+        model = huggingface.build(Transformer, replace(model.cfg, vocab_size=vocab_size), torch.float32)
+        huggingface.load_with_new_rows(model, base, n_known, TOKENIZER)
     lora.set_trainable(model, trainable, ADAPTERS)
     with torch.no_grad():
         for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
