@@ -217,7 +217,7 @@ FORGED = [
     ("tokenizer_config.json", changed(chat_template=5), ""),
     ("tokenizer_config.json", changed(eos_token=[]), "damaged"),
     ("tokenizer.json", changed(model={"type": "BPE", "vocab": [], "merges": 5}), "damaged"),
-    ("tokenizer.json", changed(added_tokens=[{"id": 2**30, "content": "x", "special": True}]), "has the id 1073741824, but"),
+    ("tokenizer.json", changed(added_tokens=[{"id": 2**30, "content": "x", "special": True}]), "id 1073741824, but"),
     ("tokenizer.json", changed(added_tokens=[{"id": -5, "content": "x", "special": True}]), "not a number"),
     ("tokenizer.json", changed(pre_tokenizer=5), "damaged"),
     # nested a hundred thousand deep, a million values, a size that no such file has

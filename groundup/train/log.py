@@ -29,6 +29,7 @@ from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches, Corpus
 from groundup.train import ranks
 from groundup.train.checkpoint import BEST, made_by_a_run, step_of, step_path
+from groundup.train.config_json import CHANGED
 from groundup.train.device import hardware, peak_memory_gib, versions
 
 # ---- the log -------------------------------------------------------------------------------------
@@ -279,6 +280,7 @@ class RunLog:
             run=out.name,
             script=name,
             summary=summary(events, self.max_steps),
+            edited=EDITED if has_edited_model(out) else "",
             result=result_table(events, saved),
             # In another out_dir, because in its own a run that is complete does nothing.
             command=f"{launcher} {name} {out}/config.py --out_dir={out}_again",
@@ -481,7 +483,7 @@ def report_edits(path: Path, damaged: list[str], changed: list[int]) -> None:
 CARD = """\
 # {run}: a run of {script}
 
-{summary}
+{summary}{edited}
 
 {result}
 
@@ -499,6 +501,17 @@ Settings other than the defaults, and the data:
 {data}
 ```
 """
+
+
+EDITED = " Its model.py was edited: only with that file these weights are what was trained."
+
+
+def has_edited_model(out: Path) -> bool:
+    """Return whether the run's newest checkpoint is of an edited model.py."""
+    try:
+        return CHANGED in (out / "latest" / "config.json").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
 
 
 def summary(events: list[dict], max_steps: int) -> str:

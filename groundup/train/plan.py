@@ -193,7 +193,8 @@ def describe(
         f"trained     {trained['total']:,} ({config['trainable']})",
         f"batch       {batch}",
         f"tokens      {tokens:,} in {config['max_steps']:,} steps, {ratio:.1f} per parameter",
-        f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
+        f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all, "
+        f"{str(dtype).removeprefix('torch.')} on {device.type}",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
     lines += memory_warning(need, device)
