@@ -86,8 +86,8 @@ overwrite = False  # replace an out_dir that was made with other inputs or setti
 NEXT = {
     # sized for a CPU; config/small.py is for a GPU
     "text": "python pretrain.py config/demo.py --out_dir=out/{name} --data_dir=",
-    "chat": "python sft.py --init_from=MODEL --data=",
-    "preference": "python dpo.py --init_from=MODEL --data=",
+    "chat": "python sft.py config/demo_sft.py --init_from=MODEL --data=",
+    "preference": "python dpo.py config/demo_dpo.py --init_from=MODEL --data=",
 }
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 

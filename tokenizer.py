@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from groundup.errors import UserError
+from groundup.errors import UserError, listed
 from groundup.files.untrusted import parse_object, read_bytes, read_json
 from groundup.tokens import engines
 from groundup.tokens.spans import Spans, encode_parts, encode_spans, position
@@ -504,8 +504,13 @@ if __name__ == "__main__":
     seconds = time.perf_counter() - started
     kind = f"{tokenizer.backend}, {tokenizer.vocab_size:,} ids"
     print(f"in {seconds:.1f} s, {out_dir}: {kind}, {tokenizer.fingerprint()[:16]}")
+    lost = []
     for part in parts:
         if part.files != ["-"]:  # standard input cannot be read again
             texts = text_mix.read(part, text_key, Report())
-            shown = text_mix.first_of(texts, SHOWN_MB * 1_000_000)
+            shown = list(text_mix.first_of(texts, SHOWN_MB * 1_000_000))
             print(f"{part.name}: {measure(tokenizer, shown)}")
+            lost += [part.name] * (not shown)
+    if lost:
+        hint = "name their text with --text_key=KEY, or leave them out"
+        raise UserError(f"tokenizer: {out_dir} is made without {listed(lost)}: no text there; {hint}")

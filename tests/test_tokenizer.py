@@ -1094,5 +1094,8 @@ def test_command_line_says_what_it_does_not_read(run, tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("\n".join(rows), encoding="utf-8")
     done = run(f"--input={tmp_path}", f"--out_dir={tmp_path}/tok", "--vocab_size=512")
     assert done.returncode == 0 and "a.jsonl:2: bad_json" in done.stdout and "4 documents" in done.stdout
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "x"}]}), "utf-8")
+    done = run(f"--input={tmp_path}/a.jsonl,{tmp_path}/chats.jsonl", f"--out_dir={tmp_path}/tok", "--vocab_size=512")
+    assert done.returncode == 1 and f"is made without {tmp_path}/chats.jsonl: no text there" in done.stderr
     done = run(f"--input={tmp_path}/a.jsonl", f"--out_dir={tmp_path}/tok", "--vocab_size=512", "--max_mb=0")
     assert done.returncode == 1 and "max_mb must be at least 1" in done.stderr
