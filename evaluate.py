@@ -225,7 +225,7 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     model = to_int8(model) if config["weights"] == "int8" else model
     reference = None
     if config["reference"]:
-        path = checkpoint.resolve(config["reference"])
+        path = checkpoint.resolve(config["reference"], "reference")
         other = Tokenizer.load(huggingface.tokenizer_dir(path)).fingerprint()
         what = f"{path} and {directory} have different tokenizers"
         refuse(other != tokenizer.fingerprint(), f"reference: {what}")

@@ -10,8 +10,9 @@
 
 The steps: read -> clean -> quality rules -> decontaminate -> exact copies -> near copies -> split
 -> tokenize. Several processes clean and filter the input, one unit (a part of it) at a time
-(unit.py). One then finds the copies (select.py), several tokenize the units, and one writes the
-splits in the order of the input. The output is the same to the byte for any number of processes.
+(groundup/text/unit.py). One then finds the copies (groundup/text/select.py), several tokenize the
+units, and one writes the splits in the order of the input. The output is the same to the byte for
+any number of processes.
 
 All is built in a hidden directory beside out_dir, which is renamed at the end. A run that was
 killed leaves it, and the same command continues. If the inputs, the settings and the tokenizer are
@@ -64,7 +65,7 @@ encoding = ""  # of lines that are not UTF-8, such as gb18030; "" = detected for
 workers = 0  # processes; 0 = one per core
 show = 0  # print how this many rows of each source are read, and stop; 0 = prepare them
 # which documents are dropped
-quality = "curated"  # curated (drop tiny and garbled texts) | web (all rules in text/quality.py)
+quality = "curated"  # curated (drop tiny and garbled texts) | web (all rules, see docs/data.md)
 rules = ""  # 'length=30..5000, stop_words=off, keep=my.py:good, punctuation=on'; see docs/data.md
 score = ""  # keep rows whose numbers are in these ranges, such as 'bpb=0.3..1.5,ifd=5%..95%'
 near = 0.8  # drop texts this similar to an earlier one; 0 = exact copies only, -1 = keep all copies

@@ -98,7 +98,7 @@ overlap_step = "off"  # off | forward | backward (when a block is updated; see d
 reproducible = False  # the same bits on any number of ranks with the same OMP_NUM_THREADS
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
-peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = as device.py knows (at least 0)
+peak_tflops = 0.0  # of one device, for mfu and the plan; at least 0, 0 = known by its name
 plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
 eval_every = 250  # steps; also before the first and after the last step (at least 1)

@@ -95,7 +95,7 @@ compress = "none"  # none | fp16 | bf16 | powersgd (gradients on the wire)
 overlap_step = "off"  # off | forward | backward (when a block is updated; see docs/ddp.md)
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
-peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = as device.py knows (at least 0)
+peak_tflops = 0.0  # of one device, for mfu and the plan; at least 0, 0 = known by its name
 plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step (at least 1)

@@ -261,7 +261,7 @@ if __name__ == "__main__":
 
     teacher_dir = None
     if teacher:
-        teacher_dir = checkpoint.resolve(teacher)
+        teacher_dir = checkpoint.resolve(teacher, "teacher")
         huggingface.check_teacher(teacher_dir, tokenizer, block_size)
 
     # ---- rewards and prompts

@@ -6,9 +6,10 @@ python sample.py --prompts=questions.jsonl --out=answers.jsonl  # again: goes on
 python sample.py --prompt="What is a list?" --best_of=8 --best_of_by=reward --reward_from=out/reward
 
 In a chat a prompt is a user's message; without one the conversation is in the terminal
-(generate/chat.py). Files of prompts and answers are described in generate/answers.py. An answer
-depends on the prompt, the parameters and the seed, not on other prompts or the batch size (but
-for near ties in bfloat16 and float16, see generate/engine.py).
+(groundup/generate/chat.py). Files of prompts and answers are described in
+groundup/generate/answers.py. An answer depends on the prompt, the parameters and the seed, not on
+other prompts or the batch size (but for near ties in bfloat16 and float16, see
+groundup/generate/engine.py).
 """
 
 if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
@@ -28,7 +29,7 @@ from configurator import configure, script_of
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker
 from groundup.errors import UserError
-from groundup.generate.answers import Answers, Rank
+from groundup.generate.answers import Answers, Rank, context_ended
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat, converse, show
 from groundup.generate.completion import never_sampled, prompt_ids
@@ -44,7 +45,7 @@ from tokenizer import Tokenizer
 # ---- config: override with a config file or --key=value; see --help ------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 prompt = ""  # text to continue or question to answer; empty = a new document or a chat
-prompts = ""  # jsonl file with a prompt on each line
+prompts = ""  # jsonl file: "a prompt", {"prompt": ...} or a row of data on each line
 out = ""  # file of the answers as JSON lines; "" = print them beside the expected ones
 chat = "auto"  # auto (yes if tuned for it) | yes (prompts are user messages) | no (continue them)
 system = ""  # system message of every chat that has none
@@ -192,11 +193,17 @@ def print_samples(
         for token in tokens:
             print(token.text, end="", flush=True)
         print(flush=True)
-        return
-    _, result = next(engine.answer([ids], params))
-    result = rank(result, asked) if rank else result
-    texts = [begin + completion.text + "\n" for completion in result.completions]
-    print(("-" * 80 + "\n").join(texts), end="", flush=True)
+        reasons = [token.finish]
+    else:
+        _, result = next(engine.answer([ids], params))
+        result = rank(result, asked) if rank else result
+        texts = [begin + completion.text + "\n" for completion in result.completions]
+        print(("-" * 80 + "\n").join(texts), end="", flush=True)
+        reasons = [completion.finish_reason for completion in result.completions]
+    context = engine.model.cfg.block_size
+    if context_ended(len(ids), reasons, params, context):
+        what = f"the model's context of {context} tokens ended the text"
+        print(f"sample: {what}", file=sys.stderr)
 
 
 def deciding_settings(

@@ -7,11 +7,11 @@ python serve.py --host=0.0.0.0 --api_key=SECRET            # for other machines
 
 It answers /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 
-Here are the settings and the start. The routes are in generate/server.py, with a thread for each
-model that runs its engine (generate/engine.py); requests join and leave the batch between steps.
-What a body may say is in generate/openai_api.py, the page in generate/page.html. An answer depends
-on its request and seed, not on other requests, and is sample.py's for the same prompt, parameters
-and seed (but for near ties in bfloat16 and float16).
+Here are the settings and the start. The routes are in groundup/generate/server.py, with a thread
+for each model that runs its engine (groundup/generate/engine.py); requests join and leave the batch
+between steps. What a body may say is in groundup/generate/openai_api.py, the page in
+groundup/generate/page.html. An answer depends on its request and seed, not on other requests, and
+is sample.py's for the same prompt, parameters and seed (but for near ties in bfloat16 and float16).
 """
 
 if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line

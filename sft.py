@@ -99,7 +99,7 @@ compress = "none"  # none | fp16 | bf16 | powersgd (gradients on the wire)
 overlap_step = "off"  # off | forward | backward (when a block is updated; see docs/ddp.md)
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
-peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = as device.py knows (at least 0)
+peak_tflops = 0.0  # of one device, for mfu and the plan; at least 0, 0 = known by its name
 plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step (at least 1)
@@ -253,7 +253,7 @@ if __name__ == "__main__":
     model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout)
     huggingface.check_saves(model_config, tokenizer)
     if teacher:
-        teacher_dir = checkpoint.resolve(teacher)
+        teacher_dir = checkpoint.resolve(teacher, "teacher")
         huggingface.check_teacher(teacher_dir, tokenizer, block_size)
     for key, usual in defaults_of(__file__).items():
         if key.startswith("distill_") and config[key] != usual and not teacher:

@@ -359,6 +359,8 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--tasks=perplexity", "--data={base}/zh.txt", "--reference=x"], "reference='x' is only for preference"),
     (["--tasks=preference", "--data={base}/rows.jsonl", "--init_from={base}/reward", "--reference={base}/model"],
      "reference is of a language model"),
+    (["--tasks=preference", "--data={base}/rows.jsonl", "--init_from={base}/model", "--reference=out/nope"],
+     "reference='out/nope': no such directory"),
     (["--dat=x"], "did you mean 'data'"),
     (["--score={base}/rows.jsonl", "--out=x.jsonl", "--beside=x.json"], "score and beside are both given"),
     (["--score={base}/rows.jsonl", "--out=x.jsonl", "--tasks=generation"], "score and tasks are both given"),
@@ -520,6 +522,21 @@ def test_a_language_model_prefers_by_log_probability_or_against_its_reference(ru
         accuracy[name] = found["accuracy"]
         assert found["n"] == 3 and "ece" not in found
     assert accuracy["itself"] == 0  # nothing has become likelier: a tie is wrong
+
+
+@pytest.mark.parametrize("flags", [("model", "short"), ("short", "model")], ids=" against ".join)
+def test_a_pair_must_fit_in_the_model_and_in_its_reference(run, base, tmp_path, flags):
+    tokenizer = Tokenizer.load(base / "model")
+    (tmp_path / "short").mkdir()
+    cfg = ModelConfig(tokenizer.vocab_size, block_size=32, n_layer=1, n_head=2, n_embd=16)
+    huggingface.write_model(tmp_path / "short", Transformer(cfg), tokenizer)
+    (tmp_path / "model").symlink_to(base / "model")
+    pairs = [{"prompt": "Q", "chosen": "a " * n, "rejected": "b"} for n in (1, 3, 40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    models = [f"--{key}={tmp_path}/{name}" for key, name in zip(("init_from", "reference"), flags, strict=True)]
+    printed, error = run("--tasks=preference", f"--data={tmp_path}/pairs.jsonl", *models)
+    assert not error and re.search(r"pairs +2\n", printed)
+    assert "does not fit in block_size=32 1" in printed
 
 
 def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base, tmp_path):

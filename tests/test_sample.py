@@ -29,6 +29,7 @@ from test_tools import CALL, FILE, drawn_ids
 import sample
 from groundup.errors import printable, report
 from groundup.generate import chat, sampling
+from groundup.generate.answers import Table
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat
 from groundup.generate.completion import generate, never_sampled
@@ -577,6 +578,31 @@ def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expecte
     assert summary == f"{n - 1} of {n} answers are the expected ones"
 
 
+def test_long_expected_answers_are_cut_and_not_judged():
+    """Nobody expects a model to give the same sentences."""
+    table = Table({})
+    long, question = "很长的回答。" * 200, "why? " * 100
+    lines = [table.add(0, {"question": "sum?", "answer": "4"}, "sum?", ["5"])]
+    lines += [table.add(1, {"question": question, "answer": long}, question, ["No."])]
+    header, short, cut = "".join(lines).splitlines()
+    assert short.split(" | ")[1].strip() == "4" and short.endswith("| wrong")
+    asked, expected, answer = cut.split(" | ")
+    assert asked.startswith("why? why?") and asked.endswith("...") and len(asked) == 60
+    assert expected == long[:28] + "..." and answer == "No."
+    assert table.summary() == "0 of 1 answers are the expected ones\n"
+
+
+def test_the_end_of_the_context_is_said(runs, tmp_path):
+    flags = ["--init_from=out/newer", "--ignore_eos=True", "--max_new_tokens=500"]
+    for more in (["--prompt=The"], ["--prompt=The", "--n=2"], ["--prompt=The", "--num_beams=2", "--temperature=0"]):
+        ended = run(runs, *flags, *more)
+        assert (ended.code, ended.err) == (0, "sample: the model's context of 64 tokens ended the text\n")
+    assert run(runs, *flags[:2], "--prompt=The", "--max_new_tokens=9").err == ""
+    (tmp_path / "q.jsonl").write_text('"The"\n"A"\n', encoding="utf-8")
+    ended = run(runs, *flags, f"--prompts={tmp_path}/q.jsonl", f"--out={tmp_path}/a.jsonl")
+    assert ended.err.endswith("sample: the model's context of 64 tokens ended the answers to 2 of 2 prompts\n")
+
+
 def test_texts_that_a_model_continues_are_printed_without_a_file_for_them(runs, tmp_path):
     directory = runs / "out/newer/step_000020"
     (tmp_path / "q.jsonl").write_text('{"prompt": "猫"}\n"a\\nb"\n{"text": "c"}\n', encoding="utf-8")
@@ -617,6 +643,7 @@ def test_a_conversation_that_ends_with_its_answer_is_answered_from_what_precedes
 def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
     bad = [
         (b"{'prompt': 1}", "property name"),
+        (b"What is a cat?", 'write "a prompt" or {"prompt": "..."} in each line'),
         (b'{"prompt": "\xff"}', "utf-8"),
         (b'{"query": "?"}', "give prompt, messages or text"),
         (b"[1]", "must be a text or an object, got [1]"),

@@ -279,9 +279,7 @@ def is_reward_model(directory: str | Path) -> bool:
 def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
     """Return the directory of the reward model that the setting `key` names. Raise UserError if
     there is none, or if its tokenizer is not `tokenizer`."""
-    if not Path(name).is_dir():
-        raise UserError(f"reward: {key}={name!r} is no directory; give that of a reward model")
-    directory = checkpoint.resolve(name)  # of a run the newest checkpoint
+    directory = checkpoint.resolve(name, key)  # of a run the newest checkpoint
     if not is_reward_model(directory):
         raise UserError(f"reward: {key}={name!r} holds no reward model; reward.py trains one")
     # It reads the ids that the policy has drawn.

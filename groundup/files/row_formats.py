@@ -110,8 +110,10 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
             return found.read(row)
         except RecursionError:
             raise BadRow("nested too deeply") from None
+    hint = hint_of(row, kind)
+    what = "another kind" if "of kind=" in hint else "unknown format"
     raise BadRow(
-        f"unknown format: {keys_of(original)}{hint_of(row, kind)}; "
+        f"{what}: {keys_of(original)}{hint}; "
         f"{kind} is known by: {nearest_keys(tuple(row), kind)} (docs/data.md lists all)"
     )
 

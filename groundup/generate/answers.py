@@ -1,9 +1,9 @@
 """Answers to a file of prompts: written as they finish, continued after an interruption.
 
 A line of prompts is a JSON string, {"prompt": text or messages}, {"text": text to continue}, or a
-row in any format of files/row_formats.py, read as in training: what stands before the assistant's
-last answer is asked. The answer is the same line with its number (from 0) as "index" and with
-"completions" (format: files/answer_files.py).
+row in any format of groundup/files/row_formats.py, read as in training: what stands before the
+assistant's last answer is asked. The answer is the same line with its number (from 0) as "index"
+and with "completions" (format: groundup/files/answer_files.py).
 """
 
 import contextlib
@@ -30,7 +30,8 @@ from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
 from tokenizer import Tokenizer
 
-CELL = 40  # places on a line for a cell of the table; a longer text is not cut
+CELL = 40  # places on a line for a cell of the table; a longer text takes more
+LONGEST = 60  # places of a question or expected answer; a longer one is cut
 CONTROL = re.compile("[\x7f-\x9f]")  # what JSON leaves alone
 # What an answer has beside the fields of its prompt
 OWN_KEYS = ("index", "completions", "prompt_logprobs")
@@ -58,6 +59,7 @@ class Answers:
         if not self.lines:
             raise UserError(f"sample: {self.name} has no prompts")
         self.problems = 0  # prompts that cannot be answered
+        self.n_cut = 0  # prompts with an answer that the model's context ended
         self.done: set[int] = set()
         if out:
             check_replaceable(Path(out))  # its settings go beside it
@@ -76,13 +78,16 @@ class Answers:
         Without `out`, and without log-probabilities, print them for people, see Table."""
         # line number, fields and question of each prompt given to the engine
         begun: list[tuple[int, dict, str | list[dict]]] = []
-        prompts = self._prompts(encode, engine.model.cfg.block_size, begun)
+        context = engine.model.cfg.block_size
+        prompts = self._prompts(encode, context, begun)
         for_people = not self.out and params.logprobs < 0 and params.prompt_logprobs < 0
         table = Table(self.settings) if for_people else None
         bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
         with self._output() as file, bar:
             for number, result in (draw or engine.answer)(prompts, params):
                 index, fields, asked = begun[number]
+                reasons = [completion.finish_reason for completion in result.completions]
+                self.n_cut += context_ended(len(result.prompt_ids), reasons, params, context)
                 result = rank(result, asked) if rank else result
                 if table:
                     texts = [completion.text for completion in result.completions]
@@ -97,6 +102,9 @@ class Answers:
         if self.problems and len(self.lines) > 1:
             what = f"{self.problems} of {len(self.lines)} prompts are not answered, see above"
             print(f"sample: {what}", file=sys.stderr)
+        if self.n_cut:
+            what = f"ended the answers to {self.n_cut} of {len(self.lines)} prompts"
+            print(f"sample: the model's context of {context} tokens {what}", file=sys.stderr)
 
     @contextlib.contextmanager
     def _output(self) -> Iterator:
@@ -162,7 +170,8 @@ class Answers:
 
 class Table:
     """Answers for people, in the order of the prompts: question, answer, and between them what the
-    data set expects, if it says so."""
+    data set expects, if it says so. Answers are right or wrong where the expected one is shown
+    whole: a model seldom writes a long one word by word."""
 
     def __init__(self, settings: dict) -> None:
         self.settings = settings
@@ -179,11 +188,14 @@ class Table:
         expected = ""
         with contextlib.suppress(BadRow):  # a text to continue
             expected = conversation_of(fields, self.settings)[1]
-        right = bool(expected) and texts[0].strip() == expected.strip()
-        self.n_expected += bool(expected)
-        self.n_right += right
+        right = texts[0].strip() == expected.strip()
+        is_short = 0 < width_of(one_line(expected)) <= LONGEST
+        self.n_expected += is_short
+        self.n_right += is_short and right
         if expected:
-            verdicts = ["right" if right else "wrong", *[""] * (len(texts) - 1)]
+            verdict = ("right" if right else "wrong") if is_short else ""
+            verdicts = [verdict, *[""] * (len(texts) - 1)]
+            question, expected = shortened(question), shortened(expected)
             cells = zip(texts, verdicts, strict=True)
             lines = [row(question, expected, *pair) for pair in cells]
         else:
@@ -208,18 +220,40 @@ class Table:
 
 
 def row(*cells: str) -> str:
-    """Return cells of a table beside each other. A Chinese character takes two places."""
-    padded = []
-    for cell in map(one_line, cells):
-        wide = sum(unicodedata.east_asian_width(c) in "WF" for c in cell)
-        padded.append(cell.ljust(CELL - wide))
+    """Return cells of a table beside each other."""
+    padded = [cell + " " * (CELL - width_of(cell)) for cell in map(one_line, cells)]
     while padded and not padded[-1].strip():
         padded.pop()
     return " | ".join(padded).rstrip()
 
 
+def width_of(text: str) -> int:
+    """Return the places of a text on a terminal: two for a Chinese character."""
+    # East Asian width (Unicode annex 11): W = wide, F = fullwidth
+    return len(text) + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+
+
+def shortened(text: str) -> str:
+    """Return a text on one line, cut to LONGEST places."""
+    text = one_line(text)[: LONGEST + 1]
+    if width_of(text) <= LONGEST:
+        return text
+    while width_of(text) > LONGEST - 3:
+        text = text[:-1]
+    return text + "..."
+
+
 def one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def context_ended(
+    n_prompt_ids: int, finish_reasons: list[str], params: SamplingParams, context: int
+) -> bool:
+    """Return whether the model's context, and not max_new_tokens, ended an answer to a prompt."""
+    # the last token of an answer is not read
+    has_room = n_prompt_ids + params.max_new_tokens <= context + 1
+    return "length" in finish_reasons and not has_room
 
 
 def read_prompts(path: str) -> dict[int, Record]:
@@ -237,7 +271,11 @@ def parse(line: Record) -> dict:
     """Return the fields of a line of prompts. Raise ValueError with what is wrong."""
     if line.problem:
         raise ValueError(line.detail)
-    row = loads(line.value)
+    try:
+        row = loads(line.value)
+    except ValueError as error:
+        how = 'write "a prompt" or {"prompt": "..."} in each line'
+        raise ValueError(f"not JSON: {error}; {how}") from None
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a text or an object, got {row!r:.40}")

@@ -25,6 +25,7 @@ from tokenizer import Tokenizer
 
 GROUP_TOKENS = 2**20  # at most, that are scored at a time: enough to batch rows of similar length
 SHOWN_PLACES = 5  # of what could not be read, per domain
+FOR_CHATS = "for conversations use --tasks=generation, or for losses --score=FILE --out=OUT.jsonl"
 
 
 class Domain(NamedTuple):
@@ -177,6 +178,8 @@ def evaluate_domains(
         losses = document_losses(model, tokenizer, texts, settings, dtype)
         if not losses:
             why = "; ".join([listed(domain.files, 3), *notes_of(report, max_places=1)])
+            if "kind='chat'" in why:
+                why += f"; {FOR_CHATS}"
             raise UserError(f"perplexity: domain {domain.name!r} has no text in {why}")
         found[domain.name] = summarize(losses) | {"notes": notes_of(report)}
         everything += losses

@@ -87,7 +87,10 @@ def evaluate_preference(
     reward.py's val_data, without weights. limit: first pairs of each part of it, 0 = all. The ranks
     share the pairs."""
     paths = [part.strip() for part in data.split(",") if part.strip()]
-    sources = [read_source(p, PairReader(tokenizer, model.cfg.block_size), 0.0) for p in paths]
+    block_size = model.cfg.block_size
+    if reference is not None:  # both read every pair
+        block_size = min(block_size, reference.cfg.block_size)
+    sources = [read_source(path, PairReader(tokenizer, block_size), 0.0) for path in paths]
     pairs = [pair for source in sources for pair in (source.val or source.train)[: limit or None]]
     sides = []  # (ids, the first that counts) of the chosen answer, then of the rejected one
     for pair in pairs:

@@ -1,12 +1,12 @@
 """Results as tables for people: a task's figures, alone or beside those of other models."""
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from groundup.errors import UserError
 from groundup.files.untrusted import read_json
-from groundup.scores import choices
+from groundup.generate.answers import width_of
+from groundup.scores import choices, text_metrics
 
 DOMAIN_COLUMNS = {
     "documents": "documents",
@@ -50,7 +50,14 @@ def describe(
         columns[name if name not in columns else "this"] = (
             found  # out/sft beside an earlier out/sft
         )
-        return f"{task}\n{side_by_side(task, columns)}"
+        left_out = {}
+        if task == "generation":
+            columns, left_out = text_metrics.on_common_questions(columns)
+        lines = [task, side_by_side(task, columns)]
+        if any(left_out.values()):
+            counts = ", ".join(f"{other} {n:,}" for other, n in left_out.items())
+            lines.append(f"answers left out, to questions that not all models answered: {counts}")
+        return "\n".join(lines)
     if task == "perplexity":
         return f"{task}\n{describe_domains(found)}"
     if task in choices.TASKS:
@@ -104,12 +111,6 @@ def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
         gaps = [" " * (most - width_of(cell)) for cell, most in zip(row, widest, strict=True)]
         padded.append("  ".join([row[0] + gaps[0], *map(str.__add__, gaps[1:], row[1:])]).rstrip())
     return "\n".join(padded)
-
-
-def width_of(text: str) -> int:
-    """Return the places of a text on a terminal: two for a Chinese character."""
-    # East Asian width (Unicode annex 11): W = wide, F = fullwidth
-    return len(text) + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
 
 
 def shown(cell: object) -> str:
@@ -173,6 +174,10 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
             raise UserError(f"config: beside: {path} is no file that evaluate.py wrote to out")
         if missing := [task for task in wanted if task not in results]:
             raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
+        answers = results["generation"].get("answers") if "generation" in wanted else []
+        keys = text_metrics.ROW_KEYS
+        if not isinstance(answers, list) or not all(is_row(one, keys) for one in answers):
+            raise UserError(f"config: beside: {path} has no answers to compare; write it again")
         for key in SAME_SETTINGS:
             if settings.get(key) != config[key]:
                 what = f"was measured with {key}={settings.get(key)!r}, not {config[key]!r}"
@@ -180,6 +185,10 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
         name = name_of(settings.get("init_from") or settings.get("judge") or path)
         others[name if name not in others else path] = results
     return others
+
+
+def is_row(row: object, keys: set[str]) -> bool:
+    return isinstance(row, dict) and keys <= row.keys()
 
 
 def name_of(directory: str) -> str:

@@ -7,10 +7,11 @@ The data are conversations: the last answer is the reference, what precedes it t
 """
 
 import importlib.util
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -44,6 +45,10 @@ class Generated(NamedTuple):
     n_tokens: int  # without the token that ended it
 
 
+ENDS = Generated._fields[1:]  # in a row of answers, beside its text
+ROW_KEYS = {*Question._fields, "answer", *ENDS}
+
+
 def evaluate_generation(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -69,12 +74,13 @@ def evaluate_generation(
         left_out[TOO_LONG] += len(questions) - len(pairs)
     if not pairs:
         raise UserError(f"generated: no prompt of {data} fits in block_size={model.cfg.block_size}")
-    found, of_each = measure_answers([a.text for _, a in pairs], [q.reference for q, _ in pairs])
     rows = []
-    for (question, answer), scores in zip(pairs, of_each, strict=True):
-        answered = {"answer": answer.text, "finish_reason": answer.finish_reason}
-        rows.append(question._asdict() | answered | scores)
-    found = {"n": len(rows)} | found | measure_ends([answer for _, answer in pairs])
+    for question, answer in pairs:
+        text, *others = answer
+        answered = {"answer": text} | dict(zip(ENDS, others, strict=True))
+        rows.append(question._asdict() | answered)
+    found, of_each = measure_rows(rows)
+    rows = [row | scores for row, scores in zip(rows, of_each, strict=True)]
     return found | {"left_out": dict(left_out), "places": places, "answers": rows}
 
 
@@ -123,6 +129,34 @@ def generate_answers(
 
     found = dict(zip(fitting, split_over_ranks(len(fitting), answer), strict=True))
     return [found.get(i) for i in range(len(prompts))]
+
+
+def measure_rows(rows: Sequence[dict]) -> tuple[dict, list[dict]]:
+    """Return (n with the figures of measure_answers and measure_ends, the scores of each row)."""
+    ends = [Generated(row["answer"], *(row[key] for key in ENDS)) for row in rows]
+    found, of_each = measure_answers([end.text for end in ends], [row["reference"] for row in rows])
+    return {"n": len(rows)} | found | measure_ends(ends), of_each
+
+
+def on_common_questions(
+    columns: Mapping[str, dict],
+) -> tuple[dict[str, dict], dict[str, int]]:
+    """Return ({model: figures on the questions that all models answer}, {model: how many of its
+    answers are left out}).
+
+    columns: {model: what evaluate_generation returns}. A model with a short context answers fewer
+    questions than the others."""
+    keys = {}
+    for name, found in columns.items():
+        keys[name] = [json.dumps([row["prompt"], row["reference"]]) for row in found["answers"]]
+    common = set.intersection(*map(set, keys.values()))
+    figures, left_out = {}, {}
+    for name, found in columns.items():
+        pairs = zip(found["answers"], keys[name], strict=True)
+        rows = [row for row, key in pairs if key in common]
+        left_out[name] = len(found["answers"]) - len(rows)
+        figures[name] = measure_rows(rows)[0] if rows else {"n": 0}
+    return figures, left_out
 
 
 def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[dict, list[dict]]:

@@ -295,7 +295,7 @@ class Judge:
             missing = text_keys.missing_keys(row, text_key)
             row = text_keys.renamed(row, text_key)
             item, problem = self.chat_item(row) if kind == "chat" else self.pair_item(row)
-            if missing and problem.startswith("unknown format"):
+            if missing and problem.startswith(("unknown format", "another kind")):
                 problem = missing
         if problem:
             return None, problem

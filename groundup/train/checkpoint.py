@@ -142,15 +142,15 @@ def damage(step_dir: Path) -> str:
 
 
 @ranks.on_rank_0
-def resolve(init_from: str | Path) -> Path:
-    """Return the model directory that is meant: init_from itself, or a run's newest checkpoint.
+def resolve(directory: str | Path, key: str = "init_from") -> Path:
+    """Return the model directory that is meant: itself, or a run's newest checkpoint.
 
-    Its checksums are compared. All ranks call it; rank 0 reads."""
-    path = Path(init_from)
-    if not str(init_from):
-        fail("init_from: give the run, checkpoint or Hugging Face directory to start from")
+    key: the setting that names it. Its checksums are compared. All ranks call it; rank 0 reads."""
+    path = Path(directory)
+    if not str(directory):
+        fail(f"{key}: give the run, checkpoint or Hugging Face directory to start from")
     if not path.is_dir():
-        fail(f"init_from={str(init_from)!r}: {why_no_model(path)}")
+        fail(f"{key}={str(directory)!r}: {why_no_model(path, key)}")
 
     # A model directory itself, or else a run.
     model_files = ("adapter_config.json", "config.json", "checksums.json")
@@ -160,19 +160,19 @@ def resolve(init_from: str | Path) -> Path:
         unchecked = []  # find_latest compares checksums
         path = find_latest(path)
         if path is None:
-            hint = "".join(f"; give {p}" for p in Path(init_from).glob("snapshots/*"))  # of the hub
-            fail(f"{init_from} holds no checkpoint: no config.json, no step_*{hint}")
+            hint = "".join(f"; give {p}" for p in Path(directory).glob("snapshots/*"))  # of the hub
+            fail(f"{directory} holds no checkpoint: no config.json, no step_*{hint}")
 
     # An adapter without its base should show now.
     if huggingface.is_adapter(path):
         unchecked.append(huggingface.base_of(path))
-    for directory in unchecked:
-        if (directory / "checksums.json").exists():  # not of other programs
-            check_bytes(directory)
+    for part in unchecked:
+        if (part / "checksums.json").exists():  # not of other programs
+            check_bytes(part)
     return path
 
 
-def why_no_model(path: Path) -> str:
+def why_no_model(path: Path, key: str) -> str:
     """Return why a path that is not a directory names no model, and what to do."""
     if path.suffix == ".gguf":
         return f"first: python tools/from_gguf.py {path} DIR"
@@ -181,7 +181,7 @@ def why_no_model(path: Path) -> str:
     # The links best and best2 come with the first evaluation.
     if path.name in BEST and step_dirs(path.parent):
         text = "no checkpoint of this run has been evaluated yet, or its disk has no links"
-        return f"{text}; --init_from={path.parent} is its newest"
+        return f"{text}; --{key}={path.parent} is its newest"
     # Nothing is downloaded from here.
     hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?([\w-]+/[\w.-]+)", str(path))
     if hub and not path.parent.exists():

@@ -229,7 +229,7 @@ def test_a_model_whose_score_is_not_finite_is_named_with_the_prompt(home):
     ("rm=nan", "'rm=nan' in reward='rm=nan' is not"),
     ("rm=much", "'rm=much' in reward='rm=much' is not"),
     ("rm,rm=0.5", "'rm' comes twice in reward='rm,rm=0.5'"),
-    ("nowhere", "'nowhere' is no directory"),
+    ("nowhere", "reward='nowhere': no such directory"),
     ("rules.py", "reward='rules.py': rules.py has no function ''; give file.py:function"),
     ("chat", "'chat' holds no reward model; reward.py trains one"),
     ("other.py:exact", "there is no file 'other.py'"),

@@ -557,7 +557,7 @@ def test_pairs(name: str) -> None:
         ({"question": "问", "answer": "答"}, "this is questions and answers, of kind='chat'"),
         ({"prompt": "问", "completion": "答"}, "this is prompts and completions (trl), of kind='chat'"),
         ({"messages": [{"role": "user", "content": "问"}]}, "this is messages (OpenAI), of kind='chat'"),
-        ({"text": "文"}, "unknown format: keys text; this is text, of kind='text'"),
+        ({"text": "文"}, "another kind: keys text; this is text, of kind='text'"),
         ("文", "str, not an object"),
     ],
 )
@@ -596,7 +596,7 @@ def test_the_chosen_dialogue_of_hh_rlhf_is_a_conversation() -> None:
     row = {"chosen": HH + "没有。", "rejected": HH + "有"}
     turns = [user("最喜欢的词？"), assistant("你呢？"), user("我先问的"), assistant("没有。")]
     assert messages_of(row) == (turns, "")
-    assert messages_of(row | {"chosen": "没有。"})[1].startswith("unknown format")
+    assert messages_of(row | {"chosen": "没有。"})[1].startswith("another kind")
 
 
 def test_an_unknown_format_names_the_three_that_are_most_like_it() -> None:

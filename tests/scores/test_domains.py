@@ -253,6 +253,16 @@ def test_a_domain_without_text_is_an_error(model, tokenizer, tmp_path, content, 
         evaluate_domains(model, tokenizer, [Domain("x", [str(tmp_path / "x.txt")])], settings(), torch.float32)
 
 
+def test_conversations_have_tasks_of_their_own(model, tokenizer, tmp_path):
+    row = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(), torch.float32)
+    error = str(caught.value)
+    assert "another kind: keys conversations; this is conversations (ShareGPT), of kind='chat'" in error
+    assert error.endswith("use --tasks=generation, or for losses --score=FILE --out=OUT.jsonl")
+
+
 def test_perplexity_that_no_float_holds():
     assert domains.summarize([domains.Loss(1e6, 1, 1, 1)])["perplexity"] == math.inf
     assert math.isnan(domains.summarize([domains.Loss(math.nan, 1, 1, 1)])["perplexity"])

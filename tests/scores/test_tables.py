@@ -7,7 +7,7 @@ import re
 import pytest
 
 from groundup.errors import UserError
-from groundup.scores import tables
+from groundup.scores import tables, text_metrics
 
 
 def test_tables_are_aligned_where_characters_are_wide():
@@ -56,13 +56,46 @@ def test_figures_have_names_that_people_know_and_their_errors():
 
 
 def test_a_figure_that_only_one_model_has():
-    others = {"before": {"generation": {"rouge_l": 0.1}}}
-    lines = tables.describe("generation", {"rouge_l": 0.4, "bleu_zh": 3.0}, others, "after").splitlines()
+    others = {"before": {"preference": {"accuracy": 0.1}}}
+    lines = tables.describe("preference", {"accuracy": 0.4, "ece": 3.0}, others, "after").splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["before", "after"],
-        ["ROUGE-L", "0.1000", "0.4000"],
-        ["BLEU", "(zh)", "-", "3.0000"],
+        ["accuracy", "0.1000", "0.4000"],
+        ["calibration", "error", "-", "3.0000"],
     ]
+
+
+def generation(*questions: str, right: str = "") -> dict:
+    """Answers as evaluate_generation returns them, right to one question."""
+    rows = []
+    for question in questions:
+        text = "yes" if question == right else "no"
+        row = {"prompt": [{"role": "user", "content": question}], "reference": "yes", "answer": text}
+        rows.append(row | {"finish_reason": "stop", "stopped": True, "n_tokens": 3})
+    return text_metrics.measure_rows(rows)[0] | {"answers": rows}
+
+
+def test_only_questions_that_all_models_answer_are_compared():
+    """A model with a short context leaves long prompts out."""
+    pytest.importorskip("sacrebleu"), pytest.importorskip("rouge_score")
+    before, after = generation("a", "b", "c", "d", "d", right="c"), generation("a", "c", "e", right="c")
+    shown = tables.describe("generation", after, {"before": {"generation": before}}, "after")
+    rows = [re.split("  +", line) for line in shown.splitlines()]
+    assert ["answers", "2", "2"] in rows
+    (exact,) = [row for row in rows if row[0] == "exact match"]
+    assert exact[1] == exact[2] and exact[1].startswith("0.5000")
+    assert shown.endswith("answers left out, to questions that not all models answered: before 3, after 1")
+    same = tables.describe("generation", before, {"before": {"generation": before}}, "after")
+    assert "left out" not in same and re.search("^answers +5 +5$", same, re.MULTILINE)
+    other = tables.describe("generation", generation("z"), {"before": {"generation": before}}, "after")
+    assert "before 5, after 1" in other  # none in common
+
+
+def test_answers_that_cannot_be_compared_are_refused(tmp_path):
+    run = {"results": {"generation": {"answers": [{"answer": "x"}]}}}
+    (tmp_path / "x.json").write_text(json.dumps(run), encoding="utf-8")
+    with pytest.raises(UserError, match="x.json has no answers to compare; write it again"):
+        tables.read_others(str(tmp_path / "x.json"), {"generation": "x"}, {})
 
 
 def test_an_interval_from_a_file_and_from_this_run():

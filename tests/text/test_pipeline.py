@@ -695,7 +695,7 @@ def test_only_pairs_to_listed_questions_are_kept(tmp_path):
     run(tmp_path / "out", prompts_from=questions, **settings)
     assert rows_in(tmp_path / "out")["train"] == rows[4::4]
     write_rows(questions, [*listed, {"text": "no conversation"}])
-    with pytest.raises(UserError, match=r"prompts_from: .*held_out.jsonl:11: unknown format: .*; give conversations"):
+    with pytest.raises(UserError, match=r"prompts_from: .*held_out.jsonl:11: another kind: .*; give conversations"):
         run(tmp_path / "out", prompts_from=questions, **settings)
 
 

@@ -1100,6 +1100,7 @@ def test_init_from_that_names_nothing(tmp_path: Path) -> None:
     snapshot.mkdir(parents=True)
     assert error_line(checkpoint.resolve, snapshot.parent.parent).endswith(f"; give {snapshot}")
     assert "no such directory" in error_line(checkpoint.resolve, tmp_path / "没有")
+    assert f"teacher='{tmp_path}/no': no such" in error_line(lambda: checkpoint.resolve(f"{tmp_path}/no", "teacher"))
     assert "is a file" in error_line(checkpoint.resolve, tmp_path / "file")
     assert "holds no checkpoint" in error_line(checkpoint.resolve, tmp_path / "empty")
     assert "config.json: No such file" in error_line(huggingface.load_config, tmp_path / "empty")
