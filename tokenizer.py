@@ -513,4 +513,6 @@ if __name__ == "__main__":
             lost += [part.name] * (not shown)
     if lost:
         hint = "name their text with --text_key=KEY, or leave them out"
-        raise UserError(f"tokenizer: {out_dir} is made without {listed(lost)}: no text there; {hint}")
+        raise UserError(
+            f"tokenizer: {out_dir} is made without {listed(lost)}: no text there; {hint}"
+        )

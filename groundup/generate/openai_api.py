@@ -378,28 +378,33 @@ class ThoughtReader:
 
     def __init__(self, opened: bool) -> None:
         """opened: whether the prompt ends with <think>, which the answer then lacks."""
-        self.text = THINK * opened  # so far
-        self.n_thoughts, self.n_said = 0, 0  # characters that were returned
+        self.state = "thinking" if opened else "beginning"  # then between, saying
+        self.pending = ""
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
         """Return (more thoughts, more of what is said)."""
-        self.text += text
-        thoughts, said = self.divide(last)
-        new = thoughts[self.n_thoughts :], said[self.n_said :]
-        self.n_thoughts, self.n_said = len(thoughts), len(said)
-        return new
-
-    def divide(self, last: bool) -> tuple[str, str]:
-        """Return (thoughts, what is said) of the text so far."""
-        begin = self.text.lstrip()
-        if not last and THINK.startswith(begin) and begin != THINK:
-            return "", ""
-        if not begin.startswith(THINK):
-            return "", self.text
-        thoughts, close, said = begin.removeprefix(THINK).partition(THINK_END)
-        if not close and not last:  # its end may become </think>
-            thoughts = thoughts[: len(thoughts) - n_pending(thoughts, [THINK_END])]
-        return thoughts, said.lstrip("\n")  # without the empty lines behind </think>
+        self.pending += text
+        if self.state == "beginning":
+            begin = self.pending.lstrip()
+            if not last and THINK.startswith(begin):
+                return "", ""
+            thinks = begin.startswith(THINK)
+            self.state = "thinking" if thinks else "saying"
+            self.pending = begin.removeprefix(THINK) if thinks else self.pending
+        thoughts = ""
+        if self.state == "thinking":
+            thoughts, close, rest = self.pending.partition(THINK_END)
+            if not close:
+                keep = 0 if last else n_pending(thoughts, [THINK_END])
+                cut = len(thoughts) - keep
+                self.pending = thoughts[cut:]
+                return thoughts[:cut], ""
+            self.state, self.pending = "between", rest
+        if self.state == "between":  # the empty lines after </think>
+            self.pending = self.pending.lstrip("\n")
+            self.state = "saying" if self.pending else "between"
+        said, self.pending = self.pending, ""
+        return thoughts, said
 
 
 class Choice:

@@ -108,7 +108,7 @@ def preference(raw: bytes, system: str) -> tuple[dict, str]:
     row["time"] = int(time.time())
     if better == "tie":
         return row, "tie"
-    row["chosen_was_shown"] = ("first", "second")[better]
+    row["chosen_was_shown"] = ("first", "second")[better == 1]
     pair, problem = pair_of(row)
     if not pair:
         raise Refused(400, f"this is no preference: {problem}", "answers")

@@ -56,9 +56,10 @@ from tokenizer import Tokenizer
 # Settings of serve.py that a request may change
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
+BUSY = "The server is busy; try again soon"
 BODY_S = 20  # for a client to send its body
-BIG_BODY = 2**16  # bytes; bodies from here on are read in turn
-BIG_SHARE = 0.2  # of the time, at most, is for reading them
+BIG_BODY = 2**16  # bytes; bodies from here on are read one by one
+BIG_PAUSE = 4  # times as long as it took to read one, at most a second, is the pause after it
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
 KEEP_S = 30
@@ -289,7 +290,7 @@ class Server:
         self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
-        self.big_bodies = asyncio.Lock()
+        self.big_bodies, self.n_big = asyncio.Lock(), 0  # held by one of them; how many wait
         for model in models.values():
             model.card["defaults"] = self.defaults
 
@@ -367,7 +368,7 @@ class Server:
         began = time.monotonic()
         own_tools = self.tools.schemas if self.tools else None
         body = await read_body(http, self.config["max_body_kb"])
-        async with self.in_turn(len(body)):
+        async with self.in_turn(http, len(body)):
             asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
             model = self.named(asked.model)
             job = self.admit(asked)
@@ -394,18 +395,31 @@ class Server:
         return Response(status_code=400) if body is None else JSONResponse(head | body)
 
     @contextlib.asynccontextmanager
-    async def in_turn(self, n_bytes: int) -> AsyncIterator[None]:
-        """Keep time for the engine: big bodies are read one by one, with a pause after each."""
+    async def in_turn(self, http: Any, n_bytes: int) -> AsyncIterator[None]:
+        """Keep time for the engine: big bodies are read one by one, with a pause after each.
+
+        Raise Refused for one too many, and for one that waits too long or whose client has gone."""
         if n_bytes < BIG_BODY:
             yield
             return
-        async with self.big_bodies:
-            began = time.monotonic()
-            try:
-                yield
-            finally:
-                pause = (time.monotonic() - began) * (1 / BIG_SHARE - 1)
-                await asyncio.sleep(min(pause, 1))
+        if self.n_big >= self.config["max_queue"]:
+            raise Refused(429, BUSY, None, "rate_limit_exceeded")
+        limit = self.config["max_seconds"]
+        self.n_big += 1
+        try:
+            await asyncio.wait_for(self.big_bodies.acquire(), limit)
+        except TimeoutError:
+            raise Refused(504, f"the answer was not complete after {limit} s") from None
+        finally:
+            self.n_big -= 1
+        began = time.monotonic()
+        try:
+            if await http.is_disconnected():
+                raise Refused(400, "the client went away")
+            yield
+        finally:
+            pause = min(BIG_PAUSE * (time.monotonic() - began), 1)
+            asyncio.get_running_loop().call_later(pause, self.big_bodies.release)
 
     def admit(self, asked: ParsedRequest) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
@@ -415,7 +429,7 @@ class Server:
             what = f"{n_samples} samples are asked for at once, max_queue is {most}"
             raise Refused(400, what, "n")
         if self.metrics.samples + n_samples > most:
-            raise Refused(429, "The server is busy; try again soon", None, "rate_limit_exceeded")
+            raise Refused(429, BUSY, None, "rate_limit_exceeded")
         return Job(asked, self.metrics)
 
     async def events(self, model: Model, job: Job, began: float) -> AsyncIterator[Event]:

@@ -36,7 +36,7 @@ FIGURES = {
 COUNTED = {"generation": "answers", "preference": "pairs", "win_rate": "comparisons"}
 # Results that differ in one of these cannot be compared.
 SAME_SETTINGS = ("data", "limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
-SAME_SETTINGS += ("text_key", "chat_template_kwargs")
+SAME_SETTINGS += ("text_key", "chat_template_kwargs", "reference")
 
 
 def describe(
