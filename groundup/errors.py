@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import functools
 import io
+import math
 import os
 import re
 import signal
@@ -50,12 +51,12 @@ class LostRank(UserError):
 
 
 class Stopped(KeyboardInterrupt):
-    """Raise Stopped(signal number) to end at once, without waiting for threads or ranks."""
+    """Raise Stopped(signal number) to end at once; a save that is being written is completed."""
 
 
 # Called when an error ends a process at once, which skips Python's own wait for threads: a save
 # that is being written is completed.
-before_exit: list[Callable[[], object]] = []
+before_exit: list[Callable[[float], object]] = []  # of the most seconds
 
 
 def refuse(wrong: object, text: str) -> None:
@@ -122,8 +123,8 @@ def one_line_excepthook(kind: type, error: BaseException, tb: TracebackType | No
     if at_once:
         flush_output()
         with suppress(KeyboardInterrupt):  # one more Ctrl-C
-            for wait in before_exit:
-                wait()
+            for wait in before_exit:  # the writer may wait for a lost rank, too
+                wait(30.0 if isinstance(error, LostRank) else math.inf)
         os._exit(status)
     raise SystemExit(status)
 

@@ -59,7 +59,7 @@ import prepare
 from configurator import configure, is_key, split_names, write_config
 from groundup.errors import UserError, refuse
 from groundup.files.paths import is_data
-from groundup.files.splits import FEW, SPLITS, split_of
+from groundup.files.splits import SPLITS, are_few, split_of
 from groundup.text import dedup, report
 from groundup.text import unit as text_unit
 from groundup.text.inputs import Input, find_inputs
@@ -370,6 +370,7 @@ def tokenize(job: Job, rank: int, tasks: int) -> None:
     fingerprint = tokenizer.chat_fingerprint()
     documents, n_bytes = np.zeros((2, len(REASONS)), np.int64)
     records: Counter[str] = Counter()  # by source, with a text that is kept
+    sizes: Counter[str] = Counter()  # bytes of these texts
     for unit in job.part(rank, tasks):
         rows = np.fromfile(unit.file(job.work, "rows"), ROW)
         fates = rows["reason"].copy()
@@ -383,16 +384,21 @@ def tokenize(job: Job, rank: int, tasks: int) -> None:
         splits.tofile(unit.file(job.work, "splits"))
         documents += report.by_fate(fates)
         n_bytes += report.by_fate(fates, rows["n_bytes"])
-        records[job.recipe.sources[unit.source].name] += len(np.unique(kept[["part", "offset"]]))
+        name = job.recipe.sources[unit.source].name
+        records[name] += len(np.unique(kept[["part", "offset"]]))
+        sizes[name] += int(kept["n_bytes"].sum())
     counts = {"documents": documents.tolist(), "bytes": n_bytes.tolist(), "records": records}
+    counts["sizes"] = sizes
     (job.work / "counts").mkdir(exist_ok=True)
     write_json(job.work / "counts" / f"{rank:05d}.json", counts)
 
 
 def cut(job: Job, rank: int, tasks: int) -> None:
     """Decide which texts each shard holds: as many as fit, as ShardWriter does."""
+    share = job.recipe.val_fraction + job.recipe.test_fraction
+    sizes = sum((Counter(one["sizes"]) for one in counted(job)), Counter())
     for name, n in sum((Counter(one["records"]) for one in counted(job)), Counter()).items():
-        if 0 < n <= FEW:  # prepare.py cuts each of them into the splits
+        if n and share and are_few(n, sizes[name], share):  # prepare.py cuts each of them
             of = f" of source {name}" if name else ""
             raise UserError(f"cluster: {n} documents{of} are few; use prepare.py for these")
     # By source and split: for each shard, [unit, begin, end] of its texts.

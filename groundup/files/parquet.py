@@ -1,7 +1,7 @@
 """Rows of parquet files, batch by batch. pyarrow is imported where one is opened."""
 
 import contextlib
-from collections import Counter
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,11 +87,10 @@ def parquet_records(
 
 def column_names(row: Sequence[str]) -> list[str]:
     """Return the names of columns; of two equal ones the second becomes name_2."""
-    names: list[str] = []
-    seen: Counter[str] = Counter()
-    for name in map(str.strip, row):
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    row, names = list(map(str.strip, row)), []
+    for name in row:
+        free = (f"{name}_{n}" for n in itertools.count(2) if f"{name}_{n}" not in {*row, *names})
+        names.append(next(free) if name in names else name)
     return names
 
 

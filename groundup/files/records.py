@@ -402,7 +402,9 @@ def dialect_of(kind: str, head: bytes) -> dict | None:
 
     mark = max(",;\t|", key=n_fields)  # of equals the first
     others = head.partition(b"\n")[0].split(mark.encode())[1:]
-    typed = bool(others) and all(name.startswith(b" ") for name in others)  # by hand: a, b
+    # By hand: a, b. White space that means something, as in code, is more than one character.
+    typed = bool(others) and all(name.startswith(b" ") for name in others)
+    typed = typed and not re.search(re.escape(mark.encode()) + rb"(?:  | ?\t)", head)
     return {"delimiter": mark, "strict": True, "skipinitialspace": typed}
 
 

@@ -386,8 +386,10 @@ def tool_message(content: object, call_id: object) -> dict:
     """Return a tool's message; a result that is no text becomes JSON, but for pictures."""
     parts = content if isinstance(content, list) else []
     kinds = [kind_of(part) if isinstance(part, dict) else "" for part in parts]
-    if media := next(filter(MEDIA_PART.match, kinds), ""):
-        raise BadRow(f"a turn holds {media!r:.40}, not text")
+    of_media = [pair for pair in zip(kinds, parts, strict=True) if MEDIA_PART.fullmatch(pair[0])]
+    media = [kind for kind, part in of_media if HOLDS & part.keys() or len(part) == 1]
+    if media:
+        raise BadRow(f"a turn holds {media[0]!r:.40}, not text")
     if isinstance(content, list) and all(kind in TEXT_PARTS for kind in kinds):
         content = "".join(map(text_of_part, content))
     elif isinstance(content, dict | list):
@@ -420,7 +422,10 @@ def turn_is_learned(turn: dict) -> bool:
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHT_PARTS = ("thinking", "reasoning")
-MEDIA_PART = re.compile("(input_)?(image|video|audio)")
+MEDIA_PART = re.compile("(input_)?(image|video|audio)(_url)?")
+# Where such a part has its content; a search result may be of the type "video", too
+HOLDS = {"image", "image_url", "input_image", "video", "video_url", "audio", "input_audio"}
+HOLDS |= {"source", "data"}
 
 
 def kind_of(part: object) -> str:
@@ -672,7 +677,9 @@ SPEAKERS |= dict.fromkeys(("Assistant", "ASSISTANT", "MOSS"), "assistant")
 
 RENDERED = re.compile(  # how a prompt begins that a chat template has written
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
-    r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\]|<start_of_turn>)"
+    r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\].*\[/INST\]|"
+    r"<start_of_turn>)",
+    re.DOTALL,
 )
 LATER_TURN = re.compile("<extra_id_1>(?=(?:User|Assistant)\n)")  # HelpSteer's
 

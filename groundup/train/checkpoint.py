@@ -292,7 +292,9 @@ def check_resume_settings(config: dict) -> None:
     given = any(word.startswith("--out_dir=") for word in sys.argv)
     for path in map(Path, sys.argv[1:]):
         is_run = path.name == "config.py" and made_by_a_run(path) and step_dirs(path.parent)
-        moved = is_run and path.parent.resolve() != Path(out).resolve()
+        # else another override file gives it
+        named = is_run and f"out_dir = {out!r}\n" in path.read_text(encoding="utf-8")
+        moved = named and path.parent.resolve() != Path(out).resolve()
         text = f"{path} has out_dir={out!r}; to continue the run beside it"
         text += f" give --out_dir={path.parent}, else another --out_dir"
         refuse(moved and not given, text)
@@ -667,9 +669,9 @@ class Saver:
             # raises what `_write` raised: LostRank, or UserError if the first save failed
             self.pending.pop(0).result()
 
-    def wait_at_exit(self) -> None:
-        """Wait for what the thread has to do, but not longer than timeout_s: a rank may be lost."""
-        futures.wait(self.pending, self.config["timeout_s"])
+    def wait_at_exit(self, limit_s: float) -> None:
+        """Wait for what the thread has to do, but not for ever: a rank may be lost."""
+        futures.wait(self.pending, min(limit_s, self.config["timeout_s"]))
 
     def close(self) -> None:
         """Wait for the last save and end the thread. Call before ranks.close()."""

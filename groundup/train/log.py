@@ -27,7 +27,7 @@ from configurator import defaults_of
 from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches, Corpus
-from groundup.train import ranks
+from groundup.train import huggingface, ranks
 from groundup.train.checkpoint import BEST, made_by_a_run, step_of, step_path
 from groundup.train.config_json import CHANGED
 from groundup.train.device import hardware, peak_memory_gib, versions
@@ -509,7 +509,7 @@ EDITED = " Its model.py was edited: only with that file these weights are what w
 def has_edited_model(out: Path) -> bool:
     """Return whether the run's newest checkpoint is of an edited model.py."""
     try:
-        return CHANGED in (out / "latest" / "config.json").read_text(encoding="utf-8")
+        return CHANGED in huggingface.config_path(out / "latest").read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
 
