@@ -290,7 +290,7 @@ def test_quotes_that_no_shell_took_off():
 
 def test_a_number_is_named_as_it_was_written():
     assert "must be a whole number, got '1,000' on" in mistake(["--max_steps=1,000"])
-    assert "must be a number, got '0,001' in" in mistake(["--learning_rate=0,001"])
+    assert "must be a number, got '0,001' on" in mistake(["--learning_rate=0,001"])
 
 
 def test_without_a_near_key_help_is_named():
