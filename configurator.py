@@ -229,10 +229,10 @@ def nearest(key: str, keys: Mapping) -> str:
     if key in keys:
         return key
     ours = [name for name, others in OTHER_NAMES.items() if key in others.split()]
-    # A name of another program looks like settings that do something else.
-    known = [name for name in ours if name in keys]
-    similar = [] if ours else difflib.get_close_matches(key, keys, n=1)
-    return next(iter(known + similar), "")
+    if ours:  # a name of another program: what looks like it does something else
+        return next((name for name in ours if name in keys), "")
+    similar = difflib.get_close_matches(key, keys, n=1)
+    return similar[0] if similar else ""
 
 
 def help_text(doc: str, keys: Mapping, comments: Mapping[str, str]) -> str:
@@ -252,15 +252,14 @@ def check_known(names: Iterable[str], keys: Mapping, where: str, hint: str = HEL
     """Raise UserError that names all unknown keys, each with the one that was probably meant.
 
     hint: what to say if one is like no key."""
-    unknown = [name for name in names if name not in keys]
-    shown, hints = [], set()
-    for name in unknown:
-        meant = nearest(name, keys)
-        shown.append(repr(name) + (f" (did you mean {meant!r}?)" if meant else ""))
-        hints.add("" if meant else hint)
-    if unknown:
-        what = f"unknown key{'s' * (len(unknown) > 1)} {', '.join(shown)} {where}"
-        raise UserError(f"config: {what}{max(hints)}")
+    meant = {name: nearest(name, keys) for name in names if name not in keys}
+    if not meant:
+        return
+    shown = [
+        f"{name!r} (did you mean {key!r}?)" if key else repr(name) for name, key in meant.items()
+    ]
+    what = f"unknown key{'s' * (len(meant) > 1)} {', '.join(shown)} {where}"
+    raise UserError(f"config: {what}{'' if all(meant.values()) else hint}")
 
 
 def checked(
