@@ -411,7 +411,7 @@ class ChatCorpus(RowCorpus):
         """Return the sources; if nothing that is held out fits in a row, move one that fits."""
         if any(self.first_that_fits(source.val) is not None for source in sources):
             return sources
-        for k, (train, _, reader) in enumerate(sources):
+        for k, (train, val, reader) in enumerate(sources):
             first = self.first_that_fits(train)
             if first is None:
                 continue
@@ -420,8 +420,9 @@ class ChatCorpus(RowCorpus):
             moved = np.array([np.array_equal(train.ids(i)[0], ids) for i in range(len(train))])
             rest = train.take(~moved, self.tokenizer)
             if self.first_that_fits(rest) is not None:
-                why = f"nothing held out for validation fits in block_size={self.block_size}"
-                reader.notes.append(f"{self.names[k]}: {why}; a conversation that fits is instead")
+                held_out = f"{counted(len(val), 'conversation')} held out for validation"
+                why = f"{held_out}, none of which fits in block_size={self.block_size}"
+                reader.notes.append(f"{self.names[k]}: {why}; one that fits takes their place")
                 source = Source(rest, train.take(moved, self.tokenizer), reader)
                 return [*sources[:k], source, *sources[k + 1 :]]
         return sources

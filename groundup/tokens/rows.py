@@ -146,8 +146,9 @@ def reasons_of(counts: Mapping[str, int], needs: Mapping[str, list[int]]) -> lis
     for reason, n in counts.items():
         remedy = f"; {JOIN}" if reason.endswith("turns in a row") else ""
         if reason in needs:
-            # a single long row may cost much memory, so nine in ten have a number of their own
-            sizes = sorted(needs[reason])
+            # Powers of two, which a batch of so many tokens can be divided by. A single long row
+            # may cost much memory, so nine in ten have a number of their own.
+            sizes = [1 << (size - 1).bit_length() for size in sorted(needs[reason])]
             most, longest = sizes[math.ceil(0.9 * len(sizes)) - 1], sizes[-1]
             remedy = f"; block_size={longest} takes {'them all' if n > 1 else 'it'}"
             if most < longest:

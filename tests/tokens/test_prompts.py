@@ -120,8 +120,8 @@ def test_a_prepared_directory_keeps_its_split(tmp_path, tokenizer):
     "corpus, longest, answers, reason",
     [
         (PromptCorpus, [30], {}, "longer than 30 tokens: no room for an answer"),
-        (PairCorpus, [60], {"chosen": "good", "rejected": "bad"}, "block_size=60; block_size=316 takes it"),
-        (ChatCorpus, [60], {"response": "good"}, "block_size=60; block_size=316 takes it"),
+        (PairCorpus, [60], {"chosen": "good", "rejected": "bad"}, "block_size=60; block_size=512 takes it"),
+        (ChatCorpus, [60], {"response": "good"}, "block_size=60; block_size=512 takes it"),
     ],
 )
 def test_what_was_too_long_for_validation_is_said(tmp_path, tokenizer, corpus, longest, answers, reason):
