@@ -28,26 +28,78 @@ import re
 import sys
 import tokenize
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
 from groundup.errors import UserError, end_in_one_line, listed, naming
 
-TYPES = (bool, int, float, str)  # of settings; None and lists are not allowed
+# of settings; None and lists are not allowed
+TYPES = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text in quotes",
+}
 TEXTS = {"prompt", "sample_prompts", "stop", "system"}  # words for a model: ~/ is no path there
 DASHES = ("\u2013", "\u2014", "\uff0d", "\u2212")  # which text programs make of hyphens
-OTHER_NAMES = {  # of settings in other programs
-    "lr": "learning_rate",
-    "max_iters": "max_steps",
-    "steps": "max_steps",
-    "out_dir": "init_from",  # of sample.py
-    "dataset": "data_dir",
-    "model": "init_from",
-    "eval_interval": "eval_every",
-    "eval_iters": "eval_steps",
-    "log_interval": "log_every",
+# Our settings: their names in Hugging Face's Trainer and TRL, nanoGPT, LitGPT, axolotl and
+# LLaMA-Factory. Of several the first that the script has is meant.
+OTHER_NAMES = {
+    "learning_rate": "lr peak_lr max_lr",
+    "min_lr": "lr_min final_lr",
+    "schedule": "lr_scheduler lr_scheduler_type decay_lr",
+    "warmup_steps": "warmup_iters lr_warmup_steps warmup_ratio lr_warmup_fraction",
+    "grad_clip": "max_grad_norm max_norm gradient_clipping",
+    "optimizer": "optim",
+    "max_steps": "max_iters steps num_steps train_steps max_train_steps lr_decay_iters",
+    "epochs": "epoch num_epochs num_train_epochs",
+    "block_size": "max_length max_seq_length max_seq_len sequence_len seq_len cutoff_len "
+    "model_max_length context_length",
+    "batch_size": "per_device_train_batch_size per_device_eval_batch_size micro_batch_size "
+    "train_batch_size device_batch_size",
+    "total_batch_tokens": "gradient_accumulation_steps global_batch_size total_batch_size",
+    "total_batch_pairs": "gradient_accumulation_steps global_batch_size total_batch_size",
+    "prompts_per_step": "gradient_accumulation_steps global_batch_size total_batch_size",
+    "eval_every": "eval_interval eval_steps evaluation_steps",
+    "eval_steps": "eval_iters",
+    "log_every": "log_interval logging_steps",
+    "save_every": "save_steps save_interval",
+    "keep_last": "save_total_limit",
+    "track": "report_to wandb wandb_log wandb_project logger_name",
+    "data": "train_file dataset dataset_name dataset_dir datasets data_path data_dir",
+    "data_dir": "train_file dataset dataset_name dataset_dir datasets data_path data",
+    "input": "train_file dataset dataset_name dataset_dir datasets data_path data data_dir",
+    "val_data": "validation_file eval_file eval_dataset test_datasets",
+    "val_fraction": "val_size val_set_size val_split_fraction",
+    "init_from": "model model_name model_name_or_path model_path base_model checkpoint_dir out_dir",
+    "out_dir": "output output_dir",
+    "resume": "resume_from_checkpoint",
+    "overwrite": "overwrite_output_dir",
+    "trainable": "use_peft finetuning_type adapter lora_target lora_target_modules",
+    "lora_rank": "lora_r",
+    "dropout": "lora_dropout",
+    "activation_checkpointing": "gradient_checkpointing",
+    "dtype": "bf16 fp16 torch_dtype precision",
+    "compile": "torch_compile",
+    "parallel": "fsdp deepspeed",
+    "pack": "packing sample_packing",
+    "loss": "loss_type pref_loss",
+    "beta": "pref_beta dpo_beta",
+    "nll_weight": "rpo_alpha pref_ftx",
+    "gamma": "simpo_gamma",
+    "group_size": "num_generations",
+    "kl_coef": "beta",
+    "max_new_tokens": "max_completion_length max_tokens",
+    "n": "num_samples num_return_sequences",
+    "prompt": "start",
+    "n_layer": "num_layers num_hidden_layers",
+    "n_head": "num_heads num_attention_heads",
+    "n_kv_head": "num_key_value_heads n_query_groups",
+    "n_embd": "hidden_size",
+    "ffn_dim": "intermediate_size",
 }
+HELP = "; --help lists the keys"
 NUMBER = r"(-?\d[\d_]*(?:\.\d+)?(?:e-?\d+)?)"
 
 
@@ -88,8 +140,10 @@ def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None =
         if not path.startswith("-"):
             config.update(read_file(path, config, comments))
     # A flag wins over a file, also over a file that comes after it.
+    where = "on the command line"
+    check_known([key for key, _ in flags], keys, where)
     for key, value in flags:
-        config[key] = checked(key, value, keys, comments, "command line")
+        config[key] = checked(key, value, keys, comments, where)
     return config
 
 
@@ -124,24 +178,27 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
     command = r"python (\w+\.py) \S*" + re.escape(os.path.basename(path))
     scripts = re.findall(command, scratch.get("__doc__") or "")
     script = os.path.basename(sys.argv[0])
+    # What looks like a setting must be one, or a misspelt key would change nothing.
     found = {}
     for name, value in scratch.items():
-        # What looks like a setting must be one, or a misspelt key would change nothing.
         is_helper = name.startswith("_") or callable(value) or isinstance(value, ModuleType)
-        if name not in config and not is_helper and scripts and script not in scripts:
-            unknown = f"unknown key {name!r} in {path}, which is for {scripts[-1]}, not {script}"
-            raise UserError(f"config: {unknown}")
         if name in config or not is_helper:
-            found[name] = checked(name, value, config, comments, path)
-    return found
+            found[name] = value
+    where, hint = f"in {path}", f"{HELP}; names of the file's own begin with _"
+    if scripts and script not in scripts:
+        check_known(found, config, f"{where}, which is for {scripts[-1]}, not {script}", "")
+    check_known(found, config, where, hint)
+    return {name: checked(name, value, config, comments, where) for name, value in found.items()}
 
 
 def parse_flag(flag: str, keys: Mapping) -> tuple[str, object]:
     """Return (key, value) of '--key=value'."""
     key, equals, text = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals:
-        hint = nearest(key.lstrip("-"), keys)
-        hint = f"; write --{key}=VALUE" if flag == f"--{key}" and key in keys else hint
+        meant = nearest(key.lstrip("-"), keys)
+        hint = f"; did you mean {meant!r}?" if meant else HELP
+        if flag == f"--{key}" and key in keys:
+            hint = f"; write --{key}=VALUE"
         raise UserError(f"config: cannot read {flag!r}; settings are written --key=value{hint}")
     # Text needs no quotes. Other values are Python literals; what is none has the wrong type, which
     # `checked` reports.
@@ -167,11 +224,15 @@ def as_utf8(text: str) -> str:
 
 
 def nearest(key: str, keys: Mapping) -> str:
-    """Return a hint at the key that was probably meant."""
-    match = [OTHER_NAMES.get(key.lower(), "")]
-    if match[0] not in keys:
-        match = difflib.get_close_matches(key.lower(), keys, n=1)
-    return f"; did you mean {match[0]!r}?" if match else "; --help lists the keys"
+    """Return the one of `keys` that was probably meant, or ""."""
+    key = key.lower().replace("-", "_")
+    if key in keys:
+        return key
+    ours = [name for name, others in OTHER_NAMES.items() if key in others.split()]
+    if ours:  # a name of another program: what looks like it does something else
+        return next((name for name in ours if name in keys), "")
+    similar = difflib.get_close_matches(key, keys, n=1)
+    return similar[0] if similar else ""
 
 
 def help_text(doc: str, keys: Mapping, comments: Mapping[str, str]) -> str:
@@ -187,26 +248,33 @@ def help_text(doc: str, keys: Mapping, comments: Mapping[str, str]) -> str:
 # ---- checks --------------------------------------------------------------------------
 
 
+def check_known(names: Iterable[str], keys: Mapping, where: str, hint: str = HELP) -> None:
+    """Raise UserError that names all unknown keys, each with the one that was probably meant.
+
+    hint: what to say if one is like no key."""
+    meant = {name: nearest(name, keys) for name in names if name not in keys}
+    if not meant:
+        return
+    shown = [
+        f"{name!r} (did you mean {key!r}?)" if key else repr(name) for name, key in meant.items()
+    ]
+    what = f"unknown key{'s' * (len(meant) > 1)} {', '.join(shown)} {where}"
+    raise UserError(f"config: {what}{'' if all(meant.values()) else hint}")
+
+
 def checked(
     key: str, value: object, keys: Mapping, comments: Mapping[str, str] | None, where: str
 ) -> object:
     """Return the value of `key`: an int as a float where one is wanted, ~/ expanded.
 
-    where: the file or "command line", for the message of an error.
+    where: "in FILE" or "on the command line", for the message of an error.
     """
-    if key not in keys:
-        hint = nearest(key, keys)
-        if where != "command line" and "did you mean" not in hint:
-            hint += "; names of the file's own begin with _"
-        raise UserError(f"config: unknown key {key!r} in {where}{hint}")
-
     # `type(value) is`, because isinstance(True, int) holds. A float may be written as 1.
     want = type(keys[key])
     if want is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value) is not want:
-        name = "True or False" if want is bool else want.__name__
-        raise UserError(f"config: {key} must be {name}, got {value!r} in {where}")
+        raise UserError(f"config: {key} must be {TYPES[want]}, got {value!r} {where}")
 
     # The shell leaves --key=~/x as it is. Also in lists: "~/a=0.7,~/b=0.3", "0: ~/a; 8: ~/b".
     if want is str and key not in TEXTS:
@@ -216,7 +284,7 @@ def checked(
         if n and home == "~":
             raise UserError(f"config: {key}={value!r}: there is no home directory; set HOME")
     if words := violated(value, (comments or {}).get(key, "")):
-        raise UserError(f"config: {key} must be {words}, got {value!r} in {where}")
+        raise UserError(f"config: {key} must be {words}, got {value!r} {where}")
     return value
 
 

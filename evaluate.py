@@ -103,7 +103,8 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
     refuse(twice, f"tasks={tasks!r} or data={data!r} {what}")
     wrong = found.keys() != set(names) or not all(found.values())
     example = "; ".join(f"{name}: FILES" for name in names) if names[1:] else "FILES"
-    refuse(wrong, f"data={data!r} must be for tasks={tasks!r}; give --data='{example}'")
+    got = f", got {data=}" if data else ""
+    refuse(wrong, f"data must be given for tasks={tasks!r}{got}; write --data='{example}'")
     return {name: found[name] for name in names}
 
 

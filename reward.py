@@ -385,6 +385,6 @@ if __name__ == "__main__":
     config = config | {"max_steps": max_steps}
     scored = "--score=chat.jsonl --out=scored.jsonl"
     next_command = f"python reward.py --init_from={shlex.quote(out_dir)} {scored}"
-    log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)
+    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -596,6 +596,6 @@ if __name__ == "__main__":
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
-    log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)
+    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -70,6 +70,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
+def counted(n: int, noun: str) -> str:
+    """Return "1 row" or "2,000 rows"."""
+    return f"{n:,} {noun}" + "s" * (n != 1)
+
+
 def printable(text: str, keep: str = "") -> str:
     """Return `text` with control characters escaped (\\x1b), except those in `keep`."""
     return CONTROL.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)

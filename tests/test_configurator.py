@@ -145,22 +145,22 @@ def test_flag_values(flag, value):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("max_steps=2.5", "max_steps must be int, got 2.5"),
-        ("max_steps=1e3", "max_steps must be int, got 1000.0"),
-        ("max_steps=True", "max_steps must be int, got True"),
-        ("max_steps=None", "max_steps must be int, got None"),
-        ("learning_rate=True", "learning_rate must be float, got True"),
-        ("learning_rate=[1]", "learning_rate must be float, got [1]"),
+        ("max_steps=2.5", "max_steps must be a whole number, got 2.5"),
+        ("max_steps=1e3", "max_steps must be a whole number, got 1000.0"),
+        ("max_steps=True", "max_steps must be a whole number, got True"),
+        ("max_steps=None", "max_steps must be a whole number, got None"),
+        ("learning_rate=True", "learning_rate must be a number, got True"),
+        ("learning_rate=[1]", "learning_rate must be a number, got [1]"),
         ("compile=1", "compile must be True or False, got 1"),
         ("compile=None", "compile must be True or False, got None"),
-        ("max_stepz=1", "unknown key 'max_stepz'"),
+        ("max_stepz=1", "unknown key 'max_stepz' (did you mean 'max_steps'?)"),
         ("zzz=1", "unknown key 'zzz'"),
         ("zzz=None", "unknown key 'zzz'"),
     ],
 )
 def test_wrong_types_and_unknown_keys_in_flags_and_files(setting, words, override):
     in_flag, in_file = mistake([f"--{setting}"]), mistake([override(setting)])
-    assert in_flag.startswith(f"config: {words} in command line")
+    assert in_flag.startswith(f"config: {words} on the command line")
     assert in_file.startswith(f"config: {words} in ") and "config.py" in in_file
 
 
@@ -170,15 +170,15 @@ def test_wrong_types_and_unknown_keys_in_flags_and_files(setting, words, overrid
         ("--compile=true", "compile must be True or False, got 'true'"),
         ("--compile=false", "compile must be True or False, got 'false'"),
         ("--compile=", "compile must be True or False, got ''"),
-        ("--learning_rate=fast", "learning_rate must be float, got 'fast'"),
+        ("--learning_rate=fast", "learning_rate must be a number, got 'fast'"),
         (
             "--max_steps=2 * 3",
-            "max_steps must be int, got '2 * 3'",
+            "max_steps must be a whole number, got '2 * 3'",
         ),  # a flag is a value, not a program
-        ("--max_steps=__import__('os')", "max_steps must be int, got \"__import__('os')\""),
-        ("--max_steps={[]: 1}", "max_steps must be int, got '{[]: 1}'"),
-        ("--max_steps=" + "(" * 500, "max_steps must be int, got '((("),
-        ("--learning_rate=" + "9" * 400, "learning_rate must be float, got 999"),
+        ("--max_steps=__import__('os')", "max_steps must be a whole number, got \"__import__('os')\""),
+        ("--max_steps={[]: 1}", "max_steps must be a whole number, got '{[]: 1}'"),
+        ("--max_steps=" + "(" * 500, "max_steps must be a whole number, got '((("),
+        ("--learning_rate=" + "9" * 400, "learning_rate must be a number, got 999"),
     ],
 )
 def test_values_that_are_no_literal_of_the_type(flag, words):
@@ -186,10 +186,10 @@ def test_values_that_are_no_literal_of_the_type(flag, words):
 
 
 def test_text_for_a_number_in_a_file(override):
-    assert "learning_rate must be float, got '0.1' in " in mistake([
+    assert "learning_rate must be a number, got '0.1' in " in mistake([
         override("learning_rate = '0.1'")
     ])
-    assert "prompt must be str, got 5 in " in mistake([override("prompt = 5")])
+    assert "prompt must be text in quotes, got 5 in " in mistake([override("prompt = 5")])
 
 
 @pytest.mark.parametrize(
@@ -206,6 +206,56 @@ def test_text_for_a_number_in_a_file(override):
 )
 def test_the_nearest_key_is_named(wrong, right):
     assert f"did you mean '{right}'?" in mistake([wrong])
+
+
+def hints(script: str, *flags: str) -> str:
+    keys = configurator.defaults_of(ROOT / script)
+    with pytest.raises(UserError) as caught:
+        resolve(keys, [f"--{flag}=1" for flag in flags])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "foreign", "ours"),
+    [
+        ("sft.py", "num_train_epochs", "epochs"),
+        ("dpo.py", "num_epochs", "epochs"),
+        ("sft.py", "max_seq_length", "block_size"),
+        ("sft.py", "save_steps", "save_every"),
+        ("sft.py", "logging_steps", "log_every"),
+        ("sft.py", "train_file", "data"),
+        ("prepare.py", "dataset_name", "input"),
+        ("pretrain.py", "dataset", "data_dir"),
+        ("sft.py", "per_device_train_batch_size", "batch_size"),
+        ("sft.py", "gradient_accumulation_steps", "total_batch_tokens"),
+        ("dpo.py", "gradient-accumulation-steps", "total_batch_pairs"),
+        ("sft.py", "model_name_or_path", "init_from"),
+        ("sft.py", "report_to", "track"),
+        ("sample.py", "out_dir", "init_from"),
+    ],
+)
+def test_a_name_of_another_program(script, foreign, ours):
+    assert f"{foreign!r} (did you mean {ours!r}?) on the command line" in hints(script, foreign)
+
+
+def test_a_name_without_a_counterpart_gets_no_guess():
+    """num_train_epochs looks like pretrain.py's max_epochs, which is a limit."""
+    said = hints("pretrain.py", "num_train_epochs")
+    assert said == "config: unknown key 'num_train_epochs' on the command line; --help lists the keys"
+
+
+def test_the_table_names_settings_that_exist():
+    known = {key for path in SCRIPTS for key in configurator.defaults_of(path)}
+    assert configurator.OTHER_NAMES.keys() <= known
+
+
+def test_all_unknown_keys_are_named(override):
+    words = "unknown keys 'lr' (did you mean 'learning_rate'?), 'zzz'"
+    assert hints("sft.py", "lr", "seed", "zzz") == (
+        f"config: {words} on the command line; --help lists the keys"
+    )
+    path = override("lr = 1\nzzz = 2")
+    assert mistake([path]).startswith(f"config: {words} in {path}; --help lists the keys; names of")
 
 
 def test_a_value_behind_a_space_and_dashes_of_a_text_program():
@@ -239,13 +289,13 @@ def test_quotes_that_no_shell_took_off():
 
 
 def test_a_number_is_named_as_it_was_written():
-    assert "must be int, got '1,000' in" in mistake(["--max_steps=1,000"])
-    assert "must be float, got '0,001' in" in mistake(["--learning_rate=0,001"])
+    assert "must be a whole number, got '1,000' on" in mistake(["--max_steps=1,000"])
+    assert "must be a number, got '0,001' on" in mistake(["--learning_rate=0,001"])
 
 
 def test_without_a_near_key_help_is_named():
     assert (
-        mistake(["--zzz=1"]) == "config: unknown key 'zzz' in command line; --help lists the keys"
+        mistake(["--zzz=1"]) == "config: unknown key 'zzz' on the command line; --help lists the keys"
     )
 
 
@@ -253,7 +303,7 @@ def test_a_misspelt_key_in_a_file_is_not_a_new_variable(override):
     path = override("learing_rate = 0.5")
     assert (
         mistake([path])
-        == f"config: unknown key 'learing_rate' in {path}; did you mean 'learning_rate'?"
+        == f"config: unknown key 'learing_rate' (did you mean 'learning_rate'?) in {path}"
     )
     assert "unknown key 'MAX_STEPS'" in mistake([override("MAX_STEPS = 5")])
     for line in ("from math import pi", "for i in range(3): pass", "from __future__ import annotations"):
@@ -281,15 +331,15 @@ COMMENTS = {
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--prompt=three", "prompt must be one of once, one, two, '', got 'three' in command line"),
-        ("--prompt=Once", "prompt must be one of once, one, two, '', got 'Once' in command line"),
-        ("--max_steps=0", "max_steps must be at least 1, got 0 in command line"),
-        (f"--max_steps={10**30}", f"max_steps must be a number of 64 bits, got {10**30} in command line"),
-        ("--learning_rate=1e999", "learning_rate must be finite, got inf in command line"),
-        ("--warmup_steps=-1", "warmup_steps must be from 0 to 1_000, got -1 in command line"),
-        ("--warmup_steps=1001", "warmup_steps must be from 0 to 1_000, got 1001 in command line"),
-        ("--learning_rate=0", "learning_rate must be at least 1e-5, got 0.0 in command line"),
-        ("--grad_clip=2.6", "grad_clip must be from -0.5 to 2.5, got 2.6 in command line"),
+        ("--prompt=three", "prompt must be one of once, one, two, '', got 'three' on the command line"),
+        ("--prompt=Once", "prompt must be one of once, one, two, '', got 'Once' on the command line"),
+        ("--max_steps=0", "max_steps must be at least 1, got 0 on the command line"),
+        (f"--max_steps={10**30}", f"max_steps must be a number of 64 bits, got {10**30} on the command line"),
+        ("--learning_rate=1e999", "learning_rate must be finite, got inf on the command line"),
+        ("--warmup_steps=-1", "warmup_steps must be from 0 to 1_000, got -1 on the command line"),
+        ("--warmup_steps=1001", "warmup_steps must be from 0 to 1_000, got 1001 on the command line"),
+        ("--learning_rate=0", "learning_rate must be at least 1e-5, got 0.0 on the command line"),
+        ("--grad_clip=2.6", "grad_clip must be from -0.5 to 2.5, got 2.6 on the command line"),
     ],
 )
 def test_a_value_that_the_comment_excludes(flag, words, override):
@@ -298,7 +348,7 @@ def test_a_value_that_the_comment_excludes(flag, words, override):
     assert str(caught.value) == f"config: {words}"
     key, _, value = flag[2:].partition("=")
     path = override(f"{key} = {value!r}" if key == "prompt" else f"{key} = {value}")
-    with pytest.raises(UserError, match=words.partition(" in ")[0].replace("'", ".")) as caught:
+    with pytest.raises(UserError, match=words.partition(" on the ")[0].replace("'", ".")) as caught:
         resolve(KEYS, [path], COMMENTS)
     assert str(caught.value).endswith(path)
 
@@ -406,7 +456,7 @@ def test_nothing_is_applied_when_something_is_wrong(override, capsys):
             )
     finally:
         sys.excepthook = hook
-    assert str(caught.value) == "config: learning_rate must be float, got 'fast' in command line"
+    assert str(caught.value) == "config: learning_rate must be a number, got 'fast' on the command line"
     assert namespace == KEYS
 
 
@@ -597,12 +647,12 @@ def test_help_comes_from_the_comments(script):
     [
         (
             ["--max_step=1"],
-            "config: unknown key 'max_step' in command line; did you mean 'max_steps'?",
+            "config: unknown key 'max_step' (did you mean 'max_steps'?) on the command line",
         ),
-        (["--max_steps=中"], "config: max_steps must be int, got '中' in command line"),
+        (["--max_steps=中"], "config: max_steps must be a whole number, got '中' on the command line"),
         (["nope.py"], "config: cannot read 'nope.py': No such file or directory"),
-        (["--choice=c"], "config: choice must be one of a, b, got 'c' in command line"),
-        (["--untold=true"], "config: untold must be True or False, got 'true' in command line"),
+        (["--choice=c"], "config: choice must be one of a, b, got 'c' on the command line"),
+        (["--untold=true"], "config: untold must be True or False, got 'true' on the command line"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_1_and_makes_nothing(script, argv, words):

@@ -59,8 +59,9 @@ def test_a_mark_of_chinese_typing_is_named(monkeypatch, tmp_path):
     assert said("--a=x，y", "no file x，y").endswith("no file x，y (is ， for , intended?)")
     assert said("--a=x", "no text x，y") == "no text x，y"  # which the command does not have
     assert said("", "data: no file matches 'x，y'").endswith("(is ， for , intended?)")  # of a config
-    number = said("--max_steps=４０９６", "config: max_steps must be int, got '４０９６' in command line")
-    assert number.endswith("in command line (is ４０９６ for 4096 intended?)")
+    wrong = "config: max_steps must be a whole number, got '４０９６' on the command line"
+    number = said("--max_steps=４０９６", wrong)
+    assert number.endswith("on the command line (is ４０９６ for 4096 intended?)")
     assert said("--dropout=０.8", "got '０.8'") == "got '０.8' (is ０.8 for 0.8 intended?)"
     assert said("--lr=－３e．5", "got '－３e．5'").endswith("(is －３ for -3 intended?)")
     (tmp_path / "x，y").touch()

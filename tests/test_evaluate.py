@@ -334,9 +334,9 @@ def test_data_of_one_and_of_several_tasks():
     ("", "x", "there is no task ''"),
     ("mmlu,ceval", "mmlu: x; ceval: y; mmlu: z", "names a task twice"),
     ("perplexity,perplexity", "x", "tasks='perplexity,perplexity' or data='x' names a task twice"),
-    ("perplexity", "", "data='' must be for tasks='perplexity'; give --data='FILES'"),
-    ("mmlu,perplexity", "mmlu: x", "give --data='mmlu: FILES; perplexity: FILES'"),
-    ("mmlu,perplexity", "mmlu: x; ceval: y", "data='mmlu: x; ceval: y' must be for tasks='mmlu,perplexity'"),
+    ("perplexity", "", "data must be given for tasks='perplexity'; write --data='FILES'"),
+    ("mmlu,perplexity", "mmlu: x", "write --data='mmlu: FILES; perplexity: FILES'"),
+    ("mmlu,perplexity", "mmlu: x; ceval: y", "for tasks='mmlu,perplexity', got data='mmlu: x; ceval: y'"),
 ])  # fmt: skip
 def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     with pytest.raises(UserError, match=re.escape(why)):

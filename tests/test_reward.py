@@ -649,7 +649,7 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
         (["--schedule=cosin"], "schedule must be"),
         (["--total_batch_pairs=3"], "multiple of"),
         (["--trainable=nonsense"], "nonsense"),
-        (["--block_size=8"], "does not fit"),
+        (["--block_size=8"], "too long for block_size=8; block_size="),
         (["--val_fraction=0"], "held out"),
         (["--score=talks.jsonl"], "no reward model"),
     ],

@@ -699,8 +699,11 @@ def test_options_that_would_be_ignored_are_refused():
 
 def test_nothing_to_load(tmp_path: Path):
     for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError, match="no tokenizer.json or tokenizer.model"):
+        with pytest.raises(UserError, match="no tokenizer.json or tokenizer.model in .*; train a tokenizer"):
             Tokenizer.load(directory)
+    (tmp_path / "config.json").touch()  # of a model
+    with pytest.raises(UserError, match="copy the model's tokenizer files there"):
+        Tokenizer.load(tmp_path)
     (tmp_path / "vocab.json").touch()  # as GPT-2 had it
     with pytest.raises(UserError, match=r"model in .*; AutoTokenizer.*save_pretrained.DIR. writes"):
         Tokenizer.load(tmp_path)

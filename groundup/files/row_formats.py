@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from groundup.errors import counted
 from groundup.files import turns
 from groundup.files.text_keys import THREADS, as_score, text
 from groundup.files.turns import (
@@ -323,7 +324,7 @@ ABOUT = {"source", "url", "made_by", "prompt_id", "uuid", "index"}
 def describe_unread(counts: Counter[str]) -> str:
     """Return how many rows have which unread keys, as a part of a line for people."""
     ordered = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
-    listing = [f"{key} in {n:,} row{'s' * (n > 1)}" for key, n in ordered]
+    listing = [f"{key} in {counted(n, 'row')}" for key, n in ordered]
     more = f", and {len(listing) - MOST_UNREAD} more keys" if len(listing) > MOST_UNREAD else ""
     return ", ".join(listing[:MOST_UNREAD]) + more
 

@@ -342,7 +342,7 @@ class Server:
         """Return the model of this name; "" = the first."""
         found = self.models.get(name) if name else next(iter(self.models.values()))
         if found is None:
-            words = f"The model {name[:80]!r} does not exist; there is {', '.join(self.models)}"
+            words = f"The model {name[:80]!r} does not exist; available: {', '.join(self.models)}"
             raise Refused(404, words, "model", "model_not_found")
         return found
 

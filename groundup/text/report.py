@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.files import turns
 from groundup.files.row_formats import describe_unread
 from groundup.files.splits import FEW_VAL
@@ -303,7 +303,7 @@ def print_report(manifest: dict, seconds: float) -> None:
         print(f"prepare: warning: val has {n_val} tokens; {hint}")
     n_rows = manifest["splits"].get("val", {}).get("rows", 0)
     if manifest["format"] == ROWS_FORMAT and 0 < n_rows < FEW_VAL:
-        few = f"val has {n_rows} rows: too few to trust its loss; raise val_fraction"
+        few = f"val has {counted(n_rows, 'row')}: too few to trust its loss; raise val_fraction"
         print(f"prepare: warning: {few}")
     megabytes = manifest["info"]["bytes"]["read"] / 1e6
     print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")

@@ -8,6 +8,7 @@ import json
 from itertools import groupby
 from pathlib import Path
 
+from groundup.errors import counted
 from groundup.files.row_formats import describe_unread
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
@@ -48,7 +49,7 @@ def show_rows(
         print("\nno tokenizer: --tokenizer_dir=DIR shows where its tokens begin and end")
     if counts.unread:
         print(f"\nkeys not read: {describe_unread(counts.unread)}")
-    print(f"\n{n_rows} rows: {n_kept} would be kept, {n_rows - n_kept} not")
+    print(f"\n{counted(n_rows, 'row')}: {n_kept} would be kept, {n_rows - n_kept} not")
     return int(bool(counts.bad))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.tokens import IGNORE
 from groundup.tokens.mixture import (
     Mixture,
@@ -157,6 +157,7 @@ class Corpus:
         stages        [(first step, weight of each source)]
         val           {name: validation data}
         val_weights   {name: weight}, {} unless the user gave some
+        few_val       whether there are too few validation rows to trust their loss
     and defines
         sampler(source, seed, samples_per_step)     the order of one source
         load(sources, starts)            a micro-batch of these samples: a NamedTuple of tensors
@@ -164,6 +165,8 @@ class Corpus:
         by_source(max_epochs)       {number of a source: most epochs}, from paths or names
         val_batches_of(data, batch_size, eval_steps, rank, world_size)      for `val_batches`
     """
+
+    few_val = False
 
     def order(
         self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = ""
@@ -184,7 +187,7 @@ class Corpus:
         order = Mixture(samplers, seed, stages, self.names, limits)
         if order.end is not None and order.end < max_steps * samples_per_step:
             last = order.end // samples_per_step  # the last whole step
-            fewer = "train for no more steps or " if last else ""
+            fewer = f"set max_steps={last} or " if last else ""
             ends = f"with {max_epochs=} the data end after step {last} of {max_steps}"
             raise UserError(f"data: {ends}; {fewer}raise max_epochs")
         return order
@@ -204,7 +207,7 @@ class Corpus:
         return {"data": [data.fingerprint for data in self.train], "stages": stages}
 
     def size(self, data: object) -> str:
-        return f"{data.n_rows:,} rows"
+        return counted(data.n_rows, "row")
 
     def many_epochs(self, data: object) -> float:
         """Return the epochs of a source beyond which a run warns."""

@@ -17,9 +17,9 @@ import hashlib
 import itertools
 import json
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from groundup.errors import counted
 from groundup.files import row_formats, turns
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
@@ -87,6 +88,17 @@ class Conversations:
         begin, end = int(self.begins[i]), int(self.ends[i])
         return self.tokens[begin:end], self.mask[begin:end]
 
+    def take(self, chosen: np.ndarray, tokenizer: Tokenizer) -> "Conversations":
+        """Return those that chosen (n,) bool marks, in the same memory."""
+        begins, ends = self.begins[chosen], self.ends[chosen]
+        # The digests of the files in which prepare.py would write them: a run may be continued with
+        # the same conversations from a directory, or from the raw file.
+        offsets = np.concatenate([[0], np.cumsum(ends - begins)])
+        digests = [sha256_of(self.tokens, begins, ends), sha256_of(self.mask, begins, ends)]
+        digests.append(sha256_of(offsets))
+        fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
+        return replace(self, begins=begins, ends=ends, fingerprint=fingerprint)
+
 
 class InMemory:
     """Conversations as they are read: ids and masks grow in place, so that memory holds them once.
@@ -109,16 +121,10 @@ class InMemory:
     def take(self, chosen: np.ndarray) -> Conversations:
         """Return the conversations that chosen (n,) bool marks."""
         borders = np.cumsum([0, *self.lengths], dtype=np.int64)
-        begins, ends = borders[:-1][chosen], borders[1:][chosen]
         tokens, mask = np.frombuffer(self.ids, self.dtype), np.frombuffer(self.mask, np.uint8)
-        # The digests of the files in which prepare.py would write them: a run may be continued with
-        # the same conversations from a directory, or from the raw file.
-        offsets = np.concatenate([[0], np.cumsum(ends - begins)])
-        digests = [sha256_of(tokens, begins, ends), sha256_of(mask, begins, ends)]
-        digests.append(sha256_of(offsets))
-        fingerprint = fingerprint_of(digests, self.tokenizer.chat_fingerprint())
         pad_id = max(self.tokenizer.pad_id, 0)
-        return Conversations(tokens, mask, begins, ends, pad_id, fingerprint)
+        every = Conversations(tokens, mask, borders[:-1], borders[1:], pad_id, "")
+        return every.take(chosen, self.tokenizer)
 
 
 def sha256_of(
@@ -184,7 +190,7 @@ def read_chat(
             return Source(train, val, reader)
         if "tokenizer_fingerprint" in manifest:
             why = "its token files are another tokenizer's; its rows are tokenized again"
-            reader.places.append(f"{directory}: {why}")
+            reader.notes.append(f"{directory}: {why}")
     return read_source(path, reader, val_fraction, setting)
 
 
@@ -226,7 +232,8 @@ class ChatRows:
     """Conversations laid out in rows of block_size inputs.
 
     n_labels: (n_rows,) int64, labels of each row. n_used: (n_rows,) int64, inputs that are no
-    padding. counts: {what happened to conversations: how many}, cut to fit or left out.
+    padding. counts: {what happened to conversations: how many}, cut to fit or left out. needs: {the
+    same: the block_size that each needs}.
     """
 
     def __init__(
@@ -269,11 +276,18 @@ class ChatRows:
         labels = np.array(labels, np.int64)
         counts: Counter[str] = Counter()
         counts["left out: no answer"] = int((labels == 0).sum())
+        self.needs: dict[str, list[int]] = defaultdict(list)
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():
             ids, mask = fit(*talks.ids(i), limit)
+            what = (
+                "cut after an answer that fits"
+                if len(ids)
+                else "left out: without an answer that fits"
+            )
+            what += f" in block_size={self.block_size}"
+            counts[what] += 1
+            self.needs[what].append(int(lengths[i]) - 1)
             lengths[i], labels[i] = len(ids), mask.sum()
-            what = "cut after an answer that fits" if len(ids) else "left out: no answer fits"
-            counts[f"{what} in block_size={self.block_size}"] += 1
         self.counts = +counts  # without zeros
         return lengths, labels
 
@@ -388,10 +402,38 @@ class ChatCorpus(RowCorpus):
         if not config["epochs"] and not config["max_steps"] and epochs > 3:
             chosen.append(f"{epochs:.0f} epochs (--epochs=3 is usual for many)")
         n = sum(map(self.n_items, self.train))
-        return [f"few data    {n:,} conversations: {', '.join(chosen)}"] if chosen else []
+        return [f"few data    {counted(n, 'conversation')}: {', '.join(chosen)}"] if chosen else []
 
     def read(self, path: str, val_fraction: float, setting: str) -> Source:
         return read_chat(path, self.tokenizer, val_fraction, setting)
+
+    def with_validation(self, sources: list[Source]) -> list[Source]:
+        """Return the sources; if nothing that is held out fits in a row, move one that fits."""
+        if any(self.first_that_fits(source.val) is not None for source in sources):
+            return sources
+        for k, (train, val, reader) in enumerate(sources):
+            first = self.first_that_fits(train)
+            if first is None:
+                continue
+            # with its copies: no text is in two splits
+            ids, _ = train.ids(first)
+            moved = np.array([np.array_equal(train.ids(i)[0], ids) for i in range(len(train))])
+            rest = train.take(~moved, self.tokenizer)
+            if self.first_that_fits(rest) is not None:
+                held_out = f"{counted(len(val), 'conversation')} held out for validation"
+                why = f"{held_out}, none of which fits in block_size={self.block_size}"
+                reader.notes.append(f"{self.names[k]}: {why}; one that fits takes their place")
+                source = Source(rest, train.take(moved, self.tokenizer), reader)
+                return [*sources[:k], source, *sources[k + 1 :]]
+        return sources
+
+    def first_that_fits(self, talks: Conversations) -> int | None:
+        """Return the number of the first conversation with an answer that fits in a row."""
+        for i in range(len(talks)):
+            _, mask = fit(*talks.ids(i), self.block_size + 1)
+            if mask.any():
+                return i
+        return None
 
     def n_items(self, data: ChatRows) -> int:
         return len(data.members)

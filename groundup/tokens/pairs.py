@@ -120,7 +120,9 @@ class PairReader(RowReader):
 
     def check_length(self, n_tokens: int) -> None:
         if n_tokens > self.longest:
-            raise BadRow(f"does not fit in block_size={self.longest}", f"{n_tokens} tokens")
+            reason = f"too long for block_size={self.longest}"
+            self.needs[reason].append(n_tokens)
+            raise BadRow(reason, f"{n_tokens} tokens")
 
 
 # ---- many pairs ------------------------------------------------------------------------------
@@ -134,6 +136,7 @@ class Pairs:
     """
 
     counts: dict[str, int] = {}  # PairReader counts what is left out
+    needs: dict[str, list[int]] = {}
 
     def __init__(
         self,

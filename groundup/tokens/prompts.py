@@ -72,6 +72,7 @@ class Prompts:
     """The prompts of one split of one source. A row is a prompt, see `RowCorpus`."""
 
     counts: dict[str, int] = {}  # PromptReader counts what is left out
+    needs: dict[str, list[int]] = {}
 
     def __init__(self, name: str, prompts: list[Prompt]) -> None:
         self.name = name

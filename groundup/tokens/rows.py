@@ -15,15 +15,15 @@ prepare.py. The files are raw ones, or a directory of prepare.py.
 
 import math
 from array import array
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from groundup.errors import UserError, say
+from groundup.errors import UserError, counted, say
 from groundup.files import records, row_formats, untrusted
 from groundup.files.paths import find_files
 from groundup.files.splits import FEW_VAL, assign, split_position
@@ -62,7 +62,10 @@ class RowReader:
         self.tokenizer = tokenizer
         self.longest = longest
         self.dropped: Counter[str] = Counter()  # rows by the reason why they cannot be used
+        # of those that are too long: the block_size that each needs
+        self.needs: dict[str, list[int]] = defaultdict(list)
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
+        self.notes: list[str] = []  # what else people should know
         self.named: set[str] = set()  # those reasons, with the details
         # Rows by their keys that hold content and are not read
         self.unread: Counter[str] = Counter()
@@ -117,16 +120,17 @@ class RowReader:
         first = self.places[0]
         if self.n_read == self.dropped[STRANGE]:
             raise UserError(f"data: {name} holds no {self.noun}s; first: {first}")
-        reasons = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
+        reasons = ", ".join(reasons_of(self.dropped, self.needs))
         raise UserError(f"data: {name} holds no usable {self.noun} ({reasons}); first: {first}")
 
     def report(self, name: str) -> list[str]:
         """Return lines for people: how many rows cannot be used, why, and where the first are."""
-        dropped = self.dropped.items()
-        lines = [f"{name}: {n:,} left out: {with_remedy(reason)}" for reason, n in dropped]
-        lines += self.places
+        left_out = {f"left out: {reason}": n for reason, n in self.dropped.items()}
+        needs = {f"left out: {reason}": sizes for reason, sizes in self.needs.items()}
+        lines = [f"{name}: {line}" for line in reasons_of(left_out, needs)]
+        lines += self.places + self.notes
         for what, n in self.not_written.items():
-            lines.append(f"{name}: {n:,} {what} are not written by the chat template")
+            lines.append(f"{name}: not written by the chat template: {what} ({n:,})")
         if self.trimmed:
             lines.append(f"{name}: {self.trimmed:,} lost turns after the last answer")
         if self.unread:
@@ -134,11 +138,23 @@ class RowReader:
         return lines
 
 
-def with_remedy(reason: str) -> str:
-    """Return why rows were left out or cut, with what to do about it if the user can."""
-    if reason.endswith("turns in a row"):
-        return f"{reason}; {JOIN}"
-    return reason + ("; a larger --block_size keeps more" if "block_size" in reason else "")
+def reasons_of(counts: Mapping[str, int], needs: Mapping[str, list[int]]) -> list[str]:
+    """Return how many rows were left out or cut for each reason, and what the user can do about it.
+
+    needs: for some reasons, the block_size that each of the rows needs."""
+    lines = []
+    for reason, n in counts.items():
+        remedy = f"; {JOIN}" if reason.endswith("turns in a row") else ""
+        if reason in needs:
+            # Powers of two, which a batch of so many tokens can be divided by. A single long row
+            # may cost much memory, so nine in ten have a number of their own.
+            sizes = [1 << (size - 1).bit_length() for size in sorted(needs[reason])]
+            most, longest = sizes[math.ceil(0.9 * len(sizes)) - 1], sizes[-1]
+            remedy = f"; block_size={longest} takes {'them all' if n > 1 else 'it'}"
+            if most < longest:
+                remedy = f"; block_size={most} takes 90 % of them, {longest} all"
+        lines.append(f"{n:,} {reason}{remedy}")
+    return lines
 
 
 class Source(NamedTuple):
@@ -175,7 +191,10 @@ def read_source(path: str, reader: RowReader, val_fraction: float, setting: str 
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
         # held out are the lowest hashes: rows that are added or removed move few of the others
-        split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
+        split_of, moved = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
+        if moved:
+            few = f"{val_fraction=:g} of {counted(len(positions), 'row')} is none"
+            reader.notes.append(f"{path}: {few}; one is held out for validation")
         held_out = split_of != 0
     reader.check(path, len(held_out))
     return Source(store.take(~held_out), store.take(held_out), reader)
@@ -195,6 +214,7 @@ class RowCorpus(Corpus):
         n_used      (n_rows,) number of ids of each row
         n_labels    (n_rows,) number of those that are learned
         counts      {what happened to conversations: how many}
+        needs       of those that are too long, {the same: the block_size that each needs}
     """
 
     data: str
@@ -215,21 +235,27 @@ class RowCorpus(Corpus):
     def read(self, path: str, val_fraction: float, setting: str) -> Source:
         return read_source(path, self.reader(), val_fraction, setting)
 
+    def with_validation(self, sources: list[Source]) -> list[Source]:
+        """Return the sources with a row for validation; `read_source` has seen to it."""
+        return sources  # conversations.py learns only later what is too long
+
     def _open_train(self) -> None:
         self.paths = paths_of(self.data)
         self.names = names_of(self.paths)
         # with validation data of their own, nothing is held out of the training data
         val_fraction = 0.0 if self.val_data else self.val_fraction
         self.sources = [self.read(path, val_fraction, "data") for path in self.paths]
+        if val_fraction:
+            self.sources = self.with_validation(self.sources)
         pairs = zip(self.names, self.sources, strict=True)
         self.train = [self.lay_out(name, source.train) for name, source in pairs]
         for data, source in zip(self.train, self.sources, strict=True):
             if not data.n_rows:
-                reasons = ", ".join(f"{n} {reason}" for reason, n in data.counts.items())
+                reasons = ", ".join(reasons_of(data.counts, data.needs))
                 why = f"{data.name}: {reasons or 'no row for training'}"
-                how = "give more, or raise block_size"
+                how = "give shorter rows, or raise block_size" if data.needs else "give more rows"
                 if not reasons and len(source.val):
-                    why = f"{data.name}: all {len(source.val)} rows are for validation"
+                    why = f"{data.name}: all {counted(len(source.val), 'row')} are for validation"
                     how = "lower val_fraction"
                 raise UserError(f"data: nothing to train on in {why}; {how}")
         self.n_rows = sum(data.n_rows for data in self.train)
@@ -263,9 +289,10 @@ class RowCorpus(Corpus):
         readers = [source.reader for source in self.val_sources or self.sources]
         if self.val:
             n = sum(map(self.n_items, self.val.values()))
-            few = f"{n} {readers[0].noun}{'s are' if n > 1 else ' is'} held out for validation"
+            few = f"{counted(n, readers[0].noun)} held out for validation"
             how = "give more in val_data" if self.val_data else "raise val_fraction"
-            if n < FEW_VAL:
+            self.few_val = n < FEW_VAL
+            if self.few_val:
                 say(f"warning     {few}: too few to trust the val loss; {how}")
             return
         # what was lost on the way says what to change
@@ -311,12 +338,11 @@ class RowCorpus(Corpus):
         lines = []
         for split, every in (("training", self.train), ("validation", self.all_val)):
             for data in every:
-                rows, n = f"{data.n_rows:,} rows for {split}", self.n_items(data)
+                rows, n = f"{counted(data.n_rows, 'row')} for {split}", self.n_items(data)
                 if n > data.n_rows:
                     rows = f"{n:,} conversations in {rows}"
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
-                for what, n in data.counts.items():
-                    lines.append(f"{data.name}: {n:,} {with_remedy(what)}")
+                lines += [f"{data.name}: {line}" for line in reasons_of(data.counts, data.needs)]
         every = zip([*self.names, *self.val_names], [*self.sources, *self.val_sources], strict=True)
         for name, source in every:
             lines += source.reader.report(name)
@@ -333,13 +359,17 @@ def left_out(readers: Sequence[RowReader], laid_out: Sequence[Any]) -> str:
     """Return which rows were left out and where the first is, as the end of an error message.
 
     It is "" if none was. laid_out: what `RowCorpus.lay_out` returned."""
-    dropped = sum((reader.dropped for reader in readers), Counter())
+    dropped, needs = Counter(), defaultdict(list)
+    for reader in readers:
+        dropped += reader.dropped
     for data in laid_out:
-        for what, n in data.counts.items():
-            dropped[what.removeprefix("left out: ")] += n
+        dropped += {what.removeprefix("left out: "): n for what, n in data.counts.items()}
+    for part in (*readers, *laid_out):
+        for what, sizes in part.needs.items():
+            needs[what.removeprefix("left out: ")] += sizes
     if not dropped:
         return ""
-    text = ": left out " + ", ".join(f"{n:,} ({reason})" for reason, n in dropped.items())
+    text = ": left out: " + ", ".join(reasons_of(dropped, needs))
     places = [place for reader in readers for place in reader.places]
     return text + (f"; first: {places[0]}" if places else "")
 
@@ -367,7 +397,7 @@ def steps_of(
     epochs = math.ceil(4 * FEW_STEPS * per_smaller_step / max(1, n_rows))
     flags["epochs"] = max(config["epochs"], epochs)
     more = " ".join(f"--{name}={value:g}" for name, value in flags.items())
-    few = f"{n_rows:,} {noun} make {steps} step{'s' * (steps > 1)} of {key}={config[key]}"
+    few = f"{n_rows:,} {noun} make {counted(steps, 'step')} of {key}={config[key]}"
     how = f"smaller steps and more epochs: {more}"
     if config.get("pack"):  # measured on a hundred conversations: smaller steps alone did not do
         epochs = max(20, 2 * config["epochs"])

@@ -113,8 +113,12 @@ class TextTokenizer:
         generation_config = files.pop("generation_config.json", b"{}")
         if not set(TOKENIZERS) & set(files):
             nothing = f"no tokenizer.json or tokenizer.model in {directory}"
-            older = (directory / "vocab.json").exists()
-            raise UserError(f"tokenizer: {nothing}; {REWRITE if older else 'train a tokenizer'}")
+            how = "train a tokenizer"
+            if (directory / "config.json").exists():  # of a model
+                how = "copy the model's tokenizer files there"
+            if (directory / "vocab.json").exists():
+                how = REWRITE
+            raise UserError(f"tokenizer: {nothing}; {how}")
         if "tokenizer.json" not in files and "tokenizer_config.json" not in files:
             lacks = f"{directory} has a tokenizer.model but no tokenizer_config.json"
             raise UserError(f"tokenizer: {lacks}; add it")

@@ -230,13 +230,13 @@ class RunLog:
         self,
         script: str,
         config: dict,
-        data: list[str],
+        corpus: Corpus,
         next_command: str,
         stopped: bool,
         saved: bool,
     ) -> None:
         """Say how the run ended and what to do next, close the log, and write the card."""
-        # data: lines on the data. stopped: by a signal. saved: the last save succeeded.
+        # stopped: by a signal. saved: the last save succeeded.
         out = self.path.parent
         # 1. Anything to worry about?
         if self.n_skipped:
@@ -244,7 +244,7 @@ class RunLog:
             self.print(f"{text} finite. A few are usual in float16; of more, lower learning_rate")
         losses = self.val_losses()
         later = [loss for step, loss in losses.items() if step > 0]
-        if later and min(later) > losses.get(0, math.inf):
+        if later and min(later) > losses.get(0, math.inf) and not corpus.few_val:
             first, best = losses[0], min(later)
             text = f"val_loss was {first:.4g} before the first step and {best:.4g} at best after it"
             hint = "training made the model worse: lower learning_rate, or look at the data"
@@ -260,10 +260,10 @@ class RunLog:
         self.close()
         # 3. The card. A run that had nothing left to do keeps the one it has.
         if self.enabled and (self.step > self.steps_done or not (out / "README.md").exists()):
-            self.write_card(script, config, data)
+            self.write_card(script, config, corpus.report())
         # 4. What to do next, as the last line, after a tracker's own.
         if saved and not stopped:
-            card = ", with a card, README.md" if made_by_a_run(out / "README.md") else ""
+            card = f" (summary: {out}/README.md)" if made_by_a_run(out / "README.md") else ""
             self.print(f"saved in {out}{card}; next: {next_command}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:

@@ -297,7 +297,7 @@ def test_show_tells_what_answers_become(tmp_path, capsys):
     shown = {"input": str(tmp_path / "a.jsonl"), "kind": "preference", "pair_by": "dataset", "show": 3}
     assert prepare.main(KEYS | shown) == 0
     out = capsys.readouterr().out
-    assert "rejected : assistant: [[坏答案]]" in out and "1 rows: 1 would be kept" in out
+    assert "rejected : assistant: [[坏答案]]" in out and "1 row: 1 would be kept" in out
 
 
 def test_places_are_those_of_the_answers(tmp_path, capsys):

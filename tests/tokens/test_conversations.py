@@ -179,7 +179,7 @@ def test_what_is_too_long_ends_after_its_last_complete_answer():
 def test_an_answer_that_does_not_fit_is_neither_cut_nor_replaced():
     long = [user("Hi"), assistant("你" * 60)]
     rows = rows_of([long, C2, long], Toy(), 40, pack=True)
-    assert rows.counts == {"left out: no answer fits in block_size=40": 2}
+    assert rows.counts == {"left out: without an answer that fits in block_size=40": 2}
     assert segments(rows) == [(tuple(X2), tuple(Y2))]
 
 
@@ -326,7 +326,7 @@ def test_few_rows_for_validation_draw_a_warning(tok, tmp_path, capsys):
     path, other = (write_talks(tmp_path / name, talks(n)) for name, n in (("a.jsonl", 60), ("b.jsonl", 3)))
     for flags, said in (
         ({"val_fraction": 0.02}, "held out for validation: too few to trust the val loss; raise val_fraction"),
-        ({"val_data": other}, "3 conversations are held out for validation: too few to trust the val loss; give more"),
+        ({"val_data": other}, "3 conversations held out for validation: too few to trust the val loss; give more"),
         ({"val_fraction": 0.5}, ""),
     ):
         say.cache_clear()
@@ -443,11 +443,11 @@ def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, t
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     assert "kind='preference'" in message(write(tmp_path / "c.jsonl", [pair]))
     bad = message(write(tmp_path / "d.jsonl", [{"messages": [user("q"), user("q"), assistant("a")]}]))
-    assert "no usable conversation (1 two user turns in a row); first:" in bad and "d.jsonl:1:" in bad
+    assert "no usable conversation (1 two user turns in a row; to keep" in bad and "d.jsonl:1:" in bad
     assert "nope.jsonl' in --data; give" in message(str(tmp_path / "nope.jsonl"))
     assert "is empty" in message(write(tmp_path / "e.jsonl", []))
     long = message(write_talks(tmp_path / "f.jsonl", [[user("q"), assistant("a" * 500)]]))
-    assert "nothing to train on in f.jsonl: 1 left out: no answer fits in block_size=64" in long
+    assert "nothing to train on in f.jsonl: 1 left out: without an answer that fits in block_size=64" in long
     good = write_talks(tmp_path / "g.jsonl", talks(5))
     with pytest.raises(UserError, match="on in g.jsonl: all 5 rows are for validation; lower val_fraction"):
         ChatCorpus(good, tok, 256, 1, val_fraction=1.0)
@@ -558,3 +558,41 @@ def test_directories_of_other_kinds_are_refused(tok, tok_dir, tmp_path):
     (tmp_path / "text" / "manifest.json").write_text("{", "utf-8")
     with pytest.raises(UserError, match="manifest.json is damaged"):
         ChatCorpus(str(tmp_path / "text"), tok, 256, 1)
+
+
+def test_one_conversation_that_fits_is_held_out(tok, tmp_path):
+    """Though those that a hash holds out are too long; it is not trained on, nor are its copies."""
+    path, said = tmp_path / "a.jsonl", []
+    for n in range(9):
+        every = [[user(f"{n} {i}?"), assistant("y" * (600 if i % 4 else 1))] for i in range(8)]
+        corpus = ChatCorpus(write_talks(path, every * 2), tok, 64, 1, pack=False)
+        corpus.need_validation(0.02)
+        assert corpus.few_val and corpus.train[0].n_rows == corpus.n_rows == 2
+        found = [everything(rows)[0] for rows in (corpus.train[0], corpus.val["a.jsonl"])]
+        held_out = {tuple(row) for row in found[1].tolist()}
+        assert len(held_out) == 1 and not held_out & {tuple(row) for row in found[0].tolist()}
+        said.append("held out for validation, none of which fits in block_size=64" in "\n".join(corpus.report()))
+    assert any(said)
+    lone = [every[0], *(talk for talk in every if len(talk[1]["content"]) > 1)]
+    corpus = ChatCorpus(write_talks(path, lone), tok, 64, 1, pack=False)
+    if not corpus.val:  # else the hash holds it out
+        with pytest.raises(UserError, match="; block_size=[0-9]+ takes it; give more rows, raise block_size"):
+            corpus.need_validation(0.02)
+
+
+def test_a_run_says_that_it_moves_one_row(tok, tmp_path):
+    corpus = ChatCorpus(write_talks(tmp_path / "a.jsonl", talks(5)), tok, 256, 1, val_fraction=1e-6)
+    assert "a.jsonl: val_fraction=1e-06 of 5 rows is none; one is held out" in "\n".join(corpus.report())
+
+
+def test_what_block_size_would_do_is_said(tok, tmp_path):
+    """The longest conversation may cost much memory, so nine in ten have a number of their own."""
+    sizes = [70, 80, 90, 100, 110, 120, 130, 140, 150, 5000]
+    every = [[user("q"), assistant("y" * n)] for n in sizes]
+    path = write_talks(tmp_path / "a.jsonl", [*every, [user("q"), assistant("a")], [user("p"), assistant("b")]])
+    lines = ChatCorpus(path, tok, 40, 1, val_data=path).report()
+    need = [len(tok.render(talk)[0]) - 1 for talk in every]
+    assert 128 < need[8] <= 256 and 4096 < need[9] <= 8192
+    words = "block_size=256 takes 90 % of them, 8192 all"
+    assert f"a.jsonl: 10 left out: without an answer that fits in block_size=40; {words}" in lines
+    assert "left out" not in "\n".join(ChatCorpus(path, tok, 8192, 1, val_data=path).report())

@@ -192,17 +192,17 @@ def test_every_reason_is_counted_and_the_first_are_named(tok, tmp_path):
     assert corpus.train[0].n_rows == 3
     assert corpus.sources[0].reader.dropped == Counter({
         "equal answers": 2, "empty answer": 1, "not understood": 2, "different prompts": 1, "bad_json": 1,
-        "two assistant turns in a row": 1, "does not fit in block_size=256": 4,
+        "two assistant turns in a row": 1, "too long for block_size=256": 4,
     })  # fmt: skip
     report = "\n".join(corpus.report())
     for line, reason in (
         (4, "equal answers"), (5, "equal answers"), (6, "empty answer"),
         (7, "not understood: a chosen answer but none under 'rejected'"), (9, "different prompts"),
         (8, "not understood: a rejected answer but none under 'chosen'"), (10, "bad_json"),
-        (12, "does not fit in block_size=256: "), (14, "does not fit"),
+        (12, "too long for block_size=256: "), (14, "too long"),
     ):  # fmt: skip
         assert f"p.jsonl:{line}: {reason}" in report
-    assert "4 left out: does not fit" in report and "p.jsonl:15:" not in report  # three of each are named
+    assert "4 left out: too long for block_size=256; " in report and "p.jsonl:15:" not in report
 
 
 def test_an_answer_is_whole_or_not_there(tok, tmp_path):
@@ -218,7 +218,7 @@ def test_an_answer_is_whole_or_not_there(tok, tmp_path):
         pairs = corpus.train[0]
         kept = [row for row, size in zip(rows, sizes, strict=True) if size <= limit]
         assert pairs.n_rows == len(kept) < 20 and pairs.lengths.max() <= limit >= pairs.columns.max()
-        assert corpus.sources[0].reader.dropped == {f"does not fit in block_size={limit}": 20 - len(kept)}
+        assert corpus.sources[0].reader.dropped == {f"too long for block_size={limit}": 20 - len(kept)}
         for i, row in enumerate(kept):
             _, chosen, rejected = pairs.ids(i)
             assert [tok.decode(ids.tolist()) for ids in (chosen, rejected)] == [
@@ -268,7 +268,8 @@ def test_nothing_usable_is_one_clear_line(tok, tmp_path):
     with pytest.raises(UserError, match="lone.jsonl:1: not understood: a rejected answer but none under 'chosen'"):
         PairCorpus(lone, tok, 64, 1)
     long = [{"prompt": "q", "chosen": "a " * 99, "rejected": "b"}] * 2 + [{"prompt": "q", "chosen": "a"}]
-    with pytest.raises(UserError, match=r"no usable preference pair \(2 does not fit in .*=16, 1 not und.*\)") as bad:
+    why = r"no usable preference pair \(2 too .*=16; block_size=\d+ takes them all, 1 not und.*\)"
+    with pytest.raises(UserError, match=why) as bad:
         PairCorpus(write(tmp_path / "long.jsonl", long), tok, 16, 1)
     assert isinstance(bad.value, UserError) and "\n" not in str(bad.value)
     with pytest.raises(UserError, match="no file matches"):

@@ -659,7 +659,8 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
     order = corpus.order(1, 8, 10, max_epochs="2")
     assert order.end == pytest.approx(2 * n_wiki + 2 * n_code, abs=8)
     assert order.epochs(order.end).tolist() == [2.0, 2.0]
-    message = rf"with max_epochs='2' the data end after step {order.end // 8} of 9999; train for no more steps or raise"
+    last = order.end // 8
+    message = f"with max_epochs='2' the data end after step {last} of 9999; set max_steps={last} or raise"
     with pytest.raises(UserError, match=message):
         corpus.order(1, 8, 9999, max_epochs="2")
     corpus.order(1, 8, order.end // 8, max_epochs="2")

@@ -464,8 +464,8 @@ def test_every_reader_says_what_the_template_leaves_out():
     ):
         reader.item(row, "rows.jsonl:1")
         said = "\n".join(reader.report("rows.jsonl"))
-        assert "1 system messages are not written by the chat template" in said, said
-        assert n_thoughts == 0 or f"{n_thoughts} thoughts of answers are not written" in said, said
+        assert "not written by the chat template: system messages (1)" in said, said
+        assert n_thoughts == 0 or f"not written by the chat template: thoughts of answers ({n_thoughts})" in said, said
 
 
 
