@@ -536,7 +536,7 @@ def test_a_pair_must_fit_in_the_model_and_in_its_reference(run, base, tmp_path, 
     models = [f"--{key}={tmp_path}/{name}" for key, name in zip(("init_from", "reference"), flags, strict=True)]
     printed, error = run("--tasks=preference", f"--data={tmp_path}/pairs.jsonl", *models)
     assert not error and re.search(r"pairs +2\n", printed)
-    assert "does not fit in block_size=32 1" in printed
+    assert "too long for block_size=32 1" in printed
 
 
 def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base, tmp_path):

@@ -259,7 +259,7 @@ def test_a_text_to_continue_is_named(home, tmp_path):
         ([*BY_REWARD, "--num_beams=2", "--temperature=0"], ["samples, not beams", "num_beams=2"]),
         ([*BY_REWARD, "--prompt="], ["cannot stream", "--prompt"]),
         ([*BY_REWARD, "--chat=no"], ["needs a chat", "--chat=yes"]),
-        ([BY_REWARD[0], "--reward_from=nowhere"], ["reward_from='nowhere'", "no directory"]),
+        ([BY_REWARD[0], "--reward_from=nowhere"], ["reward_from='nowhere'", "no such directory"]),
         ([BY_REWARD[0], "--reward_from=tuned/chat"], ["reward_from='tuned/chat'", "no reward model"]),
         ([BY_REWARD[0], "--reward_from=foreign"], ["reward_from='foreign'", "another tokenizer"]),
         ([*BY_REWARD, "--best_of=3", "--temperature=0"], ["temperature", "best_of=3"]),
