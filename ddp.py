@@ -589,8 +589,9 @@ class DDP:
             return moved(lost)
         if absent:
             return (
-                f"no gradient in a backward with ddp.sync = True for {listed(absent)}: the loss does "
-                "not use them; remove them from model.py, or set requires_grad=False before DDP(model)"
+                f"no gradient in a backward with ddp.sync = True for {listed(absent)}: the loss "
+                "does not use them; remove them from model.py, or set requires_grad=False before "
+                "DDP(model)"
             )
         # After an update in backward the gradients are gone, which is right
         if changed and not self._update_in_backward:

@@ -106,7 +106,8 @@ def url_of(listening: socket.socket) -> str:
 
 if __name__ == "__main__":
     config = configure(globals())
-    # The engine's thread gets the interpreter back soon from one that reads a request (usual: 0.005)
+    # The engine's thread gets the interpreter back soon from one that reads a request (usual:
+    # 0.005 s).
     sys.setswitchinterval(0.0002)
     for library in LIBRARIES:
         if not find_spec(library):

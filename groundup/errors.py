@@ -96,7 +96,7 @@ def end_in_one_line() -> None:
         sys.excepthook = one_line_excepthook
         atexit.register(flush_output)
 
-    # In a rank: no C++ frames of a lost connection. Under torchrun: end with it, even if it is killed.
+    # In a rank: no C++ frames of a lost connection. Under torchrun: end with it.
     if "RANK" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

@@ -6,8 +6,9 @@ content and that no reader asked for.
 
 What keys mean depends on what is wanted: prompt and response are one text for `document_of` and two
 turns for `messages_of`. A row is an object from JSON, CSV or parquet, or a string (a document).
-A row that cannot be used never ends the program: `read` and `read_pair` raise BadRow, `document_of`,
-`messages_of` and `pair_of` return one line that says why, for the caller to count and show.
+A row that cannot be used never ends the program: `read` and `read_pair` raise BadRow,
+`document_of`, `messages_of` and `pair_of` return one line that says why, for the caller to count
+and show.
 """
 
 import math

@@ -131,8 +131,8 @@ class PairReader(RowReader):
 class Pairs:
     """The pairs of one split of one source. A row is a pair, see `RowCorpus`.
 
-    lengths: (n, 2) int64, number of ids of the prompt with each answer. columns: (n,) int64, the T of a batch
-    of this pair alone. margin: (n,) float32. first: the number of pair 0 in its corpus.
+    lengths: (n, 2) int64, number of ids of the prompt with each answer. columns: (n,) int64, the T
+    of a batch of this pair alone. margin: (n,) float32. first: the number of pair 0 in its corpus.
     """
 
     counts: dict[str, int] = {}  # PairReader counts what is left out
