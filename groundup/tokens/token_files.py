@@ -16,6 +16,8 @@ files in a directory of its own name. token_writer.py writes the files; packing.
 whole documents (`PackedData`).
 """
 
+import contextlib
+import functools
 import hashlib
 import json
 import zlib
@@ -192,6 +194,7 @@ def locate(path: str | Path) -> tuple[Path, str | None, dict]:
 
 def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     """Return a 1-D .npy file, mapped read-only. Raise UserError if the manifest says otherwise."""
+    raise_file_limit()
     # The manifest says what header the file must have, so nothing in the file needs to be parsed.
     header = npy_header(np.dtype(dtype), length)
     try:
@@ -212,6 +215,17 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     little = np.dtype(dtype).newbyteorder("<")
     mapped = np.memmap(path, little, mode="r", offset=len(header), shape=(length,))
     return np.asarray(mapped)  # slices of the subclass np.memmap take three times as long
+
+
+@functools.cache
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system allows. Mapped ones count, and the usual
+    limit, 1,024, is less than large data has."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def map_checked(

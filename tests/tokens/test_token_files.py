@@ -54,6 +54,20 @@ def row(path: Path, n_tokens: int, split: str = "train") -> TokenData:
     return TokenData(path, split)
 
 
+def test_there_may_be_more_shards_than_files_may_usually_be_open(tmp_path):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    expected = write(tmp_path, random_documents(n=300), shard_tokens=32)
+    token_files.raise_file_limit.cache_clear()
+    n_open = len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 50, hard))
+    try:
+        data = TokenData(tmp_path, "train")
+        assert len(data.shards) > 100 and np.array_equal(data.window(0, len(expected)), expected)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 class Alone:
     """A corpus of one split."""
 
