@@ -50,7 +50,7 @@ def find_files(input: str, setting: str = "") -> list[str]:
             hint = "give files, directories or globs, separated by commas"
             named = f" in --{setting}" if setting else ""
             raise UserError(f"data: no file matches {part!r}{named}; {hint}")
-        found += files  # in the order given
+        found += files
     unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file
     for file in found:
         real = os.path.realpath(file)  # without links

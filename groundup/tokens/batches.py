@@ -137,7 +137,7 @@ class Batches:
             samples = begins[:, None] + np.arange(self.batch_size)  # (32, batch_size)
             sources, starts = self.order.starts_of(samples)  # (32, batch_size) each
             for k in range(32):
-                batch = self.corpus.load(sources[k], starts[k])  # reads the disk
+                batch = self.corpus.load(sources[k], starts[k])
                 if pinned:
                     batch = map_tensors(batch, Tensor.pin_memory)
                 self.queue.put(batch)  # waits while the queue is full
@@ -212,7 +212,7 @@ class Corpus:
     def many_epochs(self, data: object) -> float:
         """Return the epochs of a source beyond which a run warns."""
         # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
-        return 4.0  # conversations.py has another number
+        return 4.0
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
         """Return the epochs of each source in n_samples samples, and warnings, for people."""

@@ -279,12 +279,8 @@ class ChatRows:
         self.needs: dict[str, list[int]] = defaultdict(list)
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():
             ids, mask = fit(*talks.ids(i), limit)
-            what = (
-                "cut after an answer that fits"
-                if len(ids)
-                else "left out: without an answer that fits"
-            )
-            what += f" in block_size={self.block_size}"
+            what = "cut after" if len(ids) else "left out: without"
+            what += f" an answer that fits in block_size={self.block_size}"
             counts[what] += 1
             self.needs[what].append(int(lengths[i]) - 1)
             lengths[i], labels[i] = len(ids), mask.sum()
