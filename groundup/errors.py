@@ -54,9 +54,9 @@ class Stopped(KeyboardInterrupt):
     """Raise Stopped(signal number) to end at once; a save that is being written is completed."""
 
 
-# Called when an error ends a process at once, which skips Python's own wait for threads: a save
-# that is being written is completed.
-before_exit: list[Callable[[float], object]] = []  # of the most seconds
+# Called when an error ends a process at once, which skips Python's own wait for threads, each with
+# the most seconds that it may take: a save that is being written is completed.
+before_exit: list[Callable[[float], object]] = []
 
 
 def refuse(wrong: object, text: str) -> None:
