@@ -543,9 +543,9 @@ class DDP:
     def _finish_reduction(self, stop: bool) -> Tensor:
         """Wait for all buckets and return the global norm."""
         for bucket in self.buckets[self._next :]:
-            # Usually there are none: all have left in backward. With overlap_step a block that
-            # forward skipped still waits for its last update, and that needs the gradient that is
-            # about to be overwritten.
+            # Usually there are none: all have left in backward. If forward skipped a block on this
+            # rank alone, the others have fetched its shards (ZeRO-1). Without the same fetch here
+            # the ranks would hang, instead of ending with the error below.
             self._refresh(bucket, ahead=0)
         while self._next < len(self.buckets):
             # Incomplete: an error below, but the other ranks wait for this collective
@@ -677,9 +677,8 @@ class DDP:
             raise UserError(f"ddp: overlap_step='backward': {text}")
         # Forward needs buckets from the last index down. Go through all from the last one, not from
         # this one: a rank's forward may skip a block, yet all ranks must fetch in one order. What
-        # is current already is left alone. _next is 0 here, except in backward, where activations
-        # may be computed again: then the buckets below it are in flight and left alone, too.
-        first = max(self._next, bucket.index - ahead)
+        # is current already is left alone.
+        first = max(self._next, bucket.index - ahead)  # those below _next have left in this step
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)
         if bucket.state is State.STALE and bucket.work is not None:

@@ -197,6 +197,7 @@ def evaluate(
         return {}
     kl = None
     if loss == "kto":
+        # Validation batches have both sides: row 1 is the answer to another prompt.
         of_other_answers = [(logps[1], ref_logps[1]) for _, logps, ref_logps, _, _ in measured]
         kl = kl_estimate(of_other_answers, torch_device)
     return mean_scores(measured, kl, corpus, config)

@@ -156,7 +156,7 @@ def evaluate(
     for k, batches in enumerate(val_batches.values()):
         # same_forwards: when one rank gets a signal, all leave after the same batch
         for x, y in fsdp.same_forwards(model, batches, stop_signal):
-            sums["tokens"][k] += y.numel()
+            sums["tokens"][k] += y.numel()  # no IGNORE: validation data are never packed
             sums["bytes"][k] += token_bytes[y].sum().item()
             missing = (0, 0, 0, n_rows - len(x))  # pad the last batch: a new shape recompiles
             x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)

@@ -127,7 +127,7 @@ def train(
         model.embed_tokens.weight.register_hook(lambda g: g + spike)
     found = {}
     for step in range(first, steps):
-        lr = learning_rate_at(step + 1, "cosine", 3e-3, 1e-4, warmup_steps=2, max_steps=20)
+        lr = learning_rate_at(step + 1, "cosine", 3e-3, 1e-4, warmup=2, max_steps=20)
         if world.rank == world.world_size - 1:
             spike.view(-1)[element] = float("inf") if step == bad_step else 0.0
         look = (

@@ -161,7 +161,8 @@ class Corpus:
     and defines
         sampler(source, seed, samples_per_step)     the order of one source
         load(sources, starts)            a micro-batch of these samples: a NamedTuple of tensors
-        targets_of(source, starts)       (n,) int64: how many targets each of these samples has
+        targets_of(source, starts)       (n,) int64: how many targets each of these samples has,
+                                         where a loss is a mean over tokens (pretrain.py, sft.py)
         by_source(max_epochs)       {number of a source: most epochs}, from paths or names
         val_batches_of(data, batch_size, eval_steps, rank, world_size)      for `val_batches`
     """

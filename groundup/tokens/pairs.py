@@ -89,8 +89,8 @@ def usable_pair(row: object) -> turns.Pair:
     try:
         pair = row_formats.read_pair(row)
     except BadRow as problem:
-        # With a detail: keep the short reason, such as "equal answers", and drop the detail.
-        # Without one the reason is a sentence about this row: it is the detail of STRANGE.
+        # See BadRow. With a detail: keep the short reason, such as "equal answers", which many rows
+        # share. Without one the reason is a sentence about this row: the detail of STRANGE.
         if problem.detail:
             raise BadRow(problem.reason) from None
         raise BadRow(STRANGE, problem.reason) from None
@@ -247,10 +247,14 @@ class LengthSampler(Sampler):
 
     An epoch is cut into stretches of SORTED_STEPS steps. Within a stretch the pairs are sorted by T
     (eight values) and cut into steps, which come in a seeded order, so that long and short ones
-    alternate. Every epoch has each pair once, in other steps. With several sources a step takes a
-    part of its pairs from each.
+    alternate. Every epoch has each pair once, in other steps.
 
-    columns: (n,) int64, T of each pair.
+    columns: (n,) int64, T of each pair. pairs_per_step: also if the run has several sources, and a
+    step so takes fewer from this one.
+
+    Example: 10 pairs, 4 in a step. Steps end after the numbers 4, 8, 12, .. of this source, and
+    epoch 1 has the numbers 10 to 19: it begins with 2 pairs for the step 8 to 11, and ends with a
+    whole step. So its stretch has groups of 2, 4 and 4 pairs.
     """
 
     def __init__(self, columns: np.ndarray, pairs_per_step: int, seed: int, source: int) -> None:
@@ -267,10 +271,10 @@ class LengthSampler(Sampler):
         epoch_begin = numbers - numbers % self.per_epoch
         # stretches begin with a step, and none holds two epochs
         size = SORTED_STEPS * self.pairs_per_step
-        aligned = epoch_begin - epoch_begin % self.pairs_per_step
-        stretch = aligned + (numbers - aligned) // size * size
-        begins = np.maximum(epoch_begin, stretch)
-        ends = np.minimum(epoch_begin + self.per_epoch, stretch + size)
+        first_step = epoch_begin - epoch_begin % self.pairs_per_step  # where it begins: 8 above
+        stretch_begin = first_step + (numbers - first_step) // size * size
+        begins = np.maximum(epoch_begin, stretch_begin)
+        ends = np.minimum(epoch_begin + self.per_epoch, stretch_begin + size)
         rows = np.empty_like(numbers)
         for begin in np.unique(begins):
             in_stretch = begins == begin
@@ -290,7 +294,8 @@ class LengthSampler(Sampler):
         # The k-th shortest group becomes step order[k]. The first and last step may be smaller, so
         # a group is as large as its step.
         groups = np.split(rows, np.cumsum(sizes[order])[:-1])
-        return np.concatenate([groups[k] for k in np.argsort(order)])
+        group_of_step = np.argsort(order)  # the inverse of a permutation
+        return np.concatenate([groups[k] for k in group_of_step])
 
 
 # ---- the sources of a run --------------------------------------------------------------------
@@ -324,9 +329,6 @@ class PairCorpus(RowCorpus):
     def load(self, sources: np.ndarray, rows: np.ndarray) -> PairBatch:
         """Return the micro-batch of these pairs, for `Batches`."""
         return load_pairs(self.train, sources, rows)
-
-    def targets_of(self, source: int, rows: np.ndarray) -> np.ndarray:
-        return np.ones(len(rows), np.int64)  # the loss of a step is the mean over its pairs
 
     def val_batches_of(
         self, data: Pairs, batch_size: int, eval_steps: int, rank: int, world_size: int

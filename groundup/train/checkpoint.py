@@ -234,7 +234,7 @@ def find(
         return None, {"step": 0}
     # Rank 0 has chosen. Each rank must be able to read it, from a disk that they share or its own.
     check_visible(path, config["timeout_s"])
-    state = read_state(path / "train_state.pt")
+    state = read_state(path / "train_state.pt")  # mapped: no rank reads its tensors here
     check_continues(path, state, config, model_config, data_record)
     if ranks.rank() == 0:
         print(describe_resume(path, state, config, max_steps), flush=True)
@@ -698,6 +698,9 @@ class Saver:
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
+            if ranks.rank() > 0:
+                own = [copied["rank_state"]]
+                ranks.issue("send state", dist.send_object_list, own, 0, group=self.group)
             for _ in rank_states:  # after an error: receive what the others send all the same
                 pass
             problem = ranks.gather_objects(problem, self.group)[0]
@@ -733,10 +736,9 @@ class Saver:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
 
     def _rank_states(self, own: dict) -> Iterator[dict]:
-        """Yield the state of each rank on rank 0, to which the others send theirs."""
+        """Yield the state of each rank, on rank 0. The others send theirs in `_write`."""
         # One after the other: with PowerSGD each is as large as the gradients.
         if ranks.rank() > 0:
-            ranks.issue("send state", dist.send_object_list, [own], 0, group=self.group)
             return
         yield own
         for other in range(1, ranks.world_size()):
@@ -906,12 +908,12 @@ def check_stage(out: Path, script: str) -> None:
 
 def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
-    # The first three are of a model or of prepared data. Names that a run does not write do not
-    # matter.
+    # Of a model, of prepared data, or the user's own under a name that a run writes. All other
+    # names may stay.
     suspects = ["adapter_config.json", "config.json", "manifest.json"]
     suspects += [name for name in FIRST_LINES if not made_by_a_run(out / name)]
-    # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
-    # other files.
+    # If no run has begun here, even a step_* or a latest is somebody else's. (A run begins with
+    # config.py; a kill during the deletions of overwrite=True may leave only other files.)
     begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
     if not (begun or (out / "log.jsonl").exists()):
         # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
@@ -919,8 +921,9 @@ def check_nothing_foreign(out: Path) -> None:
         own = [name for name in run_files(out) if name[0] != "." and not name.endswith(".tmp")]
         suspects += [name for name in own if name != "reference.safetensors"]
     foreign = [name for name in sorted(suspects) if (out / name).exists()]
-    for name in foreign:
-        raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
+    if foreign:
+        text = f"{out} holds {foreign[0]!r}, which no run made; use another out_dir"
+        raise UserError(f"config: {text}")
 
 
 def repair(out: Path) -> None:
@@ -946,7 +949,7 @@ def link_again(link: Path) -> None:
     if link.is_symlink() or not sums.is_file():
         return
     # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(UserError, KeyError, TypeError):
         step = step_path(link.parent, read_state(link / "train_state.pt")["step"])
         original = step / sums.name
         same = original.is_file() and original.read_bytes() == sums.read_bytes()

@@ -240,13 +240,14 @@ def open_weights(directory: Path) -> dict[str, Stored]:
     return {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def drop_tied_head(tensors: dict[str, Stored], directory: Path, as_one: bool = True) -> None:
-    """Remove the head that files of tied models may hold beside the embedding; it must be equal."""
-    # as_one: embedding and head were trained together, so an adapter need not store both.
+def drop_tied_head(tensors: dict[str, Stored], directory: Path, trained_tied: bool = True) -> None:
+    """Remove the head that files of tied models may hold beside the embedding; it must be equal.
+
+    trained_tied: they were one weight in training too, so an adapter need not store both."""
     head = tensors.pop("lm_head.weight", None)
     embedding = tensors.get("embed_tokens.weight")
-    if head is None:  # the embedding alone is enough, unless only it was trained
-        differ = embedding is not None and not as_one
+    if head is None:
+        differ = embedding is not None and not trained_tied
     else:
         differ = embedding is None or not torch.equal(head[:], embedding[:])
     if differ:
@@ -520,7 +521,8 @@ def load_adapter(model: Transformer, directory: Path) -> None:
     if present is not None and replace(present, dropout=cfg.dropout) != cfg:
         raise UserError(f"lora: {directory} has {cfg}; the model has {present}")
     if model.cfg.tie_embeddings:
-        drop_tied_head(tensors, directory, bool(config.get("ensure_weight_tying")))
+        trained_tied = bool(config.get("ensure_weight_tying"))
+        drop_tied_head(tensors, directory, trained_tied)
     # Expected: all adapters, and those of the model's own parameters that are stored beside them.
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n in tensors}
     check_fit(shapes | lora.adapter_shapes(model, cfg), tensors, directory)

@@ -452,8 +452,8 @@ def keep_events_until(path: Path, step: int) -> None:
             damaged.append(str(number))
         elif event["event"] == "save":
             if event.pop("crc32", None) == save_sum(event, found_crc):
-                # Of the lines before it some may be dropped here, because a run trains on while it
-                # saves. So the event gets the CRC-32 of those that stay.
+                # The event of step 200 may come after the line of step 210, because a run trains on
+                # while it saves. A resume drops that line, so the event gets the CRC-32 of what stays.
                 new = json.dumps(event | {"crc32": save_sum(event, kept_crc)}).encode()
             else:
                 changed.append(number)

@@ -311,6 +311,7 @@ def own_part(bucket: Bucket, group: Group, i: int, mine: Tensor) -> tuple[torch.
     mine: the group's state. The part is [first slice] of the whole state and [second] of `mine`,
     both flat; without ZeRO-1 it is all of the state."""
     p, offset = bucket.params[i], bucket.offsets[i]
+    # Of Muon `mine` is (k, n, m), or (k, n, 1) for the mean squares of rows; of AdamW it is flat.
     shape = mine.shape[1:] if mine.ndim > 1 else p.shape
     n_sharing = p.numel() // shape.numel()  # weights that share a number: 1, or those of a row
     begin, end = own_span(bucket, [i])
@@ -344,21 +345,20 @@ def learning_rate_at(
     schedule: str,
     peak: float,
     min_lr: float,
-    warmup_steps: float,
+    warmup: int,
     max_steps: int,
     decay_fraction: float = DECAY_FRACTION,
 ) -> float:
     """Return the learning rate of update number `step` (1, 2, ...).
 
-    It rises linearly to `peak` in the warm-up (see warmup_length; the first update is never a
-    no-op) and falls to `min_lr` at max_steps. With min_lr = 0 the last update would be a no-op: it
-    has the rate of half a step before the end.
+    It rises linearly to `peak` in `warmup` steps (the first update is never a no-op) and falls to
+    `min_lr` at max_steps. With min_lr = 0 the last update would be a no-op: it has the rate of half
+    a step before the end.
       constant  it does not fall
       cosine    by half a cosine (arXiv:1608.03983)
       linear    by a straight line
       wsd       by a straight line over the last decay_fraction (MiniCPM, arXiv:2404.06395)"""
     # The warm-up. Dividing by one step more leaves the peak to the first step after it.
-    warmup = warmup_length(warmup_steps, max_steps)
     if step <= warmup:
         return peak * step / (warmup + 1)
     if schedule == "constant":

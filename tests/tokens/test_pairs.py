@@ -450,7 +450,6 @@ def test_ranks_micro_steps_and_resumed_runs_see_the_same_pairs(tok, tmp_path):
         found = [[] for _ in range(first, 12)]
         for rank in range(world):
             batches = Batches(corpus, order, batch_size, accum, World(rank, rank, world), first_step=first)
-            assert batches.count_targets(3) == 8
             for step in found:
                 for _ in range(accum):
                     batch = batches.next()

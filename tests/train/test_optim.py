@@ -257,9 +257,6 @@ def test_schedule_values_by_hand(schedule, step, value):
 
 def test_warm_up_is_steps_or_a_share():
     assert [warmup_length(x, 300) for x in (0, 0.05, 0.999, 1, 40.0)] == [0, 15, 300, 1, 40]
-    for step in (1, 15, 16, 200):
-        share, steps = (learning_rate_at(step, "linear", 1.0, 0.1, w, 300) for w in (0.05, 15))
-        assert share == steps
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
