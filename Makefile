@@ -46,10 +46,6 @@ $(VENV)/serve: $(VENV)/core requirements-serve.txt
 
 install: $(VENV)/core
 
-# Threads that wait spin: beside two busy processes a step takes five times as long. Some spinning costs nothing on idle
-# cores, none at all a tenth (docs/measurements.md).
-demo demo-chat demo-tools demo-real: export GOMP_SPINCOUNT ?= 10000
-
 # After a change of the sources or of Python the data are made anew, and then the runs and answers that are older than
 # the data that they were made from ($1), for the trainers and sample.py do not continue these with other data.
 PREPARE = $(PY) prepare.py --overwrite=True

@@ -122,8 +122,8 @@ class Transformer(nn.Module):
     def init_parameter(self, name: str, p: Tensor) -> None:
         """Draw matrices from N(0, init_std), as GPT-2 does; set biases to 0 and norms to 1.
 
-        This replaces what a layer's constructor drew: what should begin as something else, such as
-        a gate at 0, needs a line here."""
+        This replaces what a layer's constructor drew. A matrix or bias that should begin as
+        something else needs a line here; other parameters keep what their constructor gave them."""
         if p.ndim == 2:
             # 2 n_layer matrices add to the residual stream: they start smaller, so that it does not
             # grow with the depth.
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
             nn.init.normal_(p, std=self.cfg.init_std / shrink)
         elif name.endswith(".bias"):
             nn.init.zeros_(p)
-        else:
+        elif name.endswith("norm.weight"):
             nn.init.ones_(p)
 
     def forward(

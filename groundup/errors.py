@@ -96,6 +96,10 @@ def end_in_one_line() -> None:
         sys.excepthook = one_line_excepthook
         atexit.register(flush_output)
 
+    # OpenMP's threads spin while they wait, for which torch reads this when it is imported. Beside
+    # other busy processes the usual spinning makes a step take several times as long.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
     # In a rank: no C++ frames of a lost connection. Under torchrun: end with it.
     if "RANK" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

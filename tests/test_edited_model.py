@@ -23,7 +23,7 @@ from groundup.generate.decode import for_inference
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.attention import Layout, attention
 from groundup.tokens.training import train
-from groundup.train import config_json, huggingface, lora
+from groundup.train import config_json, fsdp, huggingface, lora
 from groundup.train.device import autocast
 from model import ModelConfig, Transformer
 
@@ -74,6 +74,19 @@ class Scaled(model.MLP):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x) * self.scale)
 
 
+class Gated(Scaled):
+    """A gate that begins at 0, and a stack of matrices."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        self.gain = nn.Parameter(torch.zeros(cfg.n_embd))
+        self.experts = nn.Parameter(torch.full((2, cfg.n_embd, cfg.n_embd), 0.5))
+        self.scale = nn.Parameter(torch.full((cfg.ffn_dim,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.gain) + self.gain * (x @ self.experts.sum(0))
+
+
 class Halved(nn.Linear):
     """Not the product of an nn.Linear."""
 
@@ -103,7 +116,7 @@ class Fused(model.Attention):
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
-EDITS = {"Block": (Renamed,), "MLP": (Squared, NanoGPT, Scaled), "Attention": (Fused,)}
+EDITS = {"Block": (Renamed,), "MLP": (Squared, NanoGPT, Scaled, Gated), "Attention": (Fused,)}
 PLACES = {edit: place for place, edits in EDITS.items() for edit in edits}
 
 
@@ -112,7 +125,7 @@ def edit(monkeypatch):
     """edit(cls): model.py with this class in the place of its own."""
 
     def forget() -> None:
-        config_json.fixed_logits.cache_clear()
+        config_json.logits_of.cache_clear()
         config_json.say.cache_clear()
 
     def patch(cls: type) -> None:
@@ -162,6 +175,16 @@ def test_what_is_generated_is_what_the_model_computes(tmp_path, edit, cls, dtype
             want = logps.gather(1, torch.tensor(drawn).unsqueeze(1)).squeeze(1)
             tolerance = 1e-4 if dtype == torch.float32 else 0.1
             torch.testing.assert_close(torch.tensor(found), want, atol=tolerance, rtol=0)
+
+
+def test_what_a_constructor_gives_a_new_parameter_stays(edit):
+    """Of matrices, biases and norms init_parameter decides; fsdp cannot keep the others."""
+    edit(Gated)
+    net = Transformer(tiny())
+    mlp = net.layers[1].mlp
+    assert mlp.gain.eq(0).all() and mlp.experts.eq(0.5).all() and mlp.scale.eq(3).all() and net.norm.weight.eq(1).all()
+    with pytest.raises(UserError, match="fsdp' needs a line for layers.0.mlp.gain in model.py's init_parameter"):
+        fsdp.draw(net)
 
 
 def test_a_layer_with_a_forward_of_its_own_keeps_it(edit):

@@ -10,6 +10,7 @@ CUDA graph. Otherwise it runs as model.py has it: decode_step is the plain refer
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -102,7 +103,8 @@ def is_native(
     has = {"qwen2": cfg.qkv_bias, "qwen3": cfg.qk_norm}
     kinds = [kind for kind in has if has[kind]] or ["llama"]
     fits = device.type == "cpu" and cfg.n_embd % 2 == cfg.ffn_dim % 2 == 0
-    return fits and all(map(is_plain, kinds)) and step_c(dtype, int8) is not None
+    plain = all(is_plain(replace(cfg, model_type=kind)) for kind in kinds)
+    return fits and plain and step_c(dtype, int8) is not None
 
 
 # ---- the step ------------------------------------------------------------------------------------

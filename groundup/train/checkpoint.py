@@ -49,7 +49,7 @@ from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.batches import changed_entry
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import fsdp, huggingface, ranks
-from groundup.train.config_json import is_as_saved
+from groundup.train.config_json import is_as_saved, read_config
 from groundup.train.device import rng_state, set_rng_state
 from groundup.train.huggingface import fail
 from groundup.train.optim import DECAY_FRACTION, learning_rate_at, warmup_length
@@ -381,7 +381,9 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
 
 def check_same_computation(path: Path) -> None:
     """Raise UserError unless model.py computes what it did when this checkpoint was saved."""
-    if not is_as_saved(read_json(huggingface.config_path(path))):
+    file = huggingface.config_path(path)
+    saved = read_json(file)
+    if not is_as_saved(saved, read_config(saved, file)):
         what = f"{path} is of a model.py that computed something else; put that model.py back"
         fail(f"{what}, use another out_dir, or {START_OVER}")
 

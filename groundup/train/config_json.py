@@ -8,6 +8,7 @@ import functools
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -65,12 +66,12 @@ def to_hf_config(
     kind, dtype_name = cfg.model_type, str(dtype).removeprefix("torch.")
 
     # transformers would open the weights of an edited model.py and compute something else.
-    if is_plain(kind):
+    if is_plain(cfg):
         config["model_type"] = kind
     else:
         what = f"this model.py computes something else than transformers' {kind}"
-        say(f"checkpoint: {what}; only it opens what is saved")
-        config |= {"model_type": CHANGED + kind, LOGITS: list(fixed_logits(kind))}
+        say(f"checkpoint: {what}; only it can open what is saved")
+        config |= {"model_type": CHANGED + kind, LOGITS: list(fixed_logits(cfg))}
     config["architectures"] = [f"{kind.capitalize()}ForCausalLM"]  # the class in transformers
     if kind == "mistral":
         config["sliding_window"] = None  # absent means 4096 to transformers
@@ -92,8 +93,17 @@ def to_hf_config(
 
 def from_hf_config(path: Path) -> ModelConfig:
     """Return the architecture in a config.json of transformers 4 or 5."""
-    # Refuse a model whose weights would load but mean something else.
     hf = read_json(path)
+    cfg = read_config(hf, path)
+    if not is_as_saved(hf, cfg):
+        why = "this model.py does not compute what these weights were trained for"
+        say(f"checkpoint: warning: {path.parent}: {why}")
+    return cfg
+
+
+def read_config(hf: dict, path: Path) -> ModelConfig:
+    """Return the architecture in the content of a config.json."""
+    # Refuse a model whose weights would load but mean something else.
     kind = str(hf.get("model_type")).removeprefix(CHANGED)
     check_settings(hf, kind, path)
     theta, scaling = read_rope(hf, path)
@@ -112,9 +122,6 @@ def from_hf_config(path: Path) -> ModelConfig:
     if cfg.block_size * cfg.head_dim > MAX_ANGLES:
         what = f"max_position_embeddings={cfg.block_size} is too many for a table"
         raise wrong(path, f"{what}; write there as many positions as you need")
-    if not is_as_saved(hf):
-        why = "this model.py does not compute what these weights were trained for"
-        say(f"checkpoint: warning: {path.parent}: {why}")
     return cfg
 
 
@@ -201,6 +208,19 @@ PLAIN = {  # computed by transformers (tests/train/test_computation.py)
     "qwen2": (0.5756, 0.9285, 1.5679, -0.4558, -1.1608, -1.748, 0.2694, -0.1584),
     "qwen3": (-0.7444, 1.2757, 0.8959, 0.6177, 0.95, 1.4743, -1.0055, -0.2844),
 }
+# The small model. A large norm_eps, so that an edit of RMSNorm shows.
+SMALL = ModelConfig(
+    vocab_size=32,
+    block_size=16,
+    n_layer=2,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=64,
+    head_dim=16,
+    ffn_dim=64,
+    norm_eps=0.1,
+    tie_embeddings=False,
+)
 
 
 def fixed_values(name: str, shape: torch.Size) -> torch.Tensor:
@@ -212,13 +232,21 @@ def fixed_values(name: str, shape: torch.Size) -> torch.Tensor:
     return values if name.endswith(".bias") else values + 1  # weights of norms lie around 1
 
 
+def fixed_logits(cfg: ModelConfig) -> tuple[float, ...]:
+    """Return eight logits that a small model of this kind computes with model.py.
+
+    A field that an edit has added to ModelConfig, such as another activation, is as in `cfg`."""
+    known = {*SIZES.values(), "rope_theta", "rope_scaling", "tie_embeddings", "dropout"}
+    known |= {"qk_norm", "qkv_bias", "model_type"}  # see below
+    added = {key: value for key, value in vars(cfg).items() if key not in known}
+    return logits_of(cfg.model_type, json.dumps(added))
+
+
 @functools.cache
-def fixed_logits(kind: str) -> tuple[float, ...]:
-    """Return eight logits that model.py computes. Random generators are left as they were."""
-    sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "head_dim": 16, "ffn_dim": 64}
-    biases = {"qk_norm": kind == "qwen3", "qkv_bias": kind == "qwen2", "tie_embeddings": False}
-    # A large norm_eps, so that an edit of RMSNorm shows.
-    cfg = ModelConfig(32, 16, rope_theta=10000.0, norm_eps=0.1, **sizes, **biases)
+def logits_of(kind: str, added: str) -> tuple[float, ...]:
+    """Compute `fixed_logits`. Random generators are left as they were. added: fields, as JSON."""
+    biases = {"qk_norm": kind == "qwen3", "qkv_bias": kind == "qwen2", "model_type": kind}
+    cfg = replace(SMALL, **biases, **json.loads(added))
     no_autocast = torch.autocast("cpu", enabled=False)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), no_autocast, torch.no_grad():
         model = Transformer(cfg).eval()
@@ -229,17 +257,18 @@ def fixed_logits(kind: str) -> tuple[float, ...]:
     return tuple(round(x, 4) for x in logits.tolist())
 
 
-def is_plain(kind: str) -> bool:
-    """Return whether model.py computes what transformers does for this model_type."""
-    return is_as_saved({"model_type": kind})
+def is_plain(cfg: ModelConfig) -> bool:
+    """Return whether model.py computes what transformers does for a model of this kind."""
+    return is_as_saved({}, cfg)
 
 
-def is_as_saved(hf: Mapping) -> bool:
-    """Return whether model.py computes what it did when this config.json was written."""
-    kind = str(hf.get("model_type")).removeprefix(CHANGED)
-    if kind not in PLAIN:
-        return True  # no model of ours, which from_hf_config refuses
-    stored, computed = hf.get(LOGITS, PLAIN[kind]), fixed_logits(kind)
+def is_as_saved(hf: Mapping, cfg: ModelConfig) -> bool:
+    """Return whether model.py computes what it did when this config.json was written.
+
+    cfg: what `read_config` finds in it."""
+    if cfg.model_type not in PLAIN:
+        return True  # no model of ours, which read_config refuses
+    stored, computed = hf.get(LOGITS, PLAIN[cfg.model_type]), fixed_logits(cfg)
     if not isinstance(stored, list | tuple) or len(stored) != len(computed):
         return False
     pairs = zip(stored, computed, strict=True)

@@ -14,6 +14,7 @@ are those of DDP, and a run can go on with either, on any number of ranks.
 
 import contextlib
 import ctypes
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, repeat
@@ -127,8 +128,11 @@ def draw(model: Transformer) -> None:
             nn.Embedding(module.num_embeddings, module.embedding_dim)
     # Then the weights. Every rank draws whole ones and keeps its rows, one parameter at a time.
     for name, p in model.named_parameters():
-        whole = torch.empty(p.shape)
+        whole = torch.full(p.shape, math.nan)
         model.init_parameter(name, whole)
+        # Its constructor ran without memory, so what that gave it is lost.
+        text = f"parallel='fsdp' needs a line for {name} in model.py's init_parameter"
+        refuse(whole.isnan().any(), text)
         put(p, whole)
 
 

@@ -257,7 +257,7 @@ def drop_tied_head(tensors: dict[str, Stored], directory: Path, trained_tied: bo
 def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -> None:
     """Raise UserError if the stored weights have other sizes than config.json."""
     # Before the model is built: a damaged config.json could ask for any amount of memory.
-    if not is_plain(cfg.model_type):
+    if not is_plain(cfg):
         return  # an edited model.py has its own shapes, which only check_fit compares
     # layers.7.mlp.up_proj.weight -> 7
     n_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})

@@ -1,5 +1,6 @@
 """Has model.py been edited? The recorded numbers are transformers', edits change them, rounding does not."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import model
 from groundup.errors import UserError
+from groundup.generate import decode
 from groundup.tokens.training import train
 from groundup.train import checkpoint, config_json, huggingface
 from model import ModelConfig, Transformer
@@ -18,10 +20,15 @@ CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 silu = F.silu
 
 
+def small(kind: str) -> ModelConfig:
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "model_type": kind}
+    return ModelConfig(384, block_size=16, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", **sizes)
+
+
 @pytest.fixture(autouse=True)
 def forget():
     yield
-    config_json.fixed_logits.cache_clear()
+    config_json.logits_of.cache_clear()
     config_json.say.cache_clear()
 
 
@@ -38,7 +45,7 @@ def test_the_recorded_numbers_are_transformers(kind):
             p.copy_(config_json.fixed_values(name.removeprefix("model."), p.shape))
         found = theirs(torch.arange(12).view(1, 12)).logits[0, -1, ::4]
     torch.testing.assert_close(found, torch.tensor(config_json.PLAIN[kind]), atol=1e-4, rtol=0)
-    assert config_json.is_plain(kind)
+    assert config_json.is_plain(small(kind))
 
 
 def other_rope(cfg: ModelConfig) -> torch.Tensor:
@@ -71,33 +78,72 @@ EDITS = {
 def test_an_edited_model_is_another_and_stays_the_same(monkeypatch, edit):
     tokenizer, cfg = train(["a b c"], 384), ModelConfig(384, block_size=16, n_layer=1, n_head=2, n_embd=16)
     plain = json.loads(json.dumps(config_json.to_hf_config(cfg, tokenizer)))
-    assert config_json.is_plain("llama") and config_json.is_plain("mistral")
-    config_json.fixed_logits.cache_clear()
+    assert config_json.is_plain(small("llama")) and config_json.is_plain(small("mistral"))
+    config_json.logits_of.cache_clear()
     monkeypatch.setattr(*EDITS[edit])
-    assert not config_json.is_plain("llama")
+    assert not config_json.is_plain(small("llama"))
     edited = json.loads(json.dumps(config_json.to_hf_config(cfg, tokenizer)))
-    assert config_json.is_as_saved(edited) and not config_json.is_as_saved(plain)
+    assert config_json.is_as_saved(edited, cfg) and not config_json.is_as_saved(plain, cfg)
     monkeypatch.undo()
-    config_json.fixed_logits.cache_clear()
-    assert not config_json.is_as_saved(edited) and config_json.is_as_saved(plain)
+    config_json.logits_of.cache_clear()
+    assert not config_json.is_as_saved(edited, cfg) and config_json.is_as_saved(plain, cfg)
+
+
+def test_a_new_setting_of_model_py_is_seen(monkeypatch, tmp_path):
+    """With its default the model is plain; with another value transformers must refuse it."""
+
+    @dataclasses.dataclass
+    class Config(ModelConfig):
+        act: str = "silu"
+
+    class MLP(model.MLP):
+        def __init__(self, cfg: Config) -> None:
+            super().__init__(cfg)
+            self.act = cfg.act
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate = self.gate_proj(x)
+            gate = F.relu(gate).square() if self.act == "relu2" else F.silu(gate)
+            return self.down_proj(gate * self.up_proj(x))
+
+    def with_act(hf: dict, path: Path, read=config_json.read_config) -> Config:
+        return Config(**vars(read(hf, path)), act=hf.get("act", "silu"))
+
+    monkeypatch.setattr(model, "MLP", MLP)
+    monkeypatch.setattr(config_json, "SMALL", Config(**vars(config_json.SMALL)))
+    monkeypatch.setattr(config_json, "read_config", with_act)
+    tokenizer, sizes = train(["a b c"], 384), {"n_layer": 1, "n_head": 2, "n_embd": 16}
+    kinds = {}
+    for act in ("silu", "relu2"):
+        cfg = Config(tokenizer.vocab_size, block_size=16, act=act, **sizes)
+        hf = json.loads(json.dumps(config_json.to_hf_config(cfg, tokenizer) | {"act": act}))
+        kinds[act] = hf["model_type"]
+        assert config_json.is_as_saved(hf, with_act(hf, tmp_path)) and is_native(cfg) == (act == "silu")
+        if act == "relu2":  # with the weights of the other
+            assert not config_json.is_as_saved(hf, dataclasses.replace(cfg, act="silu"))
+    assert kinds == {"silu": "llama", "relu2": "changed_llama"}
+
+
+def is_native(cfg: ModelConfig) -> bool:
+    return decode.is_native(cfg, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("logits", [None, 1, "no", [], [1.0] * 7, ["x"] * 8, [10**400] * 8, [[1.0]] * 8, {"a": 1.0}])
 def test_damaged_numbers_are_not_those_of_this_model(logits):
-    assert not config_json.is_as_saved({"model_type": "changed_llama", "logits_of_fixed_weights": logits})
+    assert not config_json.is_as_saved({"logits_of_fixed_weights": logits}, small("llama"))
 
 
 def test_rounding_threads_and_random_generators_change_nothing():
     state = torch.get_rng_state()
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            assert config_json.is_plain("qwen3")
-        config_json.fixed_logits.cache_clear()
+            assert config_json.is_plain(small("qwen3"))
+        config_json.logits_of.cache_clear()
     with torch.device("meta"):
-        assert config_json.is_plain("llama")
+        assert config_json.is_plain(small("llama"))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    assert all(map(config_json.is_plain, CONFIGS))
+    assert all(config_json.is_plain(small(kind)) for kind in CONFIGS)
     torch.set_num_threads(before)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -110,10 +156,10 @@ def test_an_edited_model_is_not_saved_as_a_plain_one(tmp_path: Path, monkeypatch
     for directory in (plain, changed):
         if directory == changed:
             monkeypatch.setattr(F, "silu", F.gelu)
-            config_json.fixed_logits.cache_clear()
+            config_json.logits_of.cache_clear()
             huggingface.check_saves(cfg, tokenizer)
-            said = "checkpoint: this model.py computes something else than transformers' llama; only it opens what is "
-            assert capsys.readouterr().err == said + "saved\n"
+            said = "checkpoint: this model.py computes something else than transformers' llama; only it can open "
+            assert capsys.readouterr().err == said + "what is saved\n"
             with pytest.raises(UserError, match="else; put .* with --resume=never --overwrite=True"):
                 checkpoint.check_same_computation(plain)
         directory.mkdir()
@@ -124,7 +170,7 @@ def test_an_edited_model_is_not_saved_as_a_plain_one(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="changed_llama"):
         AutoModelForCausalLM.from_pretrained(changed)
     monkeypatch.setattr(F, "silu", silu)
-    config_json.fixed_logits.cache_clear()
+    config_json.logits_of.cache_clear()
     capsys.readouterr()  # bars of transformers
     for _ in range(2):
         assert huggingface.load_config(changed) == cfg
