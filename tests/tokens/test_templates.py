@@ -389,6 +389,21 @@ def test_answers_that_are_not_to_be_learned_are_not_marked(name):
     assert n_tried > 20
 
 
+@pytest.mark.parametrize("space", ["", " "])
+def test_calls_are_found_though_a_space_stands_before_words_alone(space, tmp_path):
+    """Mistral 0.3 writes '[/INST] words' and '[/INST][TOOL_CALLS]', and lets no words stand in place of calls."""
+    plain = re.sub(r"(?<=end)generation", "if", TAGGED["mistral"])
+    plain = re.sub(r"generation(?= %)", "if true", plain)
+    plain = plain.replace("{{ message['content'] + eos_token }}", f"{{{{ '{space}' + message['content'] + eos_token }}}}")
+    ours = Tokenizer.load(directory_with(plain, tmp_path))
+    for i, messages in enumerate(TALKS):
+        messages = messages_of(with_calls(random.Random(i), messages)[0])[0]
+        ids, mask = ours.render(messages)
+        learned = ours.decode([i for i, is_learned in zip(ids, mask, strict=True) if is_learned])
+        assert learned.count("[TOOL_CALLS]") == ours.decode(ids).count("[TOOL_CALLS]")
+        assert "[INST]" not in learned and "[TOOL_RESULTS]" not in learned
+
+
 @pytest.mark.parametrize("constant", ["'a' * 10**8", "'a'|center(10**8)", "range(10**8)|list"])
 def test_what_a_template_does_not_reach_is_not_computed(constant):
     """Jinja computes constants when it compiles, which no limit of time or memory would stop."""
