@@ -507,6 +507,7 @@ def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
 # ---- tools -----------------------------------------------------------------------------------
 
 CALL = re.compile(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>")
+RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 CALL_ID = re.compile(r"[A-Za-z0-9]{9}")  # Mistral's templates take no other
 
 
@@ -516,7 +517,7 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
     row_formats.py writes tools into the system message and calls into the answers, as text. Text
     that is not exactly so is left as it is. A call keeps the row's id if Mistral's templates take
     it, else its id is its number in the conversation; a result has the id of its call."""
-    turns, tools = take_tools(list(messages))
+    turns, tools = take_tools([one for turn in messages for one in results_of(turn)])
     n_calls, new_ids, waiting = 0, {}, []  # waiting: ids of calls without a result
     for i, turn in enumerate(turns):
         if turn["role"] == "tool":
@@ -544,6 +545,15 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
             learn = {"learn": False} if not turn.get("learn", True) else {}
             turns[i] = {"role": "assistant", "content": said, "tool_calls": calls} | learn
     return turns, tools
+
+
+def results_of(turn: dict) -> list[dict]:
+    """Return a tool's turn as one for each result, without the tags that Hermes' data have, and
+    that templates write themselves."""
+    found = RESULT.findall(turn["content"]) if turn["role"] == "tool" else []
+    if not found or RESULT.sub("", turn["content"]).strip():
+        return [turn]
+    return [turn | {"content": result} for result in found]
 
 
 def call_id(number: int) -> str:
