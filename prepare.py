@@ -49,7 +49,7 @@ from groundup.text.workers import worker_pool
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.text_tokenizer import TOKENIZERS, find_tokenizer
 from groundup.tokens.training import train
-from tokenizer import Tokenizer
+from tokenizer import OWNERS, Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help ------------------------------
 input = ""  # files, globs, 'name: files, weight=1; ...'; - = stdin; python-docs, demo-en, demo-zh
@@ -100,7 +100,9 @@ def existing_tokenizer(
 
     dated: directories that may record the date that its template writes. Raise UserError if it
     lacks a special token that this kind needs."""
-    exists = any((find_tokenizer(Path(directory)) / name).exists() for name in TOKENIZERS)
+    # a model or a tokenizer in another form gets no new tokenizer: `load` says what is missing
+    names = (*TOKENIZERS, *OWNERS, "vocab.json", "tekken.json")
+    exists = any((find_tokenizer(Path(directory)) / name).exists() for name in names)
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory).with_template_settings(template_settings, *dated)

@@ -203,6 +203,16 @@ def test_manifest_says_what_it_was_made_of(tmp_path, tok):
             assert shard["sha256"] == found
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "log.jsonl", "vocab.json", "tekken.json"])
+def test_a_model_without_a_tokenizer_that_can_be_read_gets_no_new_one(tmp_path, name):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_text("{}", "utf-8")
+    path = write_jsonl(tmp_path / "x.jsonl", texts(4))
+    with pytest.raises(UserError, match="no tokenizer.json or tokenizer.model in"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tmp_path / "model", val_fraction=0.2)
+    assert [file.name for file in (tmp_path / "model").iterdir()] == [name]
+
+
 def test_a_tokenizer_of_sentencepiece(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", texts(200))
     train(texts(200), 512, backend="sentencepiece").save(tmp_path / "tok")

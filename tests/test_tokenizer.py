@@ -823,6 +823,9 @@ def test_loads_like_qwen(bpe: Tokenizer, tmp_path: Path):
     tok = assert_same_ids(directory, texts)
     assert (tok.eot_id, tok.bos_id, tok.pad_id, tok.im_end_id) == (636, 636, 636, 638)
     assert tok.stop_ids == {636, 638}
+    # without a generation_config.json transformers takes them from the model's config.json
+    (directory / "generation_config.json").rename(directory / "config.json")
+    assert Tokenizer.load(directory).stop_ids == {636, 638} and Tokenizer.load(directory).bos_id == 636
     ids = tok.encode("<think>好<|im_end|>")
     assert ids[0] == 639 and tok.token_bytes(639) == b"<think>" and not tok.special_ids & set(ids)
     assert all(tok.decode(tok.encode(text)) == text for text in composed)

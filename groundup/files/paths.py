@@ -13,7 +13,8 @@ from groundup.errors import UserError
 # By these a directory that prepare.py made is known, also without its manifest.
 PREPARED = {"report.md", "dropped.tsv"}
 # Also of packed files.
-DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".jsonlines", ".json", ".csv", ".tsv")
+DATA_SUFFIXES += (".parquet",)
 
 
 def matches(name: str) -> list[str]:
@@ -77,10 +78,16 @@ def list_directory(top: str) -> list[str]:
             call = f"load_from_disk({folder!r}).to_json('rows.jsonl')"
             how = f'python -c "import datasets; datasets.{call}"'
             raise UserError(f"data: {shown_name(folder)} is of the library datasets; first: {how}")
+        if lake := {"_delta_log", ".hoodie"}.intersection(folders):
+            what = f"{shown_name(folder)} is a table whose {lake.pop()} tells which rows count"
+            raise UserError(f"data: {what}; export these to parquet or JSON lines")
         entered = {}  # of two links to a folder, one
         for name in folders:
-            real = os.path.realpath(os.path.join(folder, name))
-            if not name.startswith(".") and real not in seen:
+            path = os.path.join(folder, name)
+            real = os.path.realpath(path)
+            if name.startswith("_"):  # such as Spark's _temporary; Hadoop and pyarrow skip it
+                others.append(os.path.relpath(path, top) + os.sep)
+            elif not name.startswith(".") and real not in seen:
                 entered[real] = name
         folders[:] = entered.values()  # os.walk enters these
         seen |= entered.keys()

@@ -28,9 +28,11 @@ HEAD_BYTES = 2**16  # of a CSV file: they tell what separates its fields
 MAX_DEPTH = 100  # of JSON; code that walks a deeper value would exhaust Python's stack
 PIECE_CHARS = 2**21  # a longer text file is read in pieces: each character may take four bytes
 LINE_BYTES = 2**22  # a longer line of a text file, too
-JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+JSON_SUFFIXES = (".json", *LINE_SUFFIXES)
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
-DECODER = json.JSONDecoder()
+# NaN is no JSON: pandas and json.dump write it where there is no value
+DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
 
 
@@ -90,7 +92,7 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     is_json = path == "-" and re.match(rb'\{\s*"|\[\s*[{"\]]', head)
     if suffix in JSON_SUFFIXES or is_json:
         if head.startswith(b"["):
-            named = suffix in (".jsonl", ".ndjson")
+            named = suffix in LINE_SUFFIXES
             return "jsonl" if lines_of_arrays(head, named) else "json"
         return "json" if is_over_lines(head) else "jsonl"
     if txt_split not in ("file", "blank", "line"):
@@ -179,8 +181,14 @@ def records_of(
         yield from text_records(stream, decoder)  # one record, or pieces of one
     elif kind in ("csv", "tsv"):
         csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than an article
-        dialect = dialect_of(kind, stream.peek())
+        head = stream.peek()
         lines = decoded(read_lines(stream), decoder)
+        if hint := SEPARATOR.match(head):  # a line for Excel
+            head = head[hint.end() :]
+            next(lines)
+        dialect = dialect_of(kind, head)
+        if dialect and is_escaped(head, dialect):
+            lines = map(with_doubled_quotes, lines)
         yield from csv_records(lines, names, dialect) if dialect else plain_rows(lines, names)
     elif kind == "blank":
         yield from decoded(paragraphs(stream, begin, end), decoder)
@@ -408,6 +416,27 @@ def dialect_of(kind: str, head: bytes) -> dict | None:
     return {"delimiter": mark, "strict": True, "skipinitialspace": typed}
 
 
+SEPARATOR = re.compile(rb"(?:\xef\xbb\xbf)?\"?sep=[^\r\n]\"?\r?\n", re.IGNORECASE)
+
+
+def is_escaped(head: bytes, dialect: dict) -> bool:
+    """Return whether quotes within fields have a backslash before them, as Spark and MySQL write
+    them, instead of being doubled: more of the first rows are a table so."""
+    if b'\\"' not in head:
+        return False
+    mark, is_cut = dialect["delimiter"], len(head) >= streams.READ_BYTES
+    plain = widths_of(head, mark, is_cut)[0]
+    escaped = widths_of(head.replace(b'\\"', b'""'), mark, is_cut)[0]
+    was_table, is_table = len({*plain} - {0}) == 1, len({*escaped} - {0}) == 1
+    return is_table and not (was_table and len(plain) >= len(escaped))
+
+
+def with_doubled_quotes(line: Record) -> Record:
+    if not line.problem:
+        line.value = line.value.replace('\\"', '""')
+    return line
+
+
 def widths_of(head: bytes, delimiter: str, is_cut: bool) -> tuple[list[int], bool]:
     """Return the number of fields of each whole row, up to one that is no CSV, and whether there is
     one. is_cut: the head ends within the last row."""
@@ -442,6 +471,8 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
             return
         except csv.Error as error:
             row, detail = [], str(error)
+            if "\r" in (held[0].value or ""):
+                detail = "a carriage return; if lines end so: tr '\\r' '\\n' <OLD >NEW"
             # the old one is within a row
             reader = csv.reader(csv_lines(lines, waiting, held), **dialect)
         first = held[0]

@@ -473,7 +473,8 @@ class SentencePieceBPE(Engine):
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b"empty")
         except RuntimeError:
-            raise UserError("tokenizer.model is damaged") from None
+            why = "is damaged, or not of sentencepiece, as Llama 3's in tiktoken's form"
+            raise UserError(f"tokenizer.model {why}; tokenizer.json will do") from None
         self.processor = processor
         self.sha256 = hashlib.sha256(model).hexdigest()  # stands for all pieces and scores
         added = config.get("added_tokens_decoder") or {}

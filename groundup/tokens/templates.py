@@ -38,15 +38,15 @@ from groundup.tokens import BEGIN, END
 GUARD = "\ufdd0"  # one more of Unicode's noncharacters
 MARKS = re.compile(f"[{BEGIN}{END}]")
 # They show what a template leaves out of the messages of a role, and how that is counted.
-PROBES = {"assistant": "\ufdd3", "system": "\ufdd4", "tool": "\ufdd5"}
-PROBES["call"] = "_0probe0"  # in ASCII, since calls may be written with escapes
+PROBES = {"assistant": "\ufdd3", "system": "\ufdd4", "tool": "\ufdd5", "words": "\ufdd6"}
+PROBE_OF_CALL = "_{}probe"  # in ASCII, since calls may be written with escapes
 NOT_WRITTEN = {
     "assistant": "thoughts of answers",
     "system": "system messages",
     "tool": "results of tools",
-    "call": "calls of tools",
+    "words": "words beside calls",
 }
-OUR_CHARACTERS = re.compile("[\ufdd0-\ufdd5]")
+OUR_CHARACTERS = re.compile("[\ufdd0-\ufdd6]")
 RENDER_S = 4  # of CPU time at most, for one conversation; thousands of messages take less than one
 WAIT = 10  # times as long on the clock
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -63,6 +63,11 @@ NOT_SETTINGS = {"messages", "tools", "add_generation_prompt", "documents", "loop
 # A block of thoughts that a prompt opens for the model, closed or not
 OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 THOUGHTS = re.compile(r"(<think>\s*\S.*?)(\s*</think>)", re.DOTALL)
+
+HIDDEN = (
+    "tokenizer: the chat template does not show where {}, so it cannot be trained on; "
+    "add {{% generation %}} to the template"
+)
 
 Span = tuple[int, int]  # (begin, end) in a text
 
@@ -269,6 +274,7 @@ class ChatTemplate:
             for i in answers[-1:] if only_last else answers:
                 if talk.messages[i].get("learn", True):
                     spans.append(self.answer(text, talk, i))
+            self.refuse_results(text, talk, spans)
         return self.markers.cut(text, spans)
 
     def render_input(self, messages: Sequence[dict], opens: bool = False) -> RenderInput:
@@ -281,7 +287,7 @@ class ChatTemplate:
 
     def left_out(self, messages: Sequence[dict]) -> Counter[str]:
         """Count what the template does not write: thoughts, system messages, calls, results."""
-        probed, expected = [], Counter()
+        probed, n_calls, expected = [], 0, Counter()
         talk = self.render_input(messages)
         for message in talk.messages:
             role, content = message["role"], message["content"]
@@ -290,17 +296,22 @@ class ChatTemplate:
                 content = THOUGHTS.sub(rf"\1{PROBES[role]}\2", content)
             elif role in PROBES and content.strip():
                 content = content.rstrip() + PROBES[role]
-            expected[role] += content.count(PROBES.get(role, BEGIN))
+            if calls := message.get("tool_calls"):
+                if content.rpartition("</think>")[2].strip():
+                    content = content.rstrip() + PROBES["words"]
+                named = [with_probe(call, k) for k, call in enumerate(calls, start=n_calls)]
+                message, n_calls = message | {"tool_calls": named}, n_calls + len(calls)
+            expected.update(OUR_CHARACTERS.findall(content))
             probed.append(message | {"content": content})
-            if "tool_calls" in message:
-                calls = probed[-1]["tool_calls"] = [with_probe(c) for c in message["tool_calls"]]
-                expected["call"] += len(calls)
         counts: Counter[str] = Counter()
-        if expected.total():
+        if expected or n_calls:
             with suppress(UserError):
                 text = self.text(talk.with_messages(*probed))
-                for role, probe in PROBES.items():
-                    counts[NOT_WRITTEN[role]] = expected[role] - text.count(probe)
+                for role, what in NOT_WRITTEN.items():
+                    counts[what] = expected[PROBES[role]] - text.count(PROBES[role])
+                # each by itself: a result may be written with the name of its call
+                written = [PROBE_OF_CALL.format(k) in text for k in range(n_calls)]
+                counts["calls of tools"] = written.count(False)
         return +counts
 
     def settings(self, written: str) -> dict[str, bool | str]:
@@ -363,16 +374,29 @@ class ChatTemplate:
         end = len(text) - len(after)
         # a template may write other turns differently after this answer: then nothing is certain
         if not found or not text.endswith(after) or not 0 <= begin <= end:
-            hidden = f"does not show where answer {i} begins and ends"
-            how = "add {% generation %} to the template"
-            raise UserError(
-                f"tokenizer: the chat template {hidden}, so it cannot be trained on; {how}"
-            )
+            raise UserError(HIDDEN.format(f"answer {i} begins and ends"))
         if self.closing and text.startswith(self.closing, end):
             return begin, end + len(self.closing)
         # gpt-oss: other answers end otherwise than the last
         ending = self.markers.name.match(text, end)
         return begin, ending.end() if ending else end
+
+    def refuse_results(self, text: str, talk: RenderInput, spans: list[Span]) -> None:
+        """Raise UserError if a result of a tool stands within an answer, as Gemma 4 writes it."""
+        probe, probed = PROBES["tool"], []
+        for message in talk.messages:
+            if message["role"] == "tool":
+                said = message["content"].rstrip()
+                message = message | {"content": said + probe + message["content"][len(said) :]}
+            probed.append(message)
+        if probed == talk.messages:
+            return
+        other = self.text(talk.with_messages(*probed))
+        if other.replace(probe, "") != text:
+            return  # the template reads the results, as JSON perhaps
+        places = [found.start() - k for k, found in enumerate(re.finditer(probe, other))]
+        if any(begin < place <= end for begin, end in spans for place in places):
+            raise UserError(HIDDEN.format("an answer ends and the result of a tool begins"))
 
     def call(self, text: str, talk: RenderInput, i: int) -> Span | None:
         """Return where the calls of message i stand in `text`, or None if unknown.
@@ -390,6 +414,8 @@ class ChatTemplate:
         other = self.text(talk.with_messages(*messages[:i], words, *messages[after:]))
         before = other.partition(BEGIN)[0]
         if not text.startswith(before):
+            before = before.rstrip()  # Mistral's writes a space before words, none before calls
+        if not text.startswith(before):
             return None
         # the first end of a turn behind the calls that is no text
         unguarded = re.compile(f"(?<!{GUARD}){re.escape(ending)}")
@@ -400,9 +426,10 @@ class ChatTemplate:
         return (len(before), found.end()) if said and alone.endswith(said) else None
 
 
-def with_probe(call: dict) -> dict:
+def with_probe(call: dict, number: int) -> dict:
     function = call["function"]
-    return call | {"function": function | {"name": f"{function['name']}{PROBES['call']}"}}
+    name = f"{function['name']}{PROBE_OF_CALL.format(number)}"
+    return call | {"function": function | {"name": name}}
 
 
 @contextmanager
@@ -480,6 +507,7 @@ def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
 # ---- tools -----------------------------------------------------------------------------------
 
 CALL = re.compile(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>")
+RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 CALL_ID = re.compile(r"[A-Za-z0-9]{9}")  # Mistral's templates take no other
 
 
@@ -489,7 +517,7 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
     row_formats.py writes tools into the system message and calls into the answers, as text. Text
     that is not exactly so is left as it is. A call keeps the row's id if Mistral's templates take
     it, else its id is its number in the conversation; a result has the id of its call."""
-    turns, tools = take_tools(list(messages))
+    turns, tools = take_tools([one for turn in messages for one in results_of(turn)])
     n_calls, new_ids, waiting = 0, {}, []  # waiting: ids of calls without a result
     for i, turn in enumerate(turns):
         if turn["role"] == "tool":
@@ -517,6 +545,15 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
             learn = {"learn": False} if not turn.get("learn", True) else {}
             turns[i] = {"role": "assistant", "content": said, "tool_calls": calls} | learn
     return turns, tools
+
+
+def results_of(turn: dict) -> list[dict]:
+    """Return a tool's turn as one for each result, without the tags that Hermes' data have, and
+    that templates write themselves."""
+    found = RESULT.findall(turn["content"]) if turn["role"] == "tool" else []
+    if not found or RESULT.sub("", turn["content"]).strip():
+        return [turn]
+    return [turn | {"content": result} for result in found]
 
 
 def call_id(number: int) -> str:

@@ -110,7 +110,7 @@ class TextTokenizer:
                 raise UserError(f"tokenizer: cannot read {where}: {error.strerror}") from None
         read = dict(files)
         # it belongs to the model, and only its special tokens are read
-        generation_config = files.pop("generation_config.json", b"{}")
+        generation_config = files.pop("generation_config.json", None)
         if not set(TOKENIZERS) & set(files):
             nothing = f"no tokenizer.json or tokenizer.model in {directory}"
             how = "train a tokenizer"
@@ -122,6 +122,8 @@ class TextTokenizer:
         if "tokenizer.json" not in files and "tokenizer_config.json" not in files:
             lacks = f"{directory} has a tokenizer.model but no tokenizer_config.json"
             raise UserError(f"tokenizer: {lacks}; add it")
+        if generation_config is None:
+            generation_config = ids_of_model(directory)
         # whatever is wrong inside a file is one line for the user
         damage = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
         try:
@@ -278,6 +280,15 @@ def find_tokenizer(directory: Path) -> Path:
     has_own = any((directory / name).exists() for name in TOKENIZERS)
     is_run = (directory / "latest").is_dir() and not has_own
     return directory / "latest" if is_run else directory
+
+
+def ids_of_model(directory: Path) -> bytes:
+    """Return what generation_config.json would say of special tokens, from a model's config.json."""
+    # transformers takes them from there, too
+    path = directory / "config.json"
+    config = read_json(path, "tokenizer") if path.exists() else {}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return to_json({name: config[name] for name in names if name in config})
 
 
 def begins_text(description: dict) -> bool:

@@ -317,6 +317,17 @@ def test_csv_of_spreadsheets_and_columns_of_one_name(tmp_path: Path) -> None:
     assert row.value == {"text": "first", "text_2": "second", "n": "1"}
 
 
+def test_quotes_with_backslashes_in_a_long_table(tmp_path: Path) -> None:
+    """Spark writes them so. What is looked at ends within a row, and perhaps within quotes."""
+    path = tmp_path / "a.csv"
+    for n in range(5):
+        rows = [f'{k},"the {k}. \\"word\\", {"x" * 100 * n}"' for k in range(20_000)]
+        path.write_text("id,text\n" + "\n".join(rows) + "\n", "utf-8")
+        assert read(path) == [row.partition('"')[2][:-1].replace("\\", "") for row in rows]
+    path.write_text('id,text\n1,"""a"" C:\\"\n' + '2,"x\n\\"\n' * 200_000, "utf-8")  # doubled
+    assert read(path)[:2] == ['"a" C:\\', "x\n\\"] and len(read(path)) == 200_001
+
+
 def test_a_line_too_long_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_BYTES", 1000)
     paragraphs = [f"Paragraph {k}.\nIts second line." for k in range(9)]
@@ -502,14 +513,21 @@ ODD_FILES = [
     (
         "mysql.csv",
         b'text,b\n"he said \\"yes\\", and went",1\nsecond,2\n',
-        ["second"],
-        {"bad_csv": 1},
+        ['he said "yes", and went', "second"],
+        {},
     ),
+    ("backslash.csv", b'text,b\n"ends so \\",1\n"a ""b"" c",2\n', ["ends so \\", 'a "b" c'], {}),
+    ("excel.csv", b"\xef\xbb\xbfsep=;\r\ntext;b\r\nfirst, 1;1\r\n", ["first, 1"], {}),
+    ("excel2.csv", b'"sep=,"\ntext,b\nfirst,1\n', ["first"], {}),
+    ("sep.csv", b"sep=,text\n1,first\n", ["first"], {}),
+    ("mac.csv", b"text,b\rfirst,1\r", [], {"bad_csv": 1}),
     ("open.csv", b'text,b\nfirst,1\n"never ends,2\n', ["first"], {"bad_csv": 1}),
     ("arrays.jsonl", f"[{ROW}]\n[{ROW}]\n".encode(), [LONG] * 2, {}),
     ("types.jsonl", b'{"text":"a","x":[0,"y"]}\n{"text":"b","x":{"z":1}}\n', ["a", "b"], {}),
     ("python.jsonl", b"{'text': 'a dict of Python'}\n", [], {"bad_json": 1}),
     ("nan.jsonl", b'{"text":"a","x":NaN}\n{"text":"b","x":1e999}\n', ["a", "b"], {}),
+    ("nan.json", b'[{"text":NaN,"content":"a"},{"text":NaN}]', ["a"], {"bad_field": 1}),
+    ("a.jsonlines", f"{ROW}\n{ROW}\n".encode(), [LONG] * 2, {}),
     ("comma.jsonl", f'{{"text":"a",}}\n{ROW}\n'.encode(), [LONG], {"bad_json": 1}),
     ("comments.jsonl", f"// a\n{ROW}\n# b\n".encode(), [LONG], {"bad_json": 2}),
     ("open_string.jsonl", f'{{"text":"a\nb"}}\n{ROW}\n'.encode(), [LONG], {"bad_json": 2}),

@@ -443,7 +443,7 @@ def test_a_directory_is_read_without_prepared_ones_and_links_to_what_is_in_it(tm
 
 def test_of_a_directory_only_data_files_are_read_and_the_others_are_named(tmp_path: Path, capsys) -> None:
     top = tmp_path / "set"
-    data = ["a.TXT", "b.jsonl.gz", "c.json", "d.csv", "deep/e.parquet", "f.ndjson.zst", "g.tsv"]
+    data = ["a.TXT", "b.jsonl.gz", "c.json", "d.csv", "deep/e.parquet", "f.ndjson.zst", "g.tsv", "h.jsonlines"]
     others = ["README.md", "readme.txt", "LICENSE", "LICENSE.txt.gz", "load.py", "deep/cat.png", "x.tmp", ".hidden"]
     for name in [*data, *others]:
         (top / name).parent.mkdir(parents=True, exist_ok=True)
@@ -452,6 +452,16 @@ def test_of_a_directory_only_data_files_are_read_and_the_others_are_named(tmp_pa
     said = capsys.readouterr().out
     assert f"{top}: passed over 8 that are no data by name: " in said and all(name in said for name in others)
     assert find_files(f"{top}/*.md,{top}/load.py") == [f"{top}/README.md", f"{top}/load.py"]
+    # of a table on a cluster, rows that are not written yet, and rows that are no longer there
+    (top / "deep" / "_temporary" / "0").mkdir(parents=True)
+    (top / "deep" / "_temporary" / "0" / "part-1.json").write_bytes(b"x")
+    assert find_files(str(top)) == [str(top / name) for name in data]
+    assert "passed over 9 that" in (said := capsys.readouterr().out) and "deep/_temporary/" in said
+    for log in ("_delta_log", ".hoodie"):
+        (tmp_path / log / log).mkdir(parents=True)
+        (tmp_path / log / "part-0.parquet").write_bytes(b"x")
+        with pytest.raises(UserError, match=f"a table whose {log} tells which rows count; export"):
+            find_files(str(tmp_path / log))
     (top / "a.TXT").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     with pytest.raises(UserError, match="a.TXT: it is a pointer of Git LFS, not the file; run git lfs pull"):
         list(readers.read_documents(str(top / "a.TXT")))

@@ -23,6 +23,7 @@ from groundup.align.losses import pair_logps, reference_logps
 from groundup.align.reward_model import answered_ids, drawn_ids
 from groundup.align.rollouts import AnswerSampler
 from groundup.errors import UserError
+from groundup.files.row_formats import messages_of
 from groundup.files.turns import Pair
 from groundup.kernels.cross_entropy import cross_entropy, token_scores
 from groundup.tokens import pairs
@@ -154,6 +155,48 @@ def test_no_marker_in_a_question_becomes_one(name, special):
     assert markers and markers_of(forged) == markers_of(plain)
 
 
+def called(*cities: str, words: str = "") -> dict:
+    """A turn that calls a tool for each city, as datasets have it."""
+    calls = [{"function": {"name": "weather", "arguments": {"city": city}}} for city in cities]
+    return {"role": "assistant", "content": words, "tool_calls": calls}
+
+
+WEATHER = {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}
+RESULT = {"role": "tool", "content": "result"}
+BACK = {"role": "assistant", "content": "final"}
+TALKS_WITH_TOOLS = [
+    [*QUESTION, called("Rome"), RESULT, BACK],
+    [*QUESTION, called("Rome", "Oslo", words="words"), RESULT, RESULT, BACK],
+    [*QUESTION, called("Rome", words="words"), RESULT, BACK, *QUESTION, called("Oslo"), RESULT, BACK],
+    [*QUESTION, called("Rome", words="words"), RESULT, called("Oslo", words="words"), RESULT, BACK],
+]
+
+
+def check_tools(source: str) -> None:
+    """What tools say is never learned; words and calls are, or it is said that they are not written."""
+    tokenizer = chat_ready(tokenizer_for(source))
+    for turns in TALKS_WITH_TOOLS:
+        messages, problem = messages_of({"messages": turns, "tools": [{"type": "function", "function": WEATHER}]})
+        assert not problem
+        try:
+            ids, mask = tokenizer.render(messages)
+        except UserError:
+            continue
+        learned = "".join(tokenizer.decode([i]) for i, is_learned in zip(ids, mask, strict=True) if is_learned)
+        assert "result" not in learned and "How are you" not in learned
+        text, lost = tokenizer.decode(ids), tokenizer.left_out(messages)
+        cities = sum(len(turn.get("tool_calls", [])) for turn in turns)
+        n_words = sum(turn["content"] == "words" for turn in turns)
+        assert lost["calls of tools"] == cities - learned.count("Rome") - learned.count("Oslo")
+        assert lost["words beside calls"] == n_words - learned.count("words")
+        assert lost["results of tools"] == turns.count(RESULT) - text.count("result")
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_tools_say_is_not_learned(name):
+    check_tools((TRL / f"{name}.jinja").read_text(encoding="utf-8"))
+
+
 def write_rows(path: Path, *rows: dict) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
@@ -222,7 +265,8 @@ def sweep(folder: Path) -> Counter[str]:
         test_an_answer_has_the_same_ids_in_every_stage(path.stem)
         test_no_marker_in_a_question_becomes_one(path.stem, True)
         test_no_marker_in_a_question_becomes_one(path.stem, False)
-        counts["the same ids in every stage, an end that is learned, no forged marker"] += 1
+        test_what_tools_say_is_not_learned(path.stem)
+        counts["the same ids in every stage, an end that is learned, no forged marker, no learned result"] += 1
     return counts
 
 

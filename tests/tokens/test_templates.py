@@ -19,7 +19,7 @@ from groundup.files.row_formats import messages_of
 from groundup.tokens import BEGIN
 from groundup.tokens.conversations import ChatReader
 from groundup.tokens.engines import to_json
-from groundup.tokens.templates import GUARD, ChatTemplate, Piece, RenderInput
+from groundup.tokens.templates import CALL_OF_F, GUARD, TRIAL, ChatTemplate, Piece, RenderInput
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, chat_ready, with_specials
 
@@ -352,6 +352,24 @@ def test_tools_and_calls_of_a_row_are_those_of_transformers(name, system):
     assert said.count('"weather"') == n_calls and "晴天。" in said and "北京天气" not in said
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1"])
+def test_results_within_tags_are_written_within_one_pair_of_tags(name):
+    """Hermes' data have <tool_response> around each result, which templates write themselves."""
+    ours = ChatTemplate((TRL / f"{name}.jinja").read_text(encoding="utf-8"), SPECIALS, VARIABLES, date="2026-01-02")
+    called = {"role": "assistant", "content": CALL_OF_F}
+    back = {"role": "assistant", "content": "fine"}
+
+    def text(*results: str) -> str:
+        talk = [TRIAL[0], called, *({"role": "tool", "content": one} for one in results), back]
+        return marked(ours.pieces(talk))[0]
+
+    first, second = '{"name": "f", "content": "<b> 1"}', "two\nlines"
+    inside = [f"<tool_response>\n{one}\n</tool_response>" for one in (first, second)]
+    assert text(inside[0]) == text(first) and text(*inside) == text("\n".join(inside)) == text(first, second)
+    for odd in (f"see {inside[0]}", "<tool_response>", "", f"{inside[0]} and more"):
+        assert text(odd).count("tool_response") == text("x").count("tool_response") + odd.count("tool_response")
+
+
 def test_a_template_without_tools_shows_them_as_text():
     messages, _ = messages_of({"tools": WEATHER, "messages": [{"role": "user", "content": "hi"}]})
     text, _ = marked(ChatTemplate(TAGGED["zephyr"], SPECIALS, VARIABLES).pieces(messages))
@@ -387,6 +405,21 @@ def test_answers_that_are_not_to_be_learned_are_not_marked(name):
             assert text == expected(TAGGED[name], messages)[0]
             n_tried += bool(found)
     assert n_tried > 20
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_calls_are_found_though_a_space_stands_before_words_alone(space, tmp_path):
+    """Mistral 0.3 writes '[/INST] words' and '[/INST][TOOL_CALLS]', and lets no words stand in place of calls."""
+    plain = re.sub(r"(?<=end)generation", "if", TAGGED["mistral"])
+    plain = re.sub(r"generation(?= %)", "if true", plain)
+    plain = plain.replace("{{ message['content'] + eos", "{{ '" + space + "' + message['content'] + eos")
+    ours = Tokenizer.load(directory_with(plain, tmp_path))
+    for i, messages in enumerate(TALKS):
+        messages = messages_of(with_calls(random.Random(i), messages)[0])[0]
+        ids, mask = ours.render(messages)
+        learned = ours.decode([i for i, is_learned in zip(ids, mask, strict=True) if is_learned])
+        assert learned.count("[TOOL_CALLS]") == ours.decode(ids).count("[TOOL_CALLS]")
+        assert "[INST]" not in learned and "[TOOL_RESULTS]" not in learned
 
 
 @pytest.mark.parametrize("constant", ["'a' * 10**8", "'a'|center(10**8)", "range(10**8)|list"])
