@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from groundup.errors import UserError, end_in_one_line, listed, naming
+from groundup.errors import UserError, end_in_one_line, imports_are_done, listed, naming
 
 # of settings; None and lists are not allowed
 TYPES = {
@@ -109,6 +109,7 @@ NUMBER = r"(-?\d[\d_]*(?:\.\d+)?(?:e-?\d+)?)"
 def configure(namespace: dict, argv: list[str] | None = None) -> dict:
     """Apply override files and flags to `namespace`, a script's globals(). Return {key: value}."""
     end_in_one_line()
+    imports_are_done()
     argv = sys.argv[1:] if argv is None else argv
     # What the script has assigned so far are its defaults.
     keys = {name: value for name, value in namespace.items() if is_key(name, value)}

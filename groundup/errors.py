@@ -88,7 +88,8 @@ def say(line: str) -> None:
 
 
 def end_in_one_line() -> None:
-    """Install the hooks of this file. Scripts call this before their slow imports."""
+    """Install the hooks of this file. Scripts call this before their slow imports, which are over
+    when `configure` calls `imports_are_done`."""
     if sys.version_info < OLDEST_PYTHON:
         version = ".".join(map(str, sys.version_info[:2]))
         sys.exit(f"{sys.executable} is Python {version}; 3.11 or newer is needed")
@@ -99,6 +100,11 @@ def end_in_one_line() -> None:
     # OpenMP's threads spin while they wait, for which torch reads this when it is imported. Beside
     # other busy processes the usual spinning makes a step take several times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+    # A shell's background job ignores Ctrl-C, and so it stays.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, exit_interrupted)
 
     # In a rank: no C++ frames of a lost connection. Under torchrun: end with it.
     if "RANK" in os.environ:
@@ -122,6 +128,18 @@ def end_in_one_line() -> None:
         if isinstance(stream, io.TextIOWrapper):
             write = stream.write
             stream.write = lambda text, write=write, keep=keep: write(printable(text, keep))
+
+
+def exit_interrupted(number: int, frame: object) -> None:
+    """Exit at Ctrl-C while packages are imported: there is nothing to save."""
+    # numpy and torch turn a KeyboardInterrupt in their C code into an ImportError or a crash.
+    os._exit(report(KeyboardInterrupt(), sys.stderr))
+
+
+def imports_are_done() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, so that `finally` runs."""
+    if signal.getsignal(signal.SIGINT) is exit_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def one_line_excepthook(kind: type, error: BaseException, tb: TracebackType | None) -> None:

@@ -278,6 +278,55 @@ def test_a_rank_and_a_stopped_process_end_without_their_threads(error, env, stat
     assert done.stderr.count(b"\n") == 1 or error.startswith("KeyError")
 
 
+NUMPY = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+except KeyboardInterrupt:  # as numpy's and torch's C code does
+    raise ImportError("numpy.core.multiarray failed to import")
+"""
+
+
+@pytest.mark.parametrize("script", STAGES)
+def test_ctrl_c_while_packages_are_imported_is_one_line(script, tmp_path):
+    (tmp_path / "numpy.py").write_text(NUMPY, encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, ROOT / script, "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    line = f"{script.removesuffix('.py')}: interrupted; run the same command again\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", line)
+
+
+def test_ctrl_c_after_the_imports_runs_what_finally_has_to_do():
+    code = """if True:
+        import os, signal
+        from configurator import configure
+        configure({}, [])
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            print("tidied up")
+    """
+    done = ended(code)
+    assert (done.returncode, done.stdout) == (130, b"tidied up\n")
+    assert done.stderr.count(b"\n") == 1 and b"interrupted" in done.stderr
+
+
+def test_a_background_job_of_a_shell_still_ignores_ctrl_c():
+    code = """if True:
+        import os, signal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        errors.end_in_one_line()
+        os.kill(os.getpid(), signal.SIGINT)
+        print("goes on")
+    """
+    ignoring = BEGIN.replace("errors.end_in_one_line()", "")
+    command = [sys.executable, "-c", ignoring + code, str(ROOT)]
+    done = subprocess.run(command, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"goes on\n", b"")
+
+
 TWO_RANKS = """
 from groundup.errors import UserError, end_in_one_line
 end_in_one_line()

@@ -1,14 +1,15 @@
 """Curves of training runs, from their log.jsonl, in one picture.
 
     python tools/plot.py --runs=out/demo                              # plot.png
-    python tools/plot.py --runs='out/a,out/b' --x=hours --out=two.png # two runs in one picture
+    python tools/plot.py --runs='old=out/a,new=out/b' --x=hours --out=two.png  # in one picture
     python tools/plot.py --runs=out/dpo --y='rewards/chosen+rewards/rejected,rewards/margins'
     python tools/plot.py --runs=out/mine --reference=True    # beside the nearest config's curve
     watch -n 60 python tools/plot.py --runs=out/big          # while it trains
 
-A run is its directory or its log.jsonl, or a pattern of such names. In y, `+` puts keys into one
-panel and `*` matches any letters: --y='val_bpb/*'. Each run has a color, each key of a panel a line
-style. Markers are evaluations; pale lines are training values, thick ones a local fit to them.
+A run is its directory or its log.jsonl, or a pattern of such names; `name=DIR` is called `name` in
+the picture, others by the end of their path. In y, `+` puts keys into one panel and `*` matches any
+letters: --y='val_bpb/*'. Each run has a color, each key of a panel a line style. Markers are
+evaluations; pale lines are training values, thick ones a local fit to them.
 """
 
 import logging
@@ -16,9 +17,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import glob
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,15 +35,17 @@ if __name__ == "__main__":  # before the imports of packages: one that is missin
 import curves
 import numpy as np
 
-from configurator import configure
+from configurator import configure, split_names
 from groundup.errors import UserError
 from groundup.train.log import read_events
 
 # ---- config ----------------------------------------------------------------------------------
-runs = ""  # run directories, log.jsonl files, patterns, comma-separated; "" = newest of out/*
+runs = ""  # run directories, log.jsonl files, patterns, name=DIR; "" = newest of out/*
 out = "plot.png"  # the picture: .png, .svg or .pdf
 x = "steps"  # steps | tokens | hours (of training, without evaluations and saves)
 y = ""  # panels, comma-separated; keys joined by + share one; patterns allowed; "" = the usual
+scale = "linear"  # linear | log (where all values of a panel are above 0)
+columns = 3  # panels side by side, at least 1
 reference = False  # also draw the curve of the nearest config (docs/curves) and compare
 smooth = 0.05  # share of the values on each side that a fit uses, from 0 to 0.49; 0 = no fit
 
@@ -56,6 +61,7 @@ TITLES = {
     "bpb": "bits per byte",
     "val_bpb/*": "bits per byte of each source",
     "val_loss/*": "validation loss of each source",
+    "reward": "mean reward",
     "mean_token_accuracy": "token accuracy",
     "rewards/accuracies": "pairs whose chosen answer wins",
     "rewards/margins": "margin: reward of chosen less rejected",
@@ -69,6 +75,7 @@ TITLES = {
 }
 NOT_SMOOTHED = ("lr", "tokens", "epoch")  # these have no noise
 MOST_NEIGHBOURS = 200  # on each side
+LONGEST_NAME = 32  # letters of a run's name in the picture
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 4)))  # of the keys of a panel
 REFERENCE = "reference "  # how the name of a curve in docs/curves begins
 MARKERS = "osv^Dp*"  # of their evaluations
@@ -103,20 +110,46 @@ class Panel(NamedTuple):
 # ---- logs ----------------------------------------------------------------------------------------
 
 
-def find_logs(runs: str) -> list[str]:
-    """Return the log files that `runs` names, each once. Raise UserError for a name without a
-    log.
-    """
-    found = sorted(glob("out/*/log.jsonl"), key=os.path.getmtime)[-1:] if not runs else []
-    for name in filter(None, map(str.strip, runs.split(","))):
-        log = name if name.endswith(".jsonl") else name.rstrip("/") + "/log.jsonl"
+def find_logs(runs: str) -> dict[str, str]:
+    """Return {log file: name that `runs` gives it, or ""}. Raise UserError for one without a log."""
+    newest = sorted(glob("out/*/log.jsonl"), key=os.path.getmtime)[-1:]
+    found = dict.fromkeys(newest if not runs else [], "")
+    for part in filter(None, split_names(runs)):
+        name, equals, path = part.partition("=")
+        if not equals or "/" in name or os.path.exists(part):  # "=" belongs to the path: out/lr=0.1
+            name, path = "", part
+        log = path if path.endswith(".jsonl") else path.rstrip("/") + "/log.jsonl"
         logs = [log] if os.path.exists(log) else sorted(glob(log, recursive=True))
         if not logs:
             raise UserError(f"plot: no log matches {log!r}; check --runs")
-        found += logs
+        if name and logs[1:]:
+            raise UserError(f"plot: {part!r} names {len(logs)} runs; give each its own name")
+        found |= {log: name or found.get(log, "") for log in logs}
     if not found:
         raise UserError("plot: no out/*/log.jsonl here; give --runs=DIR")
-    return list(dict.fromkeys(found))
+    return found
+
+
+def names_of(logs: Mapping[str, str]) -> list[str]:
+    """Return the name of each run: the given one, or as much of the end of its path as tells it
+    from the others. logs: as find_logs returns them.
+    """
+    paths = [Path(log).resolve() for log in logs]
+    paths = [path.parent if path.name == "log.jsonl" else path.with_suffix("") for path in paths]
+    ends = []  # of each path, from the shortest
+    for path in paths:
+        ends.append(["/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1)])
+    names = []
+    for (log, name), own in zip(logs.items(), ends, strict=True):
+        unique = (end for end in own if sum(end in other for other in ends) == 1)
+        names.append(name or next(unique, log))
+    return names
+
+
+def shortened(name: str) -> str:
+    """Return a name that fits into a legend: the middle of a long one is left out."""
+    half = LONGEST_NAME // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[: half - 2]}...{name[1 - half :]}"
 
 
 def without_repeats(events: Sequence[dict]) -> list[dict]:
@@ -221,15 +254,12 @@ def panel_of(
     Keys of one group, rewards/chosen and rewards/rejected, lose their prefix."""
     curves, bases = [], list(dict.fromkeys(key.removeprefix("val_") for key in keys))
     for which, run in enumerate(runs):
-        logged = {key for event in run.events for key in event}
-        for key in keys:
-            if repeats.get(key) in logged:
-                continue
-            index = bases.index(key.removeprefix("val_"))
-            for kind in ("train", "eval"):
-                points = [(e["x"], e[key]) for e in run.events if e["event"] == kind and key in e]
-                if not points:
-                    continue
+        for key, kind in product(keys, ("train", "eval")):
+            events = [event for event in run.events if event["event"] == kind]
+            is_repeated = any(repeats.get(key) in event for event in events)
+            points = [(event["x"], event[key]) for event in events if key in event]
+            if points and not is_repeated:
+                index = bases.index(key.removeprefix("val_"))
                 at, values = np.array(points, dtype=np.float64).T
                 noisy = kind == "train" and key not in NOT_SMOOTHED
                 fitted = local_fit(values, smooth) if noisy else values
@@ -256,72 +286,101 @@ def chinese_font() -> str:
     return min(names, key=lambda name: ("SC" not in name, "Sans" not in name, name), default="")
 
 
-def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821
-    """Return the panels as a figure of matplotlib, up to three in a row. names: of the runs."""
+def draw(
+    panels: Sequence[Panel],
+    names: Sequence[str],
+    x_label: str,
+    scale: str = "linear",
+    columns: int = 3,
+) -> "Figure":  # noqa: F821
+    """Return the panels as a figure of matplotlib, `columns` in a row. names: of the runs."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
     except ImportError:
         raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib") from None
-    n_columns = min(3, max(1, len(panels)))
+    n_columns = min(columns, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
+    names = list(map(shortened, names))
     heading = names[0] if len(names) == 1 else ""
     texts = "".join([*names, *(key for panel in panels for key in panel.keys)])
     font = ""
     if re.search(r"[\u2e80-\uffef]", texts):
         font = chinese_font()
-        if not font:
+        if not font:  # the boxes that are drawn instead need no warning for each character
             heading = "no font for Chinese names: apt install fonts-noto-cjk"
+            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
     with matplotlib.rc_context({"font.family": ["DejaVu Sans", *([font] if font else [])]}):
         figure = Figure(figsize=(5 * n_columns, 3.4 * n_rows), layout="constrained")
-        figure.suptitle(heading)
+        if not panels:
+            figure.text(0.5, 0.5, "nothing is logged yet", ha="center")
+        if len(names) > 1:  # one legend of the runs for all panels
+            lines = [Line2D([], [], **color_of(i, name)) for i, name in enumerate(names)]
+            where = {"loc": "outside upper center", "ncols": 2 * n_columns, "fontsize": 8}
+            figure.legend(lines, names, title=heading, **where)
+        else:
+            figure.suptitle(heading)
         right = max((curve.x.max() for panel in panels for curve in panel.curves), default=1.0)
         for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)
             axes.set_xlabel(x_label, fontsize=9)
             axes.set_xlim(-0.03 * right, 1.03 * right + 1e-9)
-            draw_panel(axes, panel, names)
+            axes.xaxis.get_major_locator().set_params(integer=x_label == X_LABELS["steps"])
+            draw_panel(axes, panel, names, scale)
     return figure
 
 
-def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str]) -> None:  # noqa: F821
+def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str], scale: str) -> None:  # noqa: F821
+    labels = set()  # of several runs only the first is in the legend: the others look the same
     for curve in panel.curves:
-        draw_curve(axes, curve, names[curve.run], label_of(curve, panel, names))
+        label = label_of(curve, panel)
+        draw_curve(axes, curve, names[curve.run], "" if label in labels else label)
+        labels.add(label)
     axes.set_title(TITLES.get(panel.title, panel.title.replace("+", ", ")), fontsize=10)
     values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in panel.curves])
+    if not values.size:
+        axes.text(0.5, 0.5, "never finite", ha="center", transform=axes.transAxes)
     if values.any() and np.ptp(values) == 0:  # flat: from 0, not a window around it
         axes.set_ylim(*sorted([0, 1.1 * values[0]]))
+    elif scale == "log" and values.min(initial=math.inf) > 0:
+        axes.set_yscale("log")
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=7)
 
 
-def label_of(curve: Curve, panel: Panel, names: Sequence[str]) -> str:
-    """Return what the legend says of a curve: only what tells it from the others."""
-    parts = [names[curve.run]] if len(names) > 1 else []
-    parts += [panel.keys[curve.key]] if len(panel.keys) > 1 else []
+def label_of(curve: Curve, panel: Panel) -> str:
+    """Return what the panel's legend says of a curve: only what tells it from the run's others."""
+    parts = [panel.keys[curve.key]] if len(panel.keys) > 1 else []
     if any(other.points != curve.points for other in panel.curves):
         parts.append("validation" if curve.points else "training")
     return " ".join(parts)
 
 
+def color_of(run: int, name: str) -> dict[str, object]:
+    """Return the color of a run, and its place: a reference is gray and behind the others."""
+    behind = name.startswith(REFERENCE)
+    return {"color": "0.7" if behind else f"C{run % 10}", "zorder": 1 if behind else 2}
+
+
 def draw_curve(axes: "Axes", curve: Curve, name: str, label: str) -> None:  # noqa: F821
     """Draw the values, and a thick line of what is smoothed."""
-    behind = name.startswith(REFERENCE)
-    style = {
-        "color": "0.7" if behind else f"C{curve.run % 10}",
-        "linestyle": DASHES[curve.key % len(DASHES)],
-        "linewidth": 1.6,
-        "zorder": 1 if behind else 2,
-    }
+    color = color_of(curve.run, name)
+    style = color | {"linestyle": DASHES[curve.key % len(DASHES)], "linewidth": 1.6}
     if curve.points:
         style |= {"marker": MARKERS[curve.key % len(MARKERS)], "markersize": 4, "linewidth": 1}
     elif curve.smoothed is not curve.y:
-        axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.8, alpha=0.35)
+        axes.plot(curve.x, curve.y, color=color["color"], linewidth=0.8, alpha=0.35)
     axes.plot(curve.x, curve.smoothed, label=label, **style)
+    # a line needs two values in a row: mark those that stand alone
+    known = np.isfinite(np.pad(curve.smoothed, 1, constant_values=math.nan))
+    alone = known[1:-1] & ~known[:-2] & ~known[2:]
+    if alone.any() and not curve.points:
+        axes.plot(curve.x[alone], curve.smoothed[alone], ".", **color)
 
 
-def references(logs: Sequence[str]) -> list[tuple[str, list[dict]]]:
+def references(logs: Iterable[str]) -> list[tuple[str, list[dict]]]:
     """Print how each run compares with its reference; return [(name, events)] of these, each
     once.
     """
@@ -338,13 +397,12 @@ def references(logs: Sequence[str]) -> list[tuple[str, list[dict]]]:
 def main(config: dict) -> None:
     x, path, share = config["x"], config["out"], config["smooth"]
     logs = find_logs(config["runs"])
-    names = [Path(log).parent.name for log in logs]
-    names = names if len(set(names)) == len(names) else logs
-    found = [(name, read_events(Path(log))) for log, name in zip(logs, names, strict=True)]
+    found = [(name, read_events(Path(log))) for log, name in zip(logs, names_of(logs), strict=True)]
     if config["reference"]:
         found += references(logs)
     drawn = [run_of(name, events, x) for name, events in found]
-    figure = draw(panels_of(config["y"], drawn, share), [run.name for run in drawn], X_LABELS[x])
+    panels, names = panels_of(config["y"], drawn, share), [run.name for run in drawn]
+    figure = draw(panels, names, X_LABELS[x], config["scale"], config["columns"])
     try:
         figure.savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)
         os.replace(path + ".tmp", path)  # a viewer sees the old picture or the new one

@@ -158,7 +158,8 @@ def test_a_real_run_with_a_wrong_learning_rate_is_called_so(tmp_path, capsys, mo
     done = forks.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
-    plot.main({"runs": "mine", "out": "x.svg", "x": "steps", "y": "", "smooth": 0.2, "reference": True})
+    drawn = {"runs": "mine", "out": "x.svg", "x": "steps", "y": "", "scale": "linear", "columns": 3}
+    plot.main(drawn | {"smooth": 0.2, "reference": True})
     printed = capsys.readouterr().out
     assert "above its reference" in printed and "rate is too high: 27.2 times" in printed
     assert "reference debug" in Path("x.svg").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -148,13 +149,27 @@ def test_find_logs(tmp_path, monkeypatch):
     for name, age in (("b", 10), ("a", 20), ("c", 30)):
         write(tmp_path / f"out/{name}/log.jsonl", train(1))
         os.utime(tmp_path / f"out/{name}/log.jsonl", (1e9 - age, 1e9 - age))
-    assert plot.find_logs("") == ["out/b/log.jsonl"]  # the newest
-    assert plot.find_logs("out/*, out/c/") == [f"out/{name}/log.jsonl" for name in "abc"]
-    assert plot.find_logs("out/b/log.jsonl,out/b") == ["out/b/log.jsonl"]
+    assert list(plot.find_logs("")) == ["out/b/log.jsonl"]  # the newest
+    assert list(plot.find_logs("out/*, out/c/")) == [f"out/{name}/log.jsonl" for name in "abc"]
+    assert list(plot.find_logs("out/b/log.jsonl,out/b")) == ["out/b/log.jsonl"]
     write(tmp_path / "out/x[1]/log.jsonl")
-    assert plot.find_logs("out/x[1]") == ["out/x[1]/log.jsonl"]
+    assert list(plot.find_logs("out/x[1]")) == ["out/x[1]/log.jsonl"]
+    write(tmp_path / "out/lr=0.1,wd=0/log.jsonl")
+    found = plot.find_logs("新的=out/a,out/lr=0.1,wd=0, old=out/lr=0.1*")
+    assert found == {"out/a/log.jsonl": "新的", "out/lr=0.1,wd=0/log.jsonl": "old"}
+    with pytest.raises(UserError, match="names 5 runs"):
+        plot.find_logs("all=out/*")
     with pytest.raises(UserError, match="no log matches"):
         plot.find_logs("none*")
+
+
+def test_names_are_given_or_tell_runs_apart():
+    logs = {"a/run/log.jsonl": "", "b/run/log.jsonl": "", "c/other/log.jsonl": "", "d/run/log.jsonl": "mine"}
+    assert plot.names_of(logs) == ["a/run", "b/run", "other", "mine"]
+    assert plot.names_of({"x/one.jsonl": "", "x/two.jsonl": ""}) == ["one", "two"]
+    assert plot.names_of({"log.jsonl": ""}) == [Path.cwd().name]
+    assert plot.shortened("short") == "short"
+    assert plot.shortened("a" * 20 + "b" * 20) == "a" * 14 + "..." + "b" * 15
 
 
 # ---- panels ----------------------------------------------------------------------------------------------------------
@@ -185,6 +200,13 @@ def test_runs_of_rl_begin_with_the_reward():
     panels = plot.panels_of("", [run_of("r", *events)], 0)
     assert [panel.title for panel in panels] == ["reward", "loss", "lr"]
     assert [[curve.points for curve in panel.curves] for panel in panels] == [[False, True], [False], [False]]
+
+
+def test_the_validation_loss_of_reward_is_drawn():
+    """It logs the mean reward, too, but in training only; rl.py's val_loss is minus its reward."""
+    events = [train(1, loss=0.7, reward=0.5), evaluation(1, val_loss=0.6, accuracy=0.5)]
+    panels = {panel.title: panel for panel in plot.panels_of("", [run_of("r", *events)], 0)}
+    assert [curve.points for curve in panels["loss"].curves] == [False, True]
 
 
 def test_panels_of_several_validation_texts_are_among_the_usual():
@@ -255,9 +277,19 @@ def test_a_font_for_chinese_is_found_or_the_title_says_why(monkeypatch):
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [])
     assert plot.chinese_font() == ""
     assert plot.draw(panels, ["诗"], "step").get_suptitle() == NO_FONT
+    assert plot.draw(panels, ["诗", "词"], "step").legends[0].get_title().get_text() == NO_FONT
     fonts = [font_manager.FontEntry(name=name) for name in ("Arial", "Noto Serif CJK SC", "Noto Sans CJK JP", "SimHei")]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
     assert plot.chinese_font() == "Noto Serif CJK SC"
+
+
+def test_without_a_font_no_line_is_printed_for_each_character(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plot, "chinese_font", lambda: "")
+    panels = plot.panels_of("", [run_of("诗", train(1, loss=1.0))], 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot.draw(panels, ["诗", "词"], "step").draw_without_rendering()
 
 
 def test_a_flat_curve_is_drawn_from_zero():
@@ -281,7 +313,48 @@ def test_a_color_is_a_run_and_a_style_of_lines_a_key():
         chosen = line.get_ydata()[0] >= 0
         assert line.get_color() == losses.lines[run].get_color()
         assert line.get_linestyle() == ("-" if chosen else "--")
-    assert [text.get_text() for text in rewards.get_legend().get_texts()][:2] == ["run 0 chosen", "run 0 rejected"]
+    assert [text.get_text() for text in rewards.get_legend().get_texts()] == ["chosen", "rejected"]
+    (legend,) = figure.legends  # of the runs, above all panels
+    assert [text.get_text() for text in legend.get_texts()] == [run.name for run in runs]
+
+
+def test_values_that_stand_alone_are_seen():
+    """A run of one step, and a value between two that are not finite."""
+    pytest.importorskip("matplotlib")
+    for losses, seen in (([3.0], [3]), ([2.0, None, 5.0, None, 3.0, 3.0], [2, 5])):
+        run = run_of("a", *[train(step, loss=loss) for step, loss in enumerate(losses, 1)])
+        (axes,) = plot.draw(plot.panels_of("", [run], 0), ["a"], "step").axes
+        dots = [line for line in axes.lines if line.get_marker() == "."]
+        assert [value for line in dots for value in line.get_ydata()] == seen
+        assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+def test_a_panel_or_a_picture_without_a_number_says_so():
+    pytest.importorskip("matplotlib")
+    run = run_of("a", train(1, loss=None), train(2, loss=None))
+    (axes,) = plot.draw(plot.panels_of("", [run], 0), ["a"], "step", "log").axes
+    assert [text.get_text() for text in axes.texts] == ["never finite"]
+    nothing = plot.draw([], ["a"], "step")
+    assert nothing.texts[0].get_text() == "nothing is logged yet"
+
+
+def test_a_logarithmic_scale_is_only_of_what_is_above_0():
+    pytest.importorskip("matplotlib")
+    run = run_of("a", train(1, loss=10.0, margin=-1.0, lr=0.5), train(2, loss=1000.0, margin=1.0, lr=0.5))
+    figure = plot.draw(plot.panels_of("", [run], 0), ["a"], "step", "log", columns=1)
+    assert {axes.get_title(): axes.get_yscale() for axes in figure.axes} == {
+        "loss": "log", "margin": "linear", "learning rate": "linear",
+    }  # fmt: skip
+    assert len({axes.get_subplotspec().colspan.start for axes in figure.axes}) == 1
+
+
+def test_a_long_name_leaves_the_panels_their_room():
+    pytest.importorskip("matplotlib")
+    names = ["a" * 200, "b"]
+    runs = [run_of(name, train(1, loss=1.0), train(2, loss=2.0), evaluation(2, val_loss=1.0)) for name in names]
+    figure = plot.draw(plot.panels_of("", runs, 0), names, "step")
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_position().width > 0.7
 
 
 @pytest.mark.parametrize("text", [b"", b'{"event": "tr', lines(train(1, loss=None, lr=0.1)) + b"{"])
@@ -296,6 +369,7 @@ def test_picture_of_a_log_with_next_to_nothing(tmp_path, monkeypatch, capsys, te
 
 
 DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.05, "reference": False}
+DEFAULTS |= {"scale": "linear", "columns": 3}
 
 
 @pytest.mark.parametrize(
