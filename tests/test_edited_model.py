@@ -183,7 +183,7 @@ def test_what_a_constructor_gives_a_new_parameter_stays(edit):
     net = Transformer(tiny())
     mlp = net.layers[1].mlp
     assert mlp.gain.eq(0).all() and mlp.experts.eq(0.5).all() and mlp.scale.eq(3).all() and net.norm.weight.eq(1).all()
-    with pytest.raises(UserError, match="fsdp' needs a line for layers.0.mlp.gain in model.py's init_parameter"):
+    with pytest.raises(UserError, match="fsdp' needs a line for layers.0.mlp.scale in model.py's init_parameter"):
         fsdp.draw(net)
 
 
