@@ -58,8 +58,12 @@ DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
 BUSY = "The server is busy; try again soon"
 BODY_S = 20  # for a client to send its body
-BIG_BODY = 2**16  # bytes; bodies from here on are read one by one
-BIG_PAUSE = 4  # times as long as it took to read one, at most a second, is the pause after it
+BIG_BODY = 2**16  # bytes; bodies from here on have a price, see Pace
+BYTE_S = 5e-7  # price of their bytes; to parse and encode one takes up to 3e-8 s
+REFUSAL_S = 0.05  # price of an answer that is an error; it takes up to 2e-3 s
+BURST_S = 1  # prices of this sum together need no wait
+PATIENCE_S = 10  # a big body that would wait longer is refused
+ERROR_WAIT_S = 1  # the most that an error waits
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
 KEEP_S = 30
@@ -290,7 +294,7 @@ class Server:
         self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
-        self.big_bodies, self.n_big = asyncio.Lock(), 0  # held by one of them; how many wait
+        self.pace = Pace()
         for model in models.values():
             model.card["defaults"] = self.defaults
 
@@ -311,7 +315,8 @@ class Server:
         kinds = Refused, HTTPException, RecursionError, Exception
         handlers = dict.fromkeys(kinds, error_response)
         inner = Starlette(routes=routes, exception_handlers=handlers)
-        guarded = Guard(inner, {route.path for route in routes}, self.config, self.metrics)
+        paths = {route.path for route in routes}
+        guarded = Guard(inner, paths, self.config, self.metrics, self.pace)
         origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         cors["allow_private_network"] = True  # what a browser asks before a site reaches 127.0.0.1
@@ -368,17 +373,20 @@ class Server:
         began = time.monotonic()
         own_tools = self.tools.schemas if self.tools else None
         body = await read_body(http, self.config["max_body_kb"])
-        async with self.in_turn(http, len(body)):
-            asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
-            model = self.named(asked.model)
-            job = self.admit(asked)
-            try:
-                # Encoding a long prompt takes time, in which other requests go on.
-                requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
-                job.begin(model.tokenizer, requests)
-            except BaseException:
-                job.give_back(job.left)
-                raise
+        if len(body) >= BIG_BODY:
+            await self.pace.pay(len(body) * BYTE_S, PATIENCE_S)
+            if await http.is_disconnected():
+                raise Refused(400, "the client went away")
+        asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
+        model = self.named(asked.model)
+        job = self.admit(asked)
+        try:
+            # Encoding a long prompt takes time, in which other requests go on.
+            requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
+            job.begin(model.tokenizer, requests)
+        except BaseException:
+            job.give_back(job.left)
+            raise
         # What every piece of the answer begins with
         head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
@@ -393,33 +401,6 @@ class Server:
         with model.cancelling(job):
             body = await or_disconnect(self.whole(job, events), http.receive)
         return Response(status_code=400) if body is None else JSONResponse(head | body)
-
-    @contextlib.asynccontextmanager
-    async def in_turn(self, http: Any, n_bytes: int) -> AsyncIterator[None]:
-        """Keep time for the engine: big bodies are read one by one, with a pause after each.
-
-        Raise Refused for one too many, and for one that waits too long or whose client has gone."""
-        if n_bytes < BIG_BODY:
-            yield
-            return
-        if self.n_big >= self.config["max_queue"]:
-            raise Refused(429, BUSY, None, "rate_limit_exceeded")
-        limit = self.config["max_seconds"]
-        self.n_big += 1
-        try:
-            await asyncio.wait_for(self.big_bodies.acquire(), limit)
-        except TimeoutError:
-            raise Refused(504, f"the answer was not complete after {limit} s") from None
-        finally:
-            self.n_big -= 1
-        began = time.monotonic()
-        try:
-            if await http.is_disconnected():
-                raise Refused(400, "the client went away")
-            yield
-        finally:
-            pause = min(BIG_PAUSE * (time.monotonic() - began), 1)
-            asyncio.get_running_loop().call_later(pause, self.big_bodies.release)
 
     def admit(self, asked: ParsedRequest) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
@@ -585,6 +566,24 @@ async def error_response(http: Any, error: Exception) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
+class Pace:
+    """Keeps time for the engine: whatever clients send, errors and big bodies get a small share of
+    it. Each has a price in seconds, and goes on once its price is paid (a leaky bucket)."""
+
+    def __init__(self) -> None:
+        self.paid_until = 0.0
+
+    async def pay(self, price: float, most: float) -> None:
+        """Wait until all prices so far and this one are paid. Raise Refused if that takes more than
+        `most` seconds."""
+        now = time.monotonic()
+        until = max(self.paid_until, now - BURST_S) + price
+        if until > now + most:
+            raise Refused(429, BUSY, None, "rate_limit_exceeded")
+        self.paid_until = until
+        await asyncio.sleep(max(0, until - now))
+
+
 # ---- who may ask ---------------------------------------------------------------------------------
 
 
@@ -606,10 +605,13 @@ def check_config(config: dict) -> None:
 
 
 class Guard:
-    """An ASGI application that checks who asks, and counts the answers of another."""
+    """An ASGI application that checks who asks, and counts and paces the answers of another."""
 
-    def __init__(self, inner: Any, paths: set[str], config: dict, metrics: "Metrics") -> None:
-        self.inner, self.paths, self.config, self.metrics = inner, paths, config, metrics
+    def __init__(
+        self, inner: Any, paths: set[str], config: dict, metrics: "Metrics", pace: "Pace"
+    ) -> None:
+        self.inner, self.paths, self.config = inner, paths, config
+        self.metrics, self.pace = metrics, pace
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -620,6 +622,9 @@ class Guard:
             if message["type"] == "http.response.start":
                 path = scope["path"] if scope["path"] in self.paths else "other"
                 self.metrics.requests[path, message["status"]] += 1
+                if message["status"] >= 400:
+                    with contextlib.suppress(Refused):  # too many wait already
+                        await self.pace.pay(REFUSAL_S, ERROR_WAIT_S)
             await send(message)
 
         error = auth_error(scope, self.config)
