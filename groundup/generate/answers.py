@@ -257,8 +257,9 @@ def context_ended(
 
 
 def read_prompts(path: str) -> dict[int, Record]:
-    """Return {number from 0: decoded line} of the lines that are not blank, read as prepare.py does:
-    packed or not, in UTF-8, GBK or UTF-16. Raise UserError if the file cannot be read."""
+    """Return {number from 0: decoded line} of the lines that are not blank. Raise UserError.
+
+    The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16."""
     with streams.open_stream(path) as stream:
         lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
         found = {line.line - 1: line for line in lines if line.problem or line.value.strip()}
@@ -285,7 +286,7 @@ def parse(line: Record) -> dict:
 
 
 def asked_of(fields: dict, settings: dict) -> str | list[dict]:
-    """Return the text to continue or the messages to answer. Raise ValueError with what is wrong."""
+    """Return the text to continue or the messages to answer. Raise ValueError for a bad row."""
     fields = mended(fields)
     try:
         text = continued_text(fields, settings.get("chat", True))
@@ -322,7 +323,7 @@ def answer_fields(
 def named(
     positions: list[dict[int, float] | None], tokenizer: Tokenizer
 ) -> list[list[dict] | None]:
-    """Return log-probabilities with the texts of their tokens, "" for ids beyond the tokenizer's."""
+    """Return log-probabilities with the texts of tokens, "" for ids beyond the tokenizer's."""
 
     def entry(i: int, logprob: float) -> dict:
         text = tokenizer.pieces.get(i, b"").decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, in the forms that public models write.
+"""Thoughts and calls of tools in the text of an answer, in the forms that public models write.
 
     Hermes, Qwen, ours   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     Qwen3-Coder          <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
@@ -30,6 +30,7 @@ from groundup.tokens.templates import CALL_ID
 # ---- the text of an answer is divided ------------------------------------------------------------
 
 
+THINK, THINK_END = "<think>", "</think>"  # around the thoughts before an answer
 DEEPSEEK = "<\uff5ctool\u2581{}\uff5c>"
 DEEPSEEK_MARKS = ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
 CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = map(DEEPSEEK.format, DEEPSEEK_MARKS)
@@ -38,6 +39,40 @@ PYTHON_MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
 }
+
+
+class ThoughtReader:
+    """Divides an answer into thoughts, <think>...</think> at its beginning, and the rest."""
+
+    def __init__(self, opened: bool) -> None:
+        """opened: whether the prompt ends with <think>, which the answer then lacks."""
+        self.state = "thinking" if opened else "beginning"  # then between, saying
+        self.pending = ""
+
+    def push(self, text: str, last: bool) -> tuple[str, str]:
+        """Return (more thoughts, more of what is said)."""
+        self.pending += text
+        if self.state == "beginning":
+            begin = self.pending.lstrip()
+            if not last and THINK.startswith(begin):
+                return "", ""
+            thinks = begin.startswith(THINK)
+            self.state = "thinking" if thinks else "saying"
+            self.pending = begin.removeprefix(THINK) if thinks else self.pending
+        thoughts = ""
+        if self.state == "thinking":
+            thoughts, close, rest = self.pending.partition(THINK_END)
+            if not close:
+                keep = 0 if last else n_pending(thoughts, [THINK_END])
+                cut = len(thoughts) - keep
+                self.pending = thoughts[cut:]
+                return thoughts[:cut], ""
+            self.state, self.pending = "between", rest
+        if self.state == "between":  # the empty lines after </think>
+            self.pending = self.pending.lstrip("\n")
+            self.state = "saying" if self.pending else "between"
+        said, self.pending = self.pending, ""
+        return thoughts, said
 
 
 class CallReader:

@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of each layer, (rows, K, max_length + 1, D); the last position is a spare one.
+    """Keys and values of each layer, (rows, K, max_length + 1, D); the last position is spare.
 
     The caller keeps the length of each row, beyond which nothing is attended to. So a finished row
     can be reused for another text while the others go on."""
@@ -78,7 +78,7 @@ class KVCache:
         return CacheChunk(self, begin, begin + T, slice(None) if rows is None else rows)
 
     def part(self, lengths: list[int]) -> Part:
-        """Return the next position of the first rows, for a CacheStep; -1 = leave a row unchanged."""
+        """Return the next position of the first rows, for a CacheStep; -1 skips a row."""
         n_widths = max(lengths) // MIN_WIDTH + 1
         if self.few_widths:
             n_widths = 1 << (n_widths - 1).bit_length()  # a power of two

@@ -38,7 +38,7 @@ def to_html(text: str, whole: bool) -> tuple[str, str]:
     tokens = reader.parse(text[:MAX_CHARS])
     n_chars = len(text)
     if not whole or n_chars > MAX_CHARS:
-        # The last block that says where it begins, as formulas do not, and what follows is the rest.
+        # The rest begins with the last block that says where it begins: formulas do not.
         blocks = [i for i, one in enumerate(tokens) if one.level == 0 and one.nesting >= 0]
         last = next((i for i in reversed(blocks) if tokens[i].map is not None), 0)
         line = tokens[last].map[0] if blocks and tokens[last].map else 0

@@ -18,12 +18,12 @@ from typing import Any
 from groundup.errors import UserError, printable
 from groundup.files.turns import BadRow, turns_at, with_system
 from groundup.files.untrusted import mended
-from groundup.generate.call_forms import CallReader
+from groundup.generate.call_forms import THINK, THINK_END, CallReader, ThoughtReader
 from groundup.generate.completion import begin_prompt
-from groundup.generate.engine import Request, Token, n_pending
+from groundup.generate.engine import Request, Token
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
-from groundup.generate.tools import THINK, THINK_END, ToolTurn
+from groundup.generate.tools import ToolTurn
 from tokenizer import StreamDecoder, Tokenizer
 
 # Names of sampling parameters. Those from top_k on are not OpenAI's but vLLM's.
@@ -122,32 +122,39 @@ def parse(
         raise Refused(400, "messages are for /v1/chat/completions", "messages")
     else:
         own = {"prompts": texts_or_ids(body), "echo": take(body, "echo", bool, False)}
-    echo = own.get("echo", False)
+    own |= draw_fields(body, chat, own.get("echo", False), defaults, seed, as_json)
 
-    # What decides the draws
-    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
-    limit_name, limit = list(limits.items())[-1] if limits else (LIMITS[0], None)
-    scores_only = echo and limit == 0
+    options = take(body, "stream_options", dict, {})
+    options = {key: value for key, value in options.items() if value is not None}
+    own |= {"chat": chat, "model": take(body, "model", str, "")}
+    own["stream"] = take(body, "stream", bool, False)
+    own["include_usage"] = take(options, "include_usage", bool, False)
+    # What is left of the body is not known.
+    log_unknown(body, "")
+    log_unknown(options, "stream_options.")
+    return ParsedRequest(**own)
+
+
+def draw_fields(
+    body: dict, chat: bool, echo: bool, defaults: dict, seed: int, as_json: bool
+) -> dict:
+    """Return what decides the draws: n, params, limited and scores_only of a ParsedRequest."""
     n = take(body, "n", int, 1)
     if not 1 <= n <= MAX_N:
         raise Refused(400, f"n must be from 1 to {MAX_N}, got {n}", "n")
     values = defaults | sampling_values(body, seed) | {"json_object": as_json}
+    # Greedy choices are copies of one sample.
     values["n"] = 1 if values.get("temperature") == 0 else n
     top = likeliest(body, chat)
     values |= {"logprobs": top, "prompt_logprobs": top if echo else -1}
+    # Of two limits the newer name wins. The engine draws one token at least, also for 0.
+    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
+    limit_name, limit = list(limits.items())[-1] if limits else (LIMITS[0], None)
+    scores_only = echo and limit == 0
     if limit is not None:
         values["max_new_tokens"] = 1 if scores_only else limit
-
-    options = take(body, "stream_options", dict, {})
-    options = {key: value for key, value in options.items() if value is not None}
-    own |= {"limited": limit is not None, "scores_only": scores_only, "n": n, "chat": chat}
-    own["params"] = sampling_params(values, limit_name)
-    own["model"] = take(body, "model", str, "")
-    own["stream"] = take(body, "stream", bool, False)
-    own["include_usage"] = take(options, "include_usage", bool, False)
-    log_unknown(body, "")
-    log_unknown(options, "stream_options.")
-    return ParsedRequest(**own)
+    params = sampling_params(values, limit_name)
+    return {"n": n, "params": params, "limited": limit is not None, "scores_only": scores_only}
 
 
 def refuse_unsupported(body: dict, more: dict) -> None:
@@ -371,40 +378,6 @@ def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
 
 
 # ---- an answer -----------------------------------------------------------------------------------
-
-
-class ThoughtReader:
-    """Divides an answer into thoughts, <think>...</think> at its beginning, and the rest."""
-
-    def __init__(self, opened: bool) -> None:
-        """opened: whether the prompt ends with <think>, which the answer then lacks."""
-        self.state = "thinking" if opened else "beginning"  # then between, saying
-        self.pending = ""
-
-    def push(self, text: str, last: bool) -> tuple[str, str]:
-        """Return (more thoughts, more of what is said)."""
-        self.pending += text
-        if self.state == "beginning":
-            begin = self.pending.lstrip()
-            if not last and THINK.startswith(begin):
-                return "", ""
-            thinks = begin.startswith(THINK)
-            self.state = "thinking" if thinks else "saying"
-            self.pending = begin.removeprefix(THINK) if thinks else self.pending
-        thoughts = ""
-        if self.state == "thinking":
-            thoughts, close, rest = self.pending.partition(THINK_END)
-            if not close:
-                keep = 0 if last else n_pending(thoughts, [THINK_END])
-                cut = len(thoughts) - keep
-                self.pending = thoughts[cut:]
-                return thoughts[:cut], ""
-            self.state, self.pending = "between", rest
-        if self.state == "between":  # the empty lines after </think>
-            self.pending = self.pending.lstrip("\n")
-            self.state = "saying" if self.pending else "between"
-        said, self.pending = self.pending, ""
-        return thoughts, said
 
 
 class Choice:

@@ -27,7 +27,7 @@ MAX_EXAMPLE = 60  # characters of a question that is offered
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """Return the page and its headers: it runs and loads nothing else, and asks this server only."""
+    """Return the page and its headers. It loads nothing, and asks only this server."""
     page = PAGE.read_bytes()
     for name, suffix in ((b"style", ".css"), (b"script", ".js")):
         content = PAGE.with_suffix(suffix).read_bytes()

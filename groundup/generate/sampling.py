@@ -305,8 +305,8 @@ def draw_on_cpu(
 ) -> int:
     """Return an id drawn from those of x (1, V) that top_p and min_p keep, see `confine`."""
     # One row at a time fits into the CPU's cache, a batch does not. If the winner among all ids is
-    # kept, it is the winner among the kept ones, too. So the ids are sorted only if it is not, or so
-    # close to the edge that rounding decides.
+    # kept, it is the winner among the kept ones, too. So the ids are sorted only if it is not, or
+    # if it is so close to the edge that rounding decides.
     probs = x.softmax(dim=-1)
     # exponential_ on CPU takes the logarithms one by one: 15 ns each, this way 5.
     noise = torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator)

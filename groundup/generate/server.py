@@ -58,12 +58,12 @@ DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
 BUSY = "The server is busy; try again soon"
 BODY_S = 20  # for a client to send its body
-BIG_BODY = 2**16  # bytes; bodies from here on have a price, see Pace
-BYTE_S = 5e-7  # price of their bytes; to parse and encode one takes up to 3e-8 s
-REFUSAL_S = 0.05  # price of an answer that is an error; it takes up to 2e-3 s
-BURST_S = 1  # prices of this sum together need no wait
-PATIENCE_S = 10  # a big body that would wait longer is refused
-ERROR_WAIT_S = 1  # the most that an error waits
+# Prices of what could keep the engine waiting, see Pace: some 20 times the CPU time that it takes
+BIG_BODY = 2**16  # bytes; smaller bodies have no price
+BYTE_S = 5e-7  # of a byte of a big body, which takes up to 3e-8 s to parse and encode
+ERROR_S = 0.05  # of an answer that is an error, which takes up to 2e-3 s
+BURST_S = 1  # credit of one that asked for nothing
+BODY_WAIT_S, ERROR_WAIT_S = 10, 1  # a body that would wait longer is refused, an error sent at once
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
 KEEP_S = 30
@@ -182,14 +182,10 @@ class Model(threading.Thread):
         }
         self.jobs: dict[Request, Job] = {}  # that the engine has
         self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
-        self.drawn: queue.SimpleQueue[list[tuple[Job, Event]]] = queue.SimpleQueue()  # of a step
 
     # ---- in the thread of the engine
 
     def run(self) -> None:
-        # Waking the server's thread lets it run, and the engine would wait for it (the GIL) instead
-        # of being in step.c meanwhile. So another thread wakes it.
-        threading.Thread(target=self.hand_over, daemon=True).start()
         if self.engine.compile:  # in this thread, and before the first request
             list(self.engine.stream([0], SamplingParams(max_new_tokens=2)))
         while True:
@@ -202,11 +198,11 @@ class Model(threading.Thread):
                 # Of the model or its device; the next requests may fare better.
                 traceback.print_exc()
                 self.engine.clear()
-                self.drawn.put([(job, error) for job in set(self.jobs.values())])
+                self.hand_over([(job, error) for job in set(self.jobs.values())])
                 self.jobs.clear()
                 continue
             jobs = self.jobs
-            self.drawn.put([(jobs[sample.request], (sample, token)) for sample, token in drawn])
+            self.hand_over([(jobs[sample.request], (sample, token)) for sample, token in drawn])
             for sample, _ in drawn:
                 if sample.last:
                     del jobs[sample.request]
@@ -221,19 +217,18 @@ class Model(threading.Thread):
                 self.engine.add(request)
                 self.jobs[request] = job
             except UserError as error:  # it has no room in the memory
-                self.drawn.put([(job, error)])
+                self.hand_over([(job, error)])
 
-    def hand_over(self) -> None:
+    def hand_over(self, events: list[tuple[Job, Event]]) -> None:
         """Give what the engine draws to the jobs, in the server's thread."""
 
-        def receive(events: list[tuple[Job, Event]]) -> None:
+        def receive() -> None:
             for job, event in events:
                 job.receive(event)
 
-        while True:
-            if events := self.drawn.get():
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
-                    events[0][0].loop.call_soon_threadsafe(receive, events)
+        if events:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
+                events[0][0].loop.call_soon_threadsafe(receive)
 
     # ---- in others
 
@@ -373,8 +368,8 @@ class Server:
         began = time.monotonic()
         own_tools = self.tools.schemas if self.tools else None
         body = await read_body(http, self.config["max_body_kb"])
-        if len(body) >= BIG_BODY:
-            await self.pace.pay(len(body) * BYTE_S, PATIENCE_S)
+        if len(body) >= BIG_BODY:  # the others' turn comes first
+            await self.pace.pay(len(body) * BYTE_S, BODY_WAIT_S)
             if await http.is_disconnected():
                 raise Refused(400, "the client went away")
         asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
@@ -568,20 +563,21 @@ async def error_response(http: Any, error: Exception) -> Response:
 
 class Pace:
     """Keeps time for the engine: whatever clients send, errors and big bodies get a small share of
-    it. Each has a price in seconds, and goes on once its price is paid (a leaky bucket)."""
+    it. Each has a price in seconds, for which those behind it wait (a leaky bucket)."""
 
     def __init__(self) -> None:
-        self.paid_until = 0.0
+        self.paid_at = 0.0  # when the last price is paid, by the clock `monotonic`
 
     async def pay(self, price: float, most: float) -> None:
-        """Wait until all prices so far and this one are paid. Raise Refused if that takes more than
-        `most` seconds."""
+        """Wait until all earlier prices are paid; this one is for the next to wait for. Raise
+        Refused, and charge nothing, if it would wait for more than `most` seconds."""
         now = time.monotonic()
-        until = max(self.paid_until, now - BURST_S) + price
-        if until > now + most:
+        # Time in which nothing had to be paid for is credit, up to BURST_S.
+        begin = max(self.paid_at, now - BURST_S)
+        if begin > now + most:
             raise Refused(429, BUSY, None, "rate_limit_exceeded")
-        self.paid_until = until
-        await asyncio.sleep(max(0, until - now))
+        self.paid_at = begin + price
+        await asyncio.sleep(max(0, begin - now))
 
 
 # ---- who may ask ---------------------------------------------------------------------------------
@@ -624,7 +620,7 @@ class Guard:
                 self.metrics.requests[path, message["status"]] += 1
                 if message["status"] >= 400:
                     with contextlib.suppress(Refused):  # too many wait already
-                        await self.pace.pay(REFUSAL_S, ERROR_WAIT_S)
+                        await self.pace.pay(ERROR_S, ERROR_WAIT_S)
             await send(message)
 
         error = auth_error(scope, self.config)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
-from groundup.generate.call_forms import CallReader
+from groundup.generate.call_forms import THINK, THINK_END, CallReader, ThoughtReader
 from groundup.generate.completion import asked_messages
 from groundup.generate.engine import Engine, Request, Result
 from groundup.generate.rendering import LineProcess, tool_ids
@@ -30,7 +30,6 @@ from groundup.tokens.templates import CALL_ID
 from tokenizer import Tokenizer
 
 SECONDS = 5.0  # for a call
-THINK, THINK_END = "<think>", "</think>"  # around the thoughts before an answer
 MAX_CALLS = 8  # in one turn; more are refused
 MAX_TURNS = 6  # of an answer, the last one included
 
@@ -193,8 +192,7 @@ def read_calls(
     text = tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
     # The template may have begun the thoughts; what is thought about is not called
     opened = THINK in tokenizer.template_source and THINK_END in text
-    thinks = opened or text.lstrip().startswith(THINK)
-    rest = text.partition(THINK_END)[2].lstrip("\n") if thinks else text
+    _, rest = ThoughtReader(opened).push(text, last=True)
     said, found = CallReader(schemas).push(rest, last=True)
     calls = []
     for one in found:
