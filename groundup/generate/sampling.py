@@ -77,6 +77,7 @@ class SamplingParams:
             if not fits or (isinstance(value, bool) and kind is not bool):
                 what = f"must be of type {kind.__name__}, got {value!r}"
                 raise UserError(f"sample: {field.name} {what}")
+        # Types are right from here on, so values can be compared.
         for name, fine, allowed in self._ranges():
             if not fine:
                 got = getattr(self, name)
@@ -167,6 +168,7 @@ class RowParams:
     def _column(self, values: list, off: float) -> Tensor | None:
         if all(value == off for value in values):
             return None
+        # Counts stay whole numbers: they are indices.
         dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float32
         return torch.tensor(values, dtype=dtype, device=self.device).unsqueeze(1)
 
@@ -324,6 +326,7 @@ def check_logits(logits: Tensor) -> None:
     """Raise UserError for a row of logits (B, V) with NaN or +inf, or -inf everywhere.
 
     choose() does not look: it would have to wait for the device at every token."""
+    # NaN and +inf show in the maximum of a row, -inf only if it is everywhere.
     bad = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
     if bad:
         what = f"the logits of row {bad[0]} are not finite"

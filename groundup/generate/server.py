@@ -116,12 +116,14 @@ class Job:
         self.metrics.samples += 1
 
     def give_back(self, n_samples: int) -> None:
+        # A job that failed has given back all already.
         n_samples = min(n_samples, self.left)
         self.left -= n_samples
         self.metrics.samples -= n_samples
 
     def choices_of(self, sample: Sample) -> list[Choice]:
         """Return the choices of a sample: greedy ones are copies."""
+        # At temperature 0 one sample is drawn, and is every choice of its prompt.
         first = self.firsts[sample.request] + sample.index
         return self.choices[first : first + self.asked.n // self.asked.params.n]
 
@@ -248,6 +250,7 @@ class Model(threading.Thread):
         params = replace(asked.params, **self.own)
         # Without a limit of its own a request needs room for one token only.
         n_new = asked.params.max_new_tokens if asked.limited else 1
+        # The last token is not read, so it needs no position.
         for ids in every:
             if len(ids) + n_new - 1 > C:
                 words = f"This model's maximum context length is {C} tokens"
@@ -269,7 +272,9 @@ class Model(threading.Thread):
         if asked.proceeds:  # the last message of the request is the beginning of the first turn
             last = messages.pop()
             begun = [] if choice.turns else self.tokenizer.encode(last["content"])
+        # The conversation so far has the turns that called tools before.
         messages += choice.turns
+        # A foreign template writes the tools' turns in its own process.
         follow = None
         if self.renderer:
             settings = template_settings(self.tokenizer, asked.template_settings)
@@ -309,6 +314,7 @@ class Server:
         ]
         kinds = Refused, HTTPException, RecursionError, Exception
         handlers = dict.fromkeys(kinds, error_response)
+        # From the inside out: routes and their errors, who may ask, pages of other sites
         inner = Starlette(routes=routes, exception_handlers=handlers)
         paths = {route.path for route in routes}
         guarded = Guard(inner, paths, self.config, self.metrics, self.pace)
@@ -351,6 +357,7 @@ class Server:
         raw = await read_body(http, self.config["max_body_kb"])
         row, unused = page.preference(raw, self.config["system"])
         path = Path(self.config["preferences"])
+        # Ties are kept beside, where training does not read them.
         path = path.with_suffix(".ties" + path.suffix) if unused == "tie" else path
         try:
             await asyncio.to_thread(page.append, path, row)
@@ -372,6 +379,7 @@ class Server:
             await self.pace.pay(len(body) * BYTE_S, BODY_WAIT_S)
             if await http.is_disconnected():
                 raise Refused(400, "the client went away")
+        # The queue is asked before the prompts are encoded, which takes longest.
         asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
         model = self.named(asked.model)
         job = self.admit(asked)
@@ -420,6 +428,7 @@ class Server:
                     event = await self.event(model, job)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
+            # A UserError is about this request; any other error ends all requests of the model.
             if isinstance(event, UserError):
                 raise Refused(400, str(event).removeprefix("sample: "))
             if isinstance(event, Exception):
@@ -437,6 +446,7 @@ class Server:
         if isinstance(event, Exception) or not job.asked.runs_tools:
             return event
         sample, token = event
+        # An answer that its limit cut calls nothing, nor does its last turn.
         choice = job.choices_of(sample)[0]
         n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
         if not token.is_end or n_turns == MAX_TURNS - 1:
@@ -492,6 +502,7 @@ async def read_body(http: Any, max_kb: int) -> bytes:
     coding = http.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise Refused(415, f"Content-Encoding {coding!r} is not read; send the body as it is")
+    # Its length is checked as it comes: a header may lie, or be missing.
     raw = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -512,6 +523,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self, texts: AsyncIterator[str], cancelling: contextlib.AbstractContextManager
     ) -> None:
+        # No proxy may keep pieces back.
         head = {"Cache-Control": "no-cache"}
         super().__init__(texts, media_type="text/event-stream", headers=head)
         self.cancelling = cancelling
@@ -528,6 +540,7 @@ async def or_disconnect(work: Awaitable, receive: Any) -> Any:
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    # Take whichever ends first, and cancel the other.
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -631,6 +644,7 @@ class Guard:
 def auth_error(scope: dict, config: dict) -> Refused | None:
     """Return why a request is not answered, None if it is."""
     headers = dict(scope["headers"])
+    # Whoever has the key is answered, wherever the request comes from.
     key = config["api_key"]
     if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
         # HTTP compares the word without case.
