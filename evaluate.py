@@ -256,14 +256,14 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
         how = size, limit, dtype, loaded.reference
         return judging.evaluate_preference(model, tokenizer, source, *how)
     paths = find_files(source)
-    of_a, of_b = (found[: limit or None] for found in judging.read_both(*paths))
     if config["judge"]:
         endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")
     else:
         how = {"model": model, "tokenizer": tokenizer, "batch_size": size, "dtype": dtype}
         ask = partial(judging.reward_judge, **how)
-    return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask)
+    found = judging.win_rate(*judging.read_both(*paths), ask, limit)
+    return dict(zip("AB", paths, strict=True)) | found
 
 
 def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
