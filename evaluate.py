@@ -82,6 +82,8 @@ TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
 USED_BY = {  # settings that mean nothing to other tasks, with their defaults
     ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"},
     choices.TASKS: {"shots": 5},
+    ("perplexity", *choices.TASKS): {"block_size": 0},
+    ("generation",): {"max_new_tokens": 256},
     ("perplexity", *choices.TASKS, "generation"): {"weights": "full"},
     ("preference",): {"reference": ""},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
@@ -161,6 +163,7 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
                 text_metrics.read_questions(source, config["limit"])
     if not config["out"]:
         return
+    read += filter(None, map(str.strip, config["beside"].split(",")))
     out, given = Path(config["out"]), f"out={config['out']!r}"
     what = f"is a directory; name a file, such as {out / 'scores.json'}"
     refuse(out.is_dir(), f"{given} {what}")
@@ -263,7 +266,8 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
         how = {"model": model, "tokenizer": tokenizer, "batch_size": size, "dtype": dtype}
         ask = partial(judging.reward_judge, **how)
     found = judging.win_rate(*judging.read_both(*paths), ask, limit)
-    return dict(zip("AB", paths, strict=True)) | found
+    differ = {"settings that differ": judging.differing_settings(*paths)}
+    return dict(zip("AB", paths, strict=True)) | found | differ
 
 
 def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:

@@ -77,6 +77,10 @@ class MarkedPairs(PairReader):
         prompt, ids = super().item(row, place)
         return prompt, (digest_of(row), ids)
 
+    def check_length(self, n_tokens: int) -> None:
+        if n_tokens > self.longest:  # no setting makes the model's context longer
+            raise BadRow(f"longer than the model's {self.longest} tokens", f"{n_tokens} tokens")
+
 
 def evaluate_preference(
     model: RewardModel | Transformer,
@@ -216,6 +220,13 @@ def read_both(path_a: str, path_b: str) -> tuple[list[dict], list[dict]]:
         what = f"{path_a} was answered with system={a!r:.60}, {path_b} with system={b!r:.60}"
         raise UserError(f"judge: {what}; compare answers to the same conversations")
     return read_answers(path_a), read_answers(path_b)
+
+
+def differing_settings(path_a: str, path_b: str) -> dict[str, str]:
+    """Return {setting: both values} of two files of answers, but for what names the models."""
+    a, b = map(answer_files.need_settings, (path_a, path_b))
+    keys = [key for key in a | b if key not in ("model", "device", "dtype", "reward_model")]
+    return {key: f"{a.get(key)} and {b.get(key)}" for key in keys if a.get(key) != b.get(key)}
 
 
 def matches_of(

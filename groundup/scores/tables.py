@@ -1,6 +1,8 @@
 """Results as tables for people: a task's figures, alone or beside those of other models."""
 
 import json
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -98,8 +100,26 @@ def describe_choices(found: dict) -> str:
 
 
 def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
-    """Return aligned columns: the first to the left, others to the right."""
+    """Return aligned columns: the first to the left, others to the right. What is wider than the
+    terminal gets its columns as lines, if that helps."""
     lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
+    wide, width = aligned(lines), terminal_width()
+    if width and width_of_lines(wide) > width:
+        turned = aligned(list(zip(*lines, strict=True)))
+        return turned if width_of_lines(turned) <= width else wide
+    return wide
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; 0 where there is none, such as in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def width_of_lines(text: str) -> int:
+    return max(map(width_of, text.splitlines()))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
     widest = [max(map(width_of, column)) for column in zip(*lines, strict=True)]
     padded = []
     for row in lines:

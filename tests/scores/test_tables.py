@@ -20,6 +20,20 @@ def test_tables_are_aligned_where_characters_are_wide():
     ]
 
 
+def test_columns_become_lines_where_the_terminal_is_narrow(monkeypatch):
+    header, cells = ["name", "documents", "tokens", "bits/byte"], [["中文", 1234, 5, 0.5], ["x", 5, 6, 0.25]]
+    wide = tables.table(header, cells)
+    for width, narrow in ((0, False), (34, False), (33, True), (9, False)):  # 9: this would not help
+        monkeypatch.setattr(tables, "terminal_width", lambda width=width: width)
+        lines = tables.table(header, cells)
+        assert (lines != wide) == narrow
+        if narrow:
+            assert [line.split() for line in lines.splitlines()] == [
+                ["name", "中文", "x"], ["documents", "1,234", "5"], ["tokens", "5", "6"],
+                ["bits/byte", "0.5000", "0.2500"],
+            ]  # fmt: skip
+
+
 def test_figures_of_any_task_are_shown():
     found = {"n": 3, "rate": 0.25, "note": "x", "rows": [1], "left": {"long": 2}}
     shown = tables.describe("generation", found)
