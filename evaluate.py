@@ -340,7 +340,8 @@ if __name__ == "__main__":
                 "dtype": str(loaded.dtype).removeprefix("torch."),
                 "seconds": time.perf_counter() - begin,
             }
-            saved = {"settings": config, "model": described, "run": run, "results": results}
+            saved = {"settings": config, "data": wanted, "model": described, "run": run}
+            saved["results"] = results
             try:
                 write_results(Path(out), saved)
             finally:  # on a full disk the figures are at least seen

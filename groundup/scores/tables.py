@@ -39,7 +39,7 @@ FIGURES = {
 # What "n" counts
 COUNTED = {"generation": "answers", "preference": "pairs", "win_rate": "comparisons"}
 # Results that differ in one of these cannot be compared.
-SAME_SETTINGS = ("data", "limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
+SAME_SETTINGS = ("limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
 SAME_SETTINGS += ("text_key", "chat_template_kwargs", "reference")
 
 
@@ -181,18 +181,19 @@ def comparable(task: str, columns: Mapping[str, dict]) -> tuple[dict[str, dict],
     for name, found in columns.items():
         keys[name] = [json.dumps([row[key] for key in identity]) for row in found[field]]
     common = set.intersection(*map(set, keys.values()))
+    noun = "questions" if task in choices.TASKS else field
     left_out = [sum(key not in common for key in own) for own in keys.values()]
     counts = ", ".join(f"{name} {n:,}" for name, n in zip(keys, left_out, strict=True))
     if not common:
         *_, (name, own) = columns.items()
-        return {name: own}, [f"nothing to compare: no {field} in common ({counts})"]
+        return {name: own}, [f"nothing to compare: no {noun} in common ({counts})"]
     if not any(left_out):
         return dict(columns), []
     kept = {}
     for name, found in columns.items():
         pairs = zip(found[field], keys[name], strict=True)
         kept[name] = figures(found, [row for row, key in pairs if key in common])
-    return kept, [f"{field} left out, which not all models have: {counts}"]
+    return kept, [f"{noun} left out, which not all models have: {counts}"]
 
 
 def of_same_texts(columns: Mapping[str, dict]) -> tuple[dict[str, dict], list[str]]:
@@ -255,13 +256,22 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
         run = read_json(path, "config: beside", "give files that evaluate.py wrote to out")
         results, settings = run.get("results") or {}, run.get("settings") or {}
         # any JSON may come: look at the types before the contents
-        parts = [results, settings, *(results.values() if isinstance(results, dict) else ())]
+        parts = [
+            results,
+            settings,
+            run.get("data") or {},
+            *(results.values() if isinstance(results, dict) else ()),
+        ]
         if not all(isinstance(part, dict) for part in parts):
             raise UserError(f"config: beside: {path} is no file that evaluate.py wrote to out")
         if missing := [task for task in wanted if task not in results]:
             raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
-        for task in wanted:
+        for task, source in wanted.items():
             check_columns(task, results[task], path)
+            theirs = (run.get("data") or {}).get(task)
+            if theirs != source:
+                what = f"was measured with data={theirs!r}, not {source!r}"
+                raise UserError(f"config: beside: {path} {what}")
         for key in SAME_SETTINGS:
             if settings.get(key) != config[key]:
                 what = f"was measured with {key}={settings.get(key)!r}, not {config[key]!r}"

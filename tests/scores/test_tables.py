@@ -147,6 +147,15 @@ def test_matches_of_two_judges_are_compared_where_they_are_the_same():
     assert ["comparisons", "1", "1"] in rows and ["wins", "1", "1"] in rows
 
 
+def test_a_file_of_several_tasks_is_compared_by_the_data_of_each(tmp_path):
+    run = {"results": {"preference": preference("a"), "mmlu": {}}, "data": {"preference": "p.jsonl", "mmlu": "DIR"}}
+    (tmp_path / "x.json").write_text(json.dumps(run | {"settings": {"init_from": "out/m"}}), encoding="utf-8")
+    same = dict.fromkeys(tables.SAME_SETTINGS)
+    assert list(tables.read_others(str(tmp_path / "x.json"), {"preference": "p.jsonl"}, same)) == ["m"]
+    with pytest.raises(UserError, match="was measured with data='p.jsonl', not 'q.jsonl'"):
+        tables.read_others(str(tmp_path / "x.json"), {"preference": "q.jsonl"}, same)
+
+
 def test_answers_that_cannot_be_compared_are_refused(tmp_path):
     run = {"results": {"generation": {"answers": [{"answer": "x"}]}}}
     (tmp_path / "x.json").write_text(json.dumps(run), encoding="utf-8")
