@@ -322,7 +322,8 @@ def test_commands_of_a_chat(runs, tuned):
     ("said", "words"),
     [
         ("/temp warm", "number"), ("/temp -1", "temperature"), ("/temp", "number"),
-        ("/forget", "/forget"), ("好" * 3000, "2048"),
+        ("/forget", "/forget"), ("好" * 3000, "2048"), ("／temp 热", "number"), (" ／帮助", "no command /帮助. /reset"),
+        ("/?", "no command /?. /reset"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_chat_are_one_line_and_it_goes_on(runs, tuned, said, words):
@@ -589,7 +590,9 @@ def test_long_expected_answers_are_cut_and_not_judged():
     asked, expected, answer = cut.split(" | ")
     assert asked.startswith("why? why?") and asked.endswith("...") and len(asked) == 60
     assert expected == long[:28] + "..." and answer == "No."
-    assert table.summary() == "0 of 1 answers are the expected ones\n"
+    assert table.summary() == "0 of 1 answers are the expected ones (1 is too long to compare)\n"
+    table.add(2, {"question": question, "answer": long}, question, ["No."])
+    assert table.summary() == "0 of 1 answers are the expected ones (2 are too long to compare)\n"
 
 
 def test_the_end_of_the_context_is_said(runs, tmp_path):

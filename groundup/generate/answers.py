@@ -179,7 +179,7 @@ class Table:
         # Lines by number of the prompt, and whether they are rows, until those before come
         self.waiting: dict[int, tuple[list[str], bool]] = {}
         self.has_header = False
-        self.n_expected, self.n_right = 0, 0
+        self.n_expected, self.n_right, self.n_long = 0, 0, 0
 
     def add(self, number: int, fields: dict, asked: str | list[dict], texts: list[str]) -> str:
         """Take the answers to prompt `number`; return the lines that can be printed now."""
@@ -192,6 +192,7 @@ class Table:
         is_short = 0 < width_of(one_line(expected)) <= LONGEST
         self.n_expected += is_short
         self.n_right += is_short and right
+        self.n_long += bool(expected) and not is_short
         if expected:
             verdict = ("right" if right else "wrong") if is_short else ""
             verdicts = [verdict, *[""] * (len(texts) - 1)]
@@ -216,7 +217,10 @@ class Table:
     def summary(self) -> str:
         if not self.n_expected:
             return ""
-        return f"{self.n_right} of {self.n_expected} answers are the expected ones\n"
+        what = f"{self.n_right} of {self.n_expected} answers are the expected ones"
+        if self.n_long:
+            what += f" ({self.n_long} {'is' if self.n_long == 1 else 'are'} too long to compare)"
+        return f"{what}\n"
 
 
 def row(*cells: str) -> str:

@@ -117,7 +117,8 @@ def converse(chat: Chat) -> None:
             return
         if message.strip() == "/exit":
             return
-        command = re.fullmatch(r"\s*/([a-z]+)(?:\s+(.*))?", message)
+        # also with the slash of Chinese typing; /usr/bin is no command
+        command = re.fullmatch(r"\s*[/\uff0f]([^\s/]+)(?:\s+(.*))?", message)
         try:
             if command:
                 handle_command(chat, command[1], (command[2] or "").strip())
