@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from groundup.errors import UserError, naming
+from groundup.errors import UserError, json_fault, naming
 from groundup.files import records, streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
@@ -279,7 +279,7 @@ def parse(line: Record) -> dict:
         row = loads(line.value)
     except ValueError as error:
         how = 'write "a prompt" or {"prompt": "..."} in each line'
-        raise ValueError(f"not JSON: {error}; {how}") from None
+        raise ValueError(f"not JSON: {json_fault(error)}; {how}") from None
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a text or an object, got {row!r:.40}")
