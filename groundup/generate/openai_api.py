@@ -293,7 +293,8 @@ def conversation(messages: Any) -> list[dict]:
     try:
         return turns_at("messages", {"messages": known})
     except BadRow as problem:
-        raise Refused(400, f"messages: {problem}", "messages") from None
+        what, _, _ = str(problem).partition("; prepare.py ")  # a client has no such file
+        raise Refused(400, f"messages: {what}", "messages") from None
 
 
 def message_problem(message: Any) -> str:
