@@ -150,7 +150,11 @@ class RunLog:
         # The stage's own values; most often no step was skipped. Of keys with a slash there may be
         # many, so they go to the file only.
         for key, value in values.items():
-            if key not in ALREADY_SHOWN and "/" not in key and (value or not key.endswith("skipped")):
+            if (
+                key not in ALREADY_SHOWN
+                and "/" not in key
+                and (value or not key.endswith("skipped"))
+            ):
                 parts.append(f"{key} {value:.4g}")
         self.print_line(step, parts)
         self.restart_clock()
