@@ -1,9 +1,9 @@
 """Answers to a file of prompts: written as they finish, continued after an interruption.
 
-A line of prompts is a JSON string, {"prompt": text or messages}, {"text": text to continue}, or a
-row in any format of groundup/files/row_formats.py, read as in training: what stands before the
-assistant's last answer is asked. The answer is the same line with its number (from 0) as "index"
-and with "completions" (format: groundup/files/answer_files.py).
+A line of prompts is plain text in a .txt file, or a JSON string, {"prompt": text or messages},
+{"text": text to continue}, or a row in any format of groundup/files/row_formats.py, read as in
+training: what stands before the assistant's last answer is asked. The answer is the same line with
+its number (from 0) as "index" and with "completions" (format: groundup/files/answer_files.py).
 """
 
 import contextlib
@@ -262,13 +262,24 @@ def context_ended(
 
 def read_prompts(path: str) -> dict[int, Record]:
     """Return {number from 0: decoded line} of the lines that are not blank, read as prepare.py does:
-    packed or not, in UTF-8, GBK or UTF-16. Raise UserError if the file cannot be read."""
+    packed or not, in UTF-8, GBK or UTF-16. A line of plain text becomes JSON. Raise UserError if the
+    file cannot be read."""
     with streams.open_stream(path) as stream:
         lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
         found = {line.line - 1: line for line in lines if line.problem or line.value.strip()}
         if stream.raw.damage:
             raise UserError(f"sample: cannot read {path}: {stream.raw.damage[1]}")
+    for line in found.values():
+        if records.suffix_of(path) == ".txt" and not line.problem and not is_json(line.value):
+            line.value = json_line({"prompt": line.value.strip()})
     return found
+
+
+def is_json(text: str) -> bool:
+    """Return whether a line is a prompt or a row in JSON. A number alone is a prompt."""
+    with contextlib.suppress(ValueError):
+        return isinstance(loads(text), str | dict)
+    return False
 
 
 def parse(line: Record) -> dict:
@@ -278,7 +289,7 @@ def parse(line: Record) -> dict:
     try:
         row = loads(line.value)
     except ValueError as error:
-        how = 'write "a prompt" or {"prompt": "..."} in each line'
+        how = 'write "a prompt" or {"prompt": "..."} in each line, or plain text in a .txt'
         raise ValueError(f"not JSON: {json_fault(error)}; {how}") from None
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict):
