@@ -1093,7 +1093,7 @@ def test_a_damaged_list_of_inputs_is_no_traceback(tmp_path, tok, capsys, damage)
     ("preference", "data/x", "", "dpo.py config/demo_dpo.py --init_from=MODEL --data=data/x --out_dir=out/x "
      "(on a GPU: config/dpo.py)"),
 ])  # fmt: skip
-def test_the_next_command_is_that_of_the_config_for_these_data(tmp_path, monkeypatch, kind, out_dir, tokenizer_dir, command):
+def test_the_next_command_fits_the_data(tmp_path, monkeypatch, kind, out_dir, tokenizer_dir, command):
     """A config's own command would refuse to run where another run has taken its out_dir."""
     monkeypatch.chdir(tmp_path)
     for name in ("out/smollm2/config.json", "out/run/log.jsonl", "data/demo/tokenizer.json"):

@@ -495,7 +495,9 @@ def test_kana_tell_japanese_whatever_the_detector_says_first(monkeypatch: pytest
     assert encodings.name_of(chinese.encode("gb18030")) == ("gb18030", "")
 
 
-@pytest.mark.parametrize(("line", "letter", "byte"), [("剂量为每天〇mg/(kg﹒d)体重。", "d", 21), ("棑棈后h内服用药物", "h", 7)])
+@pytest.mark.parametrize(
+    ("line", "letter", "byte"), [("剂量为每天〇mg/(kg﹒d)体重。", "d", 21), ("棑棈后h内服用药物", "h", 7)]
+)
 def test_what_looks_like_a_lost_byte_is_said_as_that(tmp_path: Path, line: str, letter: str, byte: int) -> None:
     """Python's words were that a byte cannot be decoded, which is not so: the heuristic may be wrong."""
     text = "这是一个普通的中文句子，用来说明文件的编码。\n" * 30 + line + "\n"
