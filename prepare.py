@@ -25,6 +25,7 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
     end_in_one_line()
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -35,7 +36,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from configurator import configure, write_config
+from configurator import configure, defaults_of, write_config
 from groundup.errors import UserError
 from groundup.files.paths import find_files
 from groundup.text import answer_pairs, dedup, inputs, prepared_dir, report
@@ -84,11 +85,11 @@ max_bad_fraction = 0.0  # exit with status 1 if a larger share of bytes or recor
 verify = ""  # check every byte of this prepared directory, and stop
 overwrite = False  # replace an out_dir that was made with other inputs or settings
 
-NEXT = {
-    # sized for a CPU; config/small.py is for a GPU
-    "text": "python pretrain.py config/demo.py --out_dir=out/{name} --data_dir=",
-    "chat": "python sft.py config/demo_sft.py --init_from=MODEL --data=",
-    "preference": "python dpo.py config/demo_dpo.py --init_from=MODEL --data=",
+CONFIGS = Path(__file__).with_name("config")
+NEXT = {  # script, and its configs: for a model of ours on a CPU, on a GPU, for a published model
+    "text": ("pretrain.py", "demo", "small", "continue"),
+    "chat": ("sft.py", "demo_sft", "sft", "real_sft"),
+    "preference": ("dpo.py", "demo_dpo", "dpo", "real_dpo"),
 }
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 
@@ -246,6 +247,35 @@ def main(config: dict) -> int:
         return make_out_dir(config, recipe, tokenizer, out_dir, work)
 
 
+def next_command(kind: str, out_dir: Path, tokenizer_dir: str) -> str:
+    """Return the command that trains on out_dir: that in the docstring of a config which names
+    out_dir as its data, or a general one, whose own out_dir is that of no config."""
+    script, small, large, published = NEXT[kind]
+    key = "data_dir" if kind == "text" else "data"
+    has_model, is_run = (
+        bool(tokenizer_dir) and Path(tokenizer_dir, name).exists()
+        for name in ("config.json", "log.jsonl")
+    )
+    owned = set()
+    for path in sorted(CONFIGS.glob("*.py")):
+        settings, text = defaults_of(path), path.read_text(encoding="utf-8")
+        owned.add(settings.get("out_dir"))
+        command = re.search(rf"python {script} config/{path.name}[^\\#\n]*", text)
+        is_its_data = os.path.abspath(settings.get(key) or os.devnull) == os.path.abspath(out_dir)
+        other_model = has_model and settings.get("init_from") != tokenizer_dir.rstrip("/")
+        if command and is_its_data and not other_model:
+            return command[0].rstrip()
+
+    flags = {"init_from": tokenizer_dir if has_model or is_run else "MODEL"}
+    if kind == "text" and not has_model:
+        flags = {}
+    name = f"out/{out_dir.name}"
+    flags |= {key: str(out_dir), "out_dir": f"out/my_{out_dir.name}" if name in owned else name}
+    written = " ".join(f"--{key}={shlex.quote(value)}" for key, value in flags.items())
+    command = f"python {script} config/{published if has_model else small}.py {written}"
+    return command if has_model else f"{command} (on a GPU: config/{large}.py)"
+
+
 def make_out_dir(
     config: dict, recipe: Recipe, tokenizer: Tokenizer | None, out_dir: Path, work: Path
 ) -> int:
@@ -275,8 +305,7 @@ def make_out_dir(
         prepared_dir.publish(work, out_dir)
         report.print_report(manifest, time.perf_counter() - start)
     state = "done" if why else "up to date"
-    following = NEXT[recipe.kind].format(name=shlex.quote(out_dir.name))
-    following += shlex.quote(str(out_dir))
+    following = next_command(recipe.kind, out_dir, config["tokenizer_dir"])
     print(f"prepare: {out_dir} is {state}, with report.md; next: {following}")
     return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
 

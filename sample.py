@@ -45,7 +45,7 @@ from tokenizer import Tokenizer
 # ---- config: override with a config file or --key=value; see --help ------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 prompt = ""  # text to continue or question to answer; empty = a new document or a chat
-prompts = ""  # jsonl file: "a prompt", {"prompt": ...} or a row of data on each line
+prompts = ""  # file with a prompt on each line: text in .txt; else "text", {"prompt": ...} or a row
 out = ""  # file of the answers as JSON lines; "" = print them beside the expected ones
 chat = "auto"  # auto (yes if tuned for it) | yes (prompts are user messages) | no (continue them)
 system = ""  # system message of every chat that has none

@@ -270,7 +270,7 @@ if __name__ == "__main__":
     check_schedule(config, max_steps)
     order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     epochs_of_each, warnings = corpus.describe(order, max_steps * rows_per_step)
-    warnings += corpus.chosen_for_few(config)
+    warnings += corpus.chosen_for_few(config, max_steps * rows_per_step / corpus.n_rows)
     batch_line = f"{rows_per_step} rows of {block_size} tokens per step, {max_steps:,} steps, "
     batch_line += epochs_of_each
 

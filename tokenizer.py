@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from groundup.errors import UserError, listed
+from groundup.errors import UserError
 from groundup.files.untrusted import parse_object, read_bytes, read_json
 from groundup.tokens import engines
 from groundup.tokens.spans import Spans, encode_parts, encode_spans, position
@@ -39,7 +39,7 @@ from groundup.tokens.templates import TRIAL, ChatTemplate, Piece, take_tools
 from groundup.tokens.text_tokenizer import TextTokenizer, find_tokenizer
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
-input = ""  # text to train on: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
+input = ""  # files, globs, a=0.7,b=0.3; or as prepare.py: 'x: files, text_key=KEY; ...'; - = stdin
 text_key = ""  # where the text is in JSON, csv, parquet: text, a.b or title,body; "" = detected
 out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
@@ -471,11 +471,14 @@ def check_same(directory: str | Path, tokenizer: Tokenizer) -> None:
 # ---- command line ----------------------------------------------------------------------------
 
 if __name__ == "__main__":
+    import tempfile
     import time
 
     from configurator import configure
     from groundup.files import text_mix
     from groundup.files.records import Report
+    from groundup.text import inputs
+    from groundup.text.recipe import Source, parse_sources
     from groundup.tokens.training import extended, measure, train
 
     SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on
@@ -484,11 +487,19 @@ if __name__ == "__main__":
     started = time.perf_counter()
     if not overwrite and Path(out_dir, "tokenizer_config.json").exists():
         print(f"{out_dir} holds a tokenizer; another one needs --overwrite=True to replace it")
-    parts = text_mix.parts_of(input)
+    made = tempfile.TemporaryDirectory()  # files of python-docs, demo-en, demo-zh
+
+    def find(name: str) -> list[str]:
+        """Return the files of a name in `input`; - stays, as it may be endless."""
+        found = inputs.files_of(Source(input=name), 0, Path(made.name), "text")
+        return ["-"] if name == "-" else [file.path for file in found]
+
+    parts = text_mix.parts_of(parse_sources({"input": input, "text_key": text_key}), find)
     if not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES")
     check_no_owner(out_dir)
-    texts = text_mix.texts_of(parts, text_key, max_mb)
+    text_mix.check_parts(parts)
+    texts = text_mix.texts_of(parts, max_mb)
     if extend:
         old = Tokenizer.load(extend)
         if pattern != "qwen" or backend not in ("bpe", old.backend):
@@ -504,15 +515,7 @@ if __name__ == "__main__":
     seconds = time.perf_counter() - started
     kind = f"{tokenizer.backend}, {tokenizer.vocab_size:,} ids"
     print(f"in {seconds:.1f} s, {out_dir}: {kind}, {tokenizer.fingerprint()[:16]}")
-    lost = []
     for part in parts:
         if part.files != ["-"]:  # standard input cannot be read again
-            texts = text_mix.read(part, text_key, Report())
-            shown = list(text_mix.first_of(texts, SHOWN_MB * 1_000_000))
+            shown = text_mix.first_of(text_mix.read(part, Report()), SHOWN_MB * 1_000_000)
             print(f"{part.name}: {measure(tokenizer, shown)}")
-            lost += [part.name] * (not shown)
-    if lost:
-        hint = "name their text with --text_key=KEY, or leave them out"
-        raise UserError(
-            f"tokenizer: {out_dir} is made without {listed(lost)}: no text there; {hint}"
-        )

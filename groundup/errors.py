@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import functools
 import io
+import json
 import math
 import os
 import re
@@ -218,6 +219,25 @@ def wide_marks(text: str) -> str:
             found[number.translate(WIDE_DIGITS)] = [number]
     questions = [f"{' and '.join(wide)} for {mark}" for mark, wide in found.items()]
     return f" (is {', '.join(questions)} intended?)" if questions else ""
+
+
+def json_fault(error: Exception, line: int = 1, begin: int = 0) -> str:
+    """Return what is wrong with JSON and where, and a question about a mark of Chinese typing.
+
+    line: of the file, in which the value begins. begin: where it does in the text that was parsed
+    """
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    text, at = error.doc, error.pos
+    n_lines = text.count("\n", begin, at)
+    place = f"at character {at - begin + 1}"
+    if n_lines:
+        place = f"in line {line + n_lines}, column {error.colno}"
+    mark = text[at : at + 1]
+    if error.msg.startswith("Unterminated"):  # its end may be a curly quote
+        mark = "\u201d" if "\u201d" in text[at:] else ""
+    question = f" (is {mark} for {WIDE_MARKS[mark]} intended?)" if mark in WIDE_MARKS else ""
+    return f"{error.msg.removesuffix(' at')} {place}{question}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import gzip
 import io
 import json
 import os
@@ -29,7 +30,7 @@ from test_tools import CALL, FILE, drawn_ids
 import sample
 from groundup.errors import printable, report
 from groundup.generate import chat, sampling
-from groundup.generate.answers import Table
+from groundup.generate.answers import Table, parse, read_prompts
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat
 from groundup.generate.completion import generate, never_sampled
@@ -322,7 +323,8 @@ def test_commands_of_a_chat(runs, tuned):
     ("said", "words"),
     [
         ("/temp warm", "number"), ("/temp -1", "temperature"), ("/temp", "number"),
-        ("/forget", "/forget"), ("好" * 3000, "2048"),
+        ("/forget", "/forget"), ("好" * 3000, "2048"), ("／temp 热", "number"), (" ／帮助", "no command /帮助. /reset"),
+        ("/?", "no command /?. /reset"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_chat_are_one_line_and_it_goes_on(runs, tuned, said, words):
@@ -589,7 +591,9 @@ def test_long_expected_answers_are_cut_and_not_judged():
     asked, expected, answer = cut.split(" | ")
     assert asked.startswith("why? why?") and asked.endswith("...") and len(asked) == 60
     assert expected == long[:28] + "..." and answer == "No."
-    assert table.summary() == "0 of 1 answers are the expected ones\n"
+    assert table.summary() == "0 of 1 answers are the expected ones (1 is too long to compare)\n"
+    table.add(2, {"question": question, "answer": long}, question, ["No."])
+    assert table.summary() == "0 of 1 answers are the expected ones (2 are too long to compare)\n"
 
 
 def test_the_end_of_the_context_is_said(runs, tmp_path):
@@ -934,3 +938,17 @@ def test_every_key_has_a_comment(runs):
     assert all(keys.values()) and len(keys) > 25
     derived = {"eos_ids", "banned_ids", "json_object"}  # the last: of requests to the server
     assert {field.name for field in dataclasses.fields(SamplingParams)} - derived <= set(keys)
+
+
+def test_a_prompt_on_each_line_of_a_txt_file(tmp_path):
+    """JSON lines stay JSON; a file of another name must hold JSON."""
+    lines = ["你好，世界", "", ' {"prompt": "a"}', '"b"', "12", '{"broken', "[1, 2]"]
+    for name in ("a.txt", "a.txt.gz", "a.jsonl"):
+        raw = "\n".join(lines).encode()
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    for name in ("a.txt", "a.txt.gz"):
+        found = read_prompts(str(tmp_path / name))
+        prompts = [parse(found[k])["prompt"] for k in (0, 2, 3, 4, 5, 6)]
+        assert prompts == ["你好，世界", "a", "b", "12", '{"broken', "[1, 2]"]
+    with pytest.raises(ValueError, match="not JSON: .* or plain text in a .txt"):
+        parse(read_prompts(str(tmp_path / "a.jsonl"))[0])

@@ -451,6 +451,7 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, alone, server):
     ({"n": 17}, (400, "n must", "17")), ({"temperature": True}, (400, "temperature")),
     ({"logit_bias": {"5": 1}}, (400, "logit_bias")), ({"stop": [""]}, (400, "stop")), ({"seed": 1.5}, (400, "seed")),
     ({"messages": []}, (400, "messages")), ({"messages": [{"role": "king", "content": ""}]}, (400, "king")),
+    ({"messages": [{"role": "用户", "content": "好"}]}, (400, "用户", "not one of system, developer, user")),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "not text")),
     ({"messages": [{"role": "user", "content": "cat " * 2000}]}, (400, "maximum context length is 512")),
     ({"tools": [{"type": "function"}]}, (400, "tools")),
@@ -467,6 +468,15 @@ def test_what_cannot_be_done_is_said_in_openais_form(client, fields, words):
     assert caught.value.status_code == words[0]
     assert set(caught.value.body) == {"message", "type", "param", "code"}
     assert all(word in caught.value.message for word in words[1:]), caught.value.message
+    assert "prepare.py" not in caught.value.message
+
+
+def test_a_mark_of_chinese_typing_in_a_body_is_named(server):
+    head = {"Content-Type": "application/json"}
+    for raw, says in (('{"prompt"：1}', "Expecting ':' delimiter at character 10 (is ： for : intended?)"),
+                      ('{\n “a”: 1}', "in line 2, column 2 (is “ for \" intended?)")):
+        done = library("httpx").post(server[0] + "/v1/completions", content=raw.encode(), headers=head)
+        assert done.status_code == 400 and says in done.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("raw", [

@@ -1101,7 +1101,12 @@ def test_command_line_says_what_it_does_not_read(run, tmp_path: Path):
     done = run(f"--input={tmp_path}", f"--out_dir={tmp_path}/tok", "--vocab_size=512")
     assert done.returncode == 0 and "a.jsonl:2: bad_json" in done.stdout and "4 documents" in done.stdout
     (tmp_path / "chats.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "x"}]}), "utf-8")
-    done = run(f"--input={tmp_path}/a.jsonl,{tmp_path}/chats.jsonl", f"--out_dir={tmp_path}/tok", "--vocab_size=512")
-    assert done.returncode == 1 and f"is made without {tmp_path}/chats.jsonl: no text there" in done.stderr
+    done = run(f"--input=a: {tmp_path}/a.jsonl; c: {tmp_path}/chats.jsonl; d: python-docs", f"--out_dir={tmp_path}/all",
+               "--vocab_size=512", "--max_mb=1")  # fmt: skip
+    assert done.returncode == 0 and "\nc: 0.00 MB, 1 tokens" in done.stdout and "\nd: " in done.stdout
+    (tmp_path / "chats.jsonl").write_text('{"a": 1}\n' * 20, "utf-8")
+    done = run(f"--input={tmp_path}/a.jsonl,{tmp_path}/chats.jsonl", f"--out_dir={tmp_path}/none", "--vocab_size=512")
+    assert done.returncode == 1 and f"{tmp_path}/chats.jsonl has no text: " in done.stderr
+    assert done.stderr.count("bad_field") == 1 and "bad_field" not in done.stdout and not (tmp_path / "none").exists()
     done = run(f"--input={tmp_path}/a.jsonl", f"--out_dir={tmp_path}/tok", "--vocab_size=512", "--max_mb=0")
     assert done.returncode == 1 and "max_mb must be at least 1" in done.stderr

@@ -182,8 +182,10 @@ ICONV = "iconv -f ENCODING -t UTF-8"
 def convert(likely: str) -> str:
     """Return what the user can do about a file that is likely in this encoding ("" = unknown)."""
     if not likely:
-        return f"no encoding is likely; if it is text, give encoding=NAME or convert it: {ICONV}"
-    return f"perhaps {likely}; give encoding={likely}, or convert it: {ICONV}"
+        how = f"give encoding=NAME to prepare.py or convert it: {ICONV}"
+        return f"no encoding is likely; if it is text, {how}"
+    how = f"give encoding={likely} to prepare.py, or convert it"
+    return f"perhaps {likely}; {how}: {ICONV.replace('ENCODING', likely)}"
 
 
 def not_as_given(lines: list[bytes], given: str) -> str:
@@ -345,6 +347,19 @@ def ate_a_letter(found: re.Match) -> bool:
     return len(raw) == 2 and raw[1] < 0x80
 
 
+class LostByte(UnicodeDecodeError):
+    """A line that can be decoded, but looks as if a byte were missing."""
+
+    def __init__(self, codec: str, raw: bytes, before: str, place: int) -> None:
+        where = f"before {before!r}, byte {place + 1} of the line"
+        how = f"convert the file: iconv -f {codec.replace('_', '-')} -t UTF-8"
+        why = f"it looks as if a byte was lost {where}; if the line is right, {how}"
+        super().__init__(codec, raw, place, place + 1, why)
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class Decoder:
     """Decodes the lines of one file, in their order."""
 
@@ -397,8 +412,7 @@ class Decoder:
             odd = itertools.chain(odd, filter(ate_a_letter, GLUED.finditer(text)))
         if found := next(odd, None) or self.stray.search(text):
             place = len(text[: found.start()].encode(self.other))
-            why = "a byte before it seems to be missing"
-            raise UnicodeDecodeError(self.other, raw, place, place + 1, why)
+            raise LostByte(self.other, raw, found[0], place)
         return text
 
     def reads(self, raw: bytes) -> bool:

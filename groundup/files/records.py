@@ -16,7 +16,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from groundup.errors import UserError
+from groundup.errors import UserError, json_fault
 from groundup.files import parquet, streams
 from groundup.files.encodings import Decoder
 from groundup.files.parquet import column_names
@@ -557,7 +557,7 @@ def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
         try:
             values = json_values(record.value)
         except (ValueError, RecursionError) as error:
-            yield record.fail("bad_json", str(error), size_of(record))
+            yield record.fail("bad_json", json_fault(error), size_of(record))
             continue
         for value in values:
             yield Record(value, record.line, record.offset, record.encoding)
@@ -662,6 +662,7 @@ class JsonStream:
                 if self.text[after : after + 1] not in (",", "]", ""):
                     raise ValueError(f"expected , or ] but found {self.text[after]!r}")
         except (ValueError, RecursionError) as error:
+            fault = json_fault(error, line, self.pos)
             opening, known = self._opening(), bool(self.openings)
             self.openings |= set() if known else {opening}
             n_skipped, undecoded = self._skip()
@@ -669,7 +670,7 @@ class JsonStream:
                 return None, False
             lost, reason = self.offset - offset, "bad_encoding" if undecoded else "bad_json"
             reason = "too_long" if lost > MAX_BYTES else reason
-            detail = f"{error}; left out: {lost:,} bytes"
+            detail = f"{fault}; left out: {lost:,} bytes"
             return Record(None, line, offset).fail(reason, detail, lost), False
         if len(self.openings) < 20:
             self.openings.add(self._opening())

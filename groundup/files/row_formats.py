@@ -65,6 +65,19 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
         return "", str(problem)
 
 
+def any_text_of(row: object, text_key: str = "") -> tuple[str, str]:
+    """As `document_of`, but conversations and pairs are text as well: that of their turns."""
+    found, problem = document_of(row, text_key)
+    if not problem or text_key:
+        return found, problem
+    messages, no_chat = messages_of(row)
+    answers = []
+    if no_chat and (pair := pair_of(row)[0]):
+        messages, answers = pair.prompt, [pair.chosen, pair.rejected]
+    texts = [turn["content"] for turn in messages] + answers
+    return "\n".join(texts), "" if texts else problem
+
+
 def messages_of(row: object, kind: str = "chat") -> tuple[list[dict], str]:
     """Return (messages as turns.py has them, "") or ([], what is wrong).
 

@@ -5,17 +5,23 @@ They are documents of several inputs: mixed by weights, or the same share of eac
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
 from configurator import split_names, split_weight
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.files.paths import find_files
 from groundup.files.records import Report
+from groundup.files.row_formats import any_text_of
+from groundup.files.text_keys import columns_of
 from groundup.files.untrusted import scrub
+
+if TYPE_CHECKING:
+    from groundup.text.recipe import Source
 
 MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges
 
@@ -26,29 +32,56 @@ class Part(NamedTuple):
     name: str
     files: list[str]
     weight: float
+    text_key: str = ""
+    txt_split: str = "file"
+    encoding: str = ""
 
 
-def parts_of(spec: str) -> list[Part]:
+def parts_of(sources: Sequence["Source"], find: Callable[[str], list[str]]) -> list[Part]:
     """Return the parts of `input`; a file that several of them name belongs to the first.
 
-    Raise UserError."""
+    sources: what prepare.py reads in it; without names it is split here: a=0.7,b=0.3. find(names)
+    returns files. Raise UserError."""
+    if not sources[0].name:
+        sources = split_source(sources[0])
     parts, taken = [], set()
-    for piece in filter(None, split_names(spec)):
+    for one in sources:
+        found = [file for name in filter(None, split_names(one.input)) for file in find(name)]
+        files = [file for file in found if file not in taken]
+        taken.update(files)
+        parts.append(Part(one.name, files, one.weight, one.text_key, one.txt_split, one.encoding))
+    return parts
+
+
+def split_source(source: "Source") -> list["Source"]:
+    """Return a source for each part of an `input` without names. Raise UserError."""
+    parts, weights = [], []
+    for piece in filter(None, split_names(source.input)):
         name, weight = split_weight(piece)
         if weight and not re.fullmatch(r"\d+\.?\d*|\.\d+", weight):
             name, weight = piece, ""
-        files = [file for file in find_files(name, "input") if file not in taken]
-        taken.update(files)
-        parts.append((Part(name, files, float(weight or 0)), weight))
-    if any(weight for _, weight in parts) and not all(part.weight for part, _ in parts):
+        parts.append(replace(source, name=name, input=name, weight=float(weight or 0)))
+        weights.append(weight)
+    if any(weights) and not all(part.weight for part in parts):
         raise UserError(
-            f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, "
-            "or none"
+            f"tokenizer: input={source.input!r}: give every part a weight above 0, as in "
+            "a=0.7,b=0.3, or none"
         )
-    return [part for part, _ in parts]
+    return parts
 
 
-def texts_of(parts: list[Part], text_key: str, max_mb: float) -> Iterator[str]:
+def check_parts(parts: list[Part]) -> None:
+    """Raise UserError if a part of `input` has no text, before a tokenizer is trained without it."""
+    for part in parts:
+        report = Report()
+        if part.files == ["-"] or any(read(part, report)):  # which cannot be read again
+            continue
+        first = "".join(f": {path}:{line}: {why}" for path, line, _, why in report.places[:1])
+        hint = "name its text with text_key=KEY, or leave it out; no tokenizer is written"
+        raise UserError(f"tokenizer: {part.name} has no text{first}; {hint}")
+
+
+def texts_of(parts: list[Part], max_mb: float) -> Iterator[str]:
     """Yield documents of all parts, about max_mb megabytes together.
 
     They come by turns if the parts have weights. Else they are one file after the other; of files
@@ -58,18 +91,19 @@ def texts_of(parts: list[Part], text_key: str, max_mb: float) -> Iterator[str]:
     try:
         if any(part.weight for part in parts):
             sources = [
-                (f"{part.name}, weight {part.weight:g}", read(part, text_key, report), part.weight)
+                (f"{part.name}, weight {part.weight:g}", read(part, report), part.weight)
                 for part in parts
             ]
             yield from mix_texts(sources, most)
             return
         share = most / size if size > most else 0.0
-        texts = itertools.chain(*(read(part, text_key, report, share) for part in parts))
+        texts = itertools.chain(*(read(part, report, share) for part in parts))
         note = f"tokenizer: the first {max_mb:g} MB are read, no more; max_mb sets this"
         yield from texts if share else first_of(texts, most, note)
     finally:  # also where a limit ends it
-        for path, line, _, why in report.places[:10]:
-            print(f"tokenizer: {path}:{line}: {why}")
+        first = {why: f"{path}:{line}" for path, line, _, why in reversed(report.places)}
+        for why, place in list(reversed(first.items()))[:10]:  # each reason once
+            print(f"tokenizer: {place}: {why}")
         if report.problems:
             print(f"tokenizer: {report.problems.total()} documents or lines could not be read")
 
@@ -80,20 +114,24 @@ def size_of(parts: list[Part]) -> int:
     return 0 if "-" in files else sum(map(os.path.getsize, files))
 
 
-def read(part: Part, text_key: str, report: Report, share: float = 0.0) -> Iterator[str]:
-    """Yield the documents of a part of `input`, with a progress bar.
+def read(part: Part, report: Report, share: float = 0.0) -> Iterator[str]:
+    """Yield the documents of a part of `input`, with a progress bar. Conversations and pairs are
+    text, too.
 
     share: of each unit of a file (see `readers.work_units`) only this much, from its beginning;
     then print how much that was."""
-    n_bytes = 0
+    n_bytes, columns = 0, columns_of(part.text_key)
+    understand = partial(any_text_of, text_key=part.text_key)
     with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
         for path in part.files:
-            units = readers.work_units(path) if share else [(0, None)]
+            units = [(0, None)]
+            if share:
+                units = readers.work_units(path, part.txt_split, encoding=part.encoding)
             for begin, end in units:
-                documents = readers.read_documents(
-                    path, text_key, begin=begin, end=end, report=report
+                rows = readers.read_rows(
+                    path, understand, part.txt_split, begin, end, report, columns, part.encoding
                 )
-                texts = (document.value for document in documents)
+                texts = (row.value for row in rows)
                 if share:
                     texts = first_of(texts, share * os.path.getsize(path) / len(units))
                 for text in texts:

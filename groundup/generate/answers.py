@@ -1,9 +1,9 @@
 """Answers to a file of prompts: written as they finish, continued after an interruption.
 
-A line of prompts is a JSON string, {"prompt": text or messages}, {"text": text to continue}, or a
-row in any format of groundup/files/row_formats.py, read as in training: what stands before the
-assistant's last answer is asked. The answer is the same line with its number (from 0) as "index"
-and with "completions" (format: groundup/files/answer_files.py).
+A line of prompts is plain text in a .txt file, or a JSON string, {"prompt": text or messages},
+{"text": text to continue}, or a row in any format of groundup/files/row_formats.py, read as in
+training: what stands before the assistant's last answer is asked. The answer is the same line with
+its number (from 0) as "index" and with "completions" (format: groundup/files/answer_files.py).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from groundup.errors import UserError, naming
+from groundup.errors import UserError, json_fault, naming
 from groundup.files import records, streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
@@ -182,7 +182,7 @@ class Table:
         # Lines by number of the prompt, and whether they are rows, until those before come
         self.waiting: dict[int, tuple[list[str], bool]] = {}
         self.has_header = False
-        self.n_expected, self.n_right = 0, 0
+        self.n_expected, self.n_right, self.n_long = 0, 0, 0
 
     def add(self, number: int, fields: dict, asked: str | list[dict], texts: list[str]) -> str:
         """Take the answers to prompt `number`; return the lines that can be printed now."""
@@ -195,6 +195,7 @@ class Table:
         is_short = 0 < width_of(one_line(expected)) <= LONGEST
         self.n_expected += is_short
         self.n_right += is_short and right
+        self.n_long += bool(expected) and not is_short
         if expected:
             verdict = ("right" if right else "wrong") if is_short else ""
             verdicts = [verdict, *[""] * (len(texts) - 1)]
@@ -219,7 +220,10 @@ class Table:
     def summary(self) -> str:
         if not self.n_expected:
             return ""
-        return f"{self.n_right} of {self.n_expected} answers are the expected ones\n"
+        what = f"{self.n_right} of {self.n_expected} answers are the expected ones"
+        if self.n_long:
+            what += f" ({self.n_long} {'is' if self.n_long == 1 else 'are'} too long to compare)"
+        return f"{what}\n"
 
 
 def row(*cells: str) -> str:
@@ -264,14 +268,25 @@ def context_ended(
 def read_prompts(path: str) -> dict[int, Record]:
     """Return {number from 0: decoded line} of the lines that are not blank. Raise UserError.
 
-    The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16."""
+    The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16. A line of plain
+    text becomes JSON."""
     with streams.open_stream(path) as stream:
         # Numbers are those of the file, blank lines included.
         lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
         found = {line.line - 1: line for line in lines if line.problem or line.value.strip()}
         if stream.raw.damage:
             raise UserError(f"sample: cannot read {path}: {stream.raw.damage[1]}")
+    for line in found.values():
+        if records.suffix_of(path) == ".txt" and not line.problem and not is_json(line.value):
+            line.value = json_line({"prompt": line.value.strip()})
     return found
+
+
+def is_json(text: str) -> bool:
+    """Return whether a line is a prompt or a row in JSON. A number alone is a prompt."""
+    with contextlib.suppress(ValueError):
+        return isinstance(loads(text), str | dict)
+    return False
 
 
 def parse(line: Record) -> dict:
@@ -281,8 +296,8 @@ def parse(line: Record) -> dict:
     try:
         row = loads(line.value)
     except ValueError as error:
-        how = 'write "a prompt" or {"prompt": "..."} in each line'
-        raise ValueError(f"not JSON: {error}; {how}") from None
+        how = 'write "a prompt" or {"prompt": "..."} in each line, or plain text in a .txt'
+        raise ValueError(f"not JSON: {json_fault(error)}; {how}") from None
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a text or an object, got {row!r:.40}")

@@ -119,8 +119,9 @@ def converse(chat: Chat) -> None:
             return
         if message.strip() == "/exit":
             return
-        # A line like /name is a command, whether there is such a one or not.
-        command = re.fullmatch(r"\s*/([a-z]+)(?:\s+(.*))?", message)
+        # A line like /name is a command, whether there is such a one or not, also with the slash of
+        # Chinese typing. /usr/bin is none.
+        command = re.fullmatch(r"\s*[/\uff0f]([^\s/]+)(?:\s+(.*))?", message)
         try:
             if command:
                 handle_command(chat, command[1], (command[2] or "").strip())

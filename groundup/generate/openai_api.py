@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from groundup.errors import UserError, printable
+from groundup.errors import UserError, json_fault, printable
 from groundup.files.turns import BadRow, turns_at, with_system
 from groundup.files.untrusted import mended
 from groundup.generate.call_forms import THINK, THINK_END, CallReader, ThoughtReader
@@ -276,7 +276,8 @@ def read_object(raw: bytes) -> dict:
         # Half a character can only come from an escape like \ud83d.
         body = mended(body) if "\\ud" in text.lower() else body
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"We could not parse the JSON body of your request: {error}") from None
+        what = "We could not parse the JSON body of your request"
+        raise Refused(400, f"{what}: {json_fault(error)}") from None
     if not isinstance(body, dict):
         raise Refused(400, f"the body must be an object, got {type(body).__name__}")
     return {key: value for key, value in body.items() if value is not None}
@@ -304,7 +305,8 @@ def conversation(messages: Any) -> list[dict]:
     try:
         return turns_at("messages", {"messages": known})
     except BadRow as problem:
-        raise Refused(400, f"messages: {problem}", "messages") from None
+        what, _, _ = str(problem).partition("; prepare.py ")  # a client has no such file
+        raise Refused(400, f"messages: {what}", "messages") from None
 
 
 def message_problem(message: Any) -> str:

@@ -388,17 +388,19 @@ class ChatCorpus(RowCorpus):
         n = sum(map(self.n_items, self.train))
         return 3.0 if max_epochs else max(3.0, SEEN / n)
 
-    def chosen_for_few(self, config: dict) -> list[str]:
+    def chosen_for_few(self, config: dict, epochs: float) -> list[str]:
         """Return a line on what was chosen because conversations are few, and which settings change
-        that. [] if nothing was. config: settings."""
-        chosen = []
+        that. [] if nothing was. config: settings. epochs: of the run."""
+        chosen, usual = [], self.usual_epochs(config["max_epochs"])
+        if config["max_steps"] and usual > 3:  # perhaps a config file's
+            made = f"max_steps={config['max_steps']} makes {epochs:.1f}"
+            chosen.append(f"{usual:.0f} epochs would be usual ({made})")
+        elif not config["epochs"] and usual > 3:
+            chosen.append(f"{usual:.0f} epochs (3 are usual for thousands)")
         if config["pack"] == "auto" and not self.pack:
-            chosen.append("one per row (--pack=yes packs them)")
-        epochs = self.usual_epochs(config["max_epochs"])
-        if not config["epochs"] and not config["max_steps"] and epochs > 3:
-            chosen.append(f"{epochs:.0f} epochs (--epochs=3 is usual for many)")
-        n = sum(map(self.n_items, self.train))
-        return [f"few data    {counted(n, 'conversation')}: {', '.join(chosen)}"] if chosen else []
+            chosen.append("one conversation per row (--pack=yes puts several into a row)")
+        n = counted(sum(map(self.n_items, self.train)), "conversation")
+        return [f"few data    {n}, so {' and '.join(chosen)}"] if chosen else []
 
     def read(self, path: str, val_fraction: float, setting: str) -> Source:
         return read_chat(path, self.tokenizer, val_fraction, setting)

@@ -48,7 +48,7 @@ def choose_device(name: str, local_rank: int = 0, plan_only: bool = False) -> to
     # One GPU per rank: NCCL refuses two ranks on one.
     n_gpus = torch.cuda.device_count()
     if n_gpus == 0:
-        why = "nvidia-smi lists those of the driver, torch.version.cuda is None without CUDA"
+        why = "check nvidia-smi, and that torch.version.cuda is not None"
         raise UserError(f"config: device={name!r}: torch sees no GPU: {why}; or use device='cpu'")
     if local_rank >= n_gpus:
         raise UserError(

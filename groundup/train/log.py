@@ -151,10 +151,14 @@ class RunLog:
             f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s{mfu}",
             f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}",
         ]
-        # The stage's own values, unless they are 0: most often no step was skipped. Of keys with a
-        # slash there may be many, so they go to the file only.
+        # The stage's own values; most often no step was skipped. Of keys with a slash there may be
+        # many, so they go to the file only.
         for key, value in values.items():
-            if key not in ALREADY_SHOWN and "/" not in key and value:
+            if (
+                key not in ALREADY_SHOWN
+                and "/" not in key
+                and (value or not key.endswith("skipped"))
+            ):
                 parts.append(f"{key} {value:.4g}")
         self.print_line(step, parts)
         self.restart_clock()

@@ -493,3 +493,18 @@ def test_kana_tell_japanese_whatever_the_detector_says_first(monkeypatch: pytest
     assert encodings.name_of(japanese.encode("cp932")) == ("cp932", "")
     assert encodings.name_of(japanese.encode("euc_jp")) == ("euc_jis_2004", "")
     assert encodings.name_of(chinese.encode("gb18030")) == ("gb18030", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "letter", "byte"), [("剂量为每天〇mg/(kg﹒d)体重。", "d", 21), ("棑棈后h内服用药物", "h", 7)]
+)
+def test_what_looks_like_a_lost_byte_is_said_as_that(tmp_path: Path, line: str, letter: str, byte: int) -> None:
+    """Python's words were that a byte cannot be decoded, which is not so: the heuristic may be wrong."""
+    text = "这是一个普通的中文句子，用来说明文件的编码。\n" * 30 + line + "\n"
+    (tmp_path / "a.txt").write_bytes(text.encode("gb18030"))
+    report = Report()
+    rows = [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split="line", report=report)]
+    ((_, number, _, why),) = report.places
+    where = f"it looks as if a byte was lost before '{letter}', byte {byte} of the line"
+    assert number == 31 and len(rows) == 30
+    assert why == f"bad_encoding: {where}; if the line is right, convert the file: iconv -f gb18030 -t UTF-8"

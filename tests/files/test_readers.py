@@ -485,3 +485,22 @@ def test_a_number_of_thousands_of_digits_costs_its_line(tmp_path: Path, name: st
     (tmp_path / name).write_text('{"n": ' + "9" * 5000 + '}\n{"n": 1}\n', "utf-8")
     first, second = records.read_records(str(tmp_path / name))
     assert first.problem == "bad_json" and second.value == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"question"：1}', "2: bad_json: Expecting ':' delimiter at character 12 (is ： for :"),
+        ("a.jsonl", "{“a”: 1}", "in double quotes at character 2 (is “ for \" intended?)"),
+        ("a.jsonl", '{"a": "b”}', "Unterminated string starting at character 7 (is ” for \" intended?)"),
+        ("a.jsonl", '{"a": "b，c', "Unterminated string starting at character 7"),
+        ("a.jsonl", '{"a": 1}，{"a": 2}', "1: bad_json: Expecting value at character 9 (is ， for , intended?)"),
+        ("a.json", '[\n {"a": 1},\n {\n  "a"：2\n }\n]', "3: bad_json: Expecting ':' delimiter in line 4, column 6"),
+    ],
+)  # fmt: skip
+def test_a_fault_in_json_has_one_place_and_marks_of_chinese_typing_are_named(tmp_path, name, content, says):
+    path, report = tmp_path / name, Report()
+    path.write_text(content, encoding="utf-8")
+    list(readers.read_rows(str(path), lambda row: (row, ""), report=report))
+    ((_, line, _, why),) = report.places
+    assert says in f"{line}: {why}" and ("intended" in why) is ("b，c" not in content)

@@ -5,8 +5,17 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from groundup.errors import UserError
 from groundup.files import readers
-from groundup.files.text_mix import mix_texts, parts_of, size_of, texts_of
+from groundup.files.paths import find_files
+from groundup.files.text_mix import Part, check_parts, mix_texts, parts_of, size_of, texts_of
+from groundup.text.recipe import parse_sources
+
+
+def parts(spec: str, text_key: str = "") -> list[Part]:
+    return parts_of(parse_sources({"input": spec, "text_key": text_key}), find_files)
 
 
 def test_a_mixture_follows_its_weights(capsys):
@@ -29,12 +38,19 @@ def test_a_mixture_follows_its_weights(capsys):
 
 def test_a_mixture_goes_on_when_a_source_ends(capsys):
     long_and_short = ["b" * 200_000, *["b" * 100] * 500]
-    sources = [("x", iter(["a" * 100] * 10), 1.0), ("y", iter(long_and_short), 1.0), ("z", ["c" * 100] * 900, 3.0)]
+    sources = [
+        ("x", iter(["a" * 100] * 10), 1.0),
+        ("y", iter(long_and_short), 1.0),
+        ("z", ["c" * 100] * 900, 3.0),
+    ]
     mixed = list(mix_texts(sources, 10**9))
     sizes = Counter(text[0] for text in mixed)
     assert sizes == {"a": 10, "b": 501, "c": 900} and max(map(len, mixed)) == 100_000
     out = capsys.readouterr().out
-    assert out.count("read to its end") == 3 and "501 texts, 1 of them cut to 100,000 characters" in out
+    assert (
+        out.count("read to its end") == 3
+        and "501 texts, 1 of them cut to 100,000 characters" in out
+    )
 
 
 def test_all_files_are_sampled_in_proportion(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -46,13 +62,52 @@ def test_all_files_are_sampled_in_proportion(tmp_path: Path, monkeypatch, capsys
         line = json.dumps({"text": mark * 99}) + "\n" if "json" in name else mark * 99 + "\n"
         (tmp_path / name).write_text(line * (size // len(line)), "utf-8")
     cut = readers.work_units
-    monkeypatch.setattr(readers, "work_units", lambda path: cut(path, unit_bytes=100_000))
-    parts = parts_of(f"{tmp_path}/en,{tmp_path}/zh")
-    found = "".join(texts_of(parts, "", 1))
+    monkeypatch.setattr(
+        readers,
+        "work_units",
+        lambda path, *_, **settings: cut(path, unit_bytes=100_000, **settings),
+    )
+    found = "".join(texts_of(parts(f"{tmp_path}/en,{tmp_path}/zh"), 1))
     share = 1_000_000 / sum(sizes.values())
     for name, size in sizes.items():
         n = found.count(name[3])
         assert 0.9 < n / (size * share) < 1.1, (name, n)
     said = capsys.readouterr().out
     assert f"{tmp_path}/zh: 0.3" in said and f"{tmp_path}/en: 0.6" in said
-    assert size_of(parts_of("-")) == 0
+    assert size_of(parts("-")) == 0
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def test_conversations_and_pairs_are_text_of_their_turns(tmp_path: Path, capsys) -> None:
+    """A corpus with chats lost all of them: ten lines "another kind", and a tokenizer without them."""
+    question, answer = {"role": "user", "content": "问"}, {"role": "assistant", "content": "答"}
+    write(
+        tmp_path / "a.jsonl", {"text": "文"}, {"messages": [question, answer]},
+        {"conversations": [{"from": "human", "value": "头痛"}, {"from": "gpt", "value": "休息"}]},
+        {"instruction": "做", "input": "", "output": "好"}, {"prompt": "p", "chosen": "c", "rejected": "r"},
+        {"prompt": "q", "response": "s"}, [question, answer], {"nothing": 1}, {"nothing": 2}, {"nothing": 3},
+    )  # fmt: skip
+    found = list(texts_of(parts(str(tmp_path)), 1))
+    assert found == ["文", "问\n答", "头痛\n休息", "做\n好", "p\nc\nr", "q\ns", "问\n答"]
+    said = capsys.readouterr().out
+    assert said.count("bad_field") == 1 and "a.jsonl:8" in said and "3 documents or lines" in said
+
+
+def test_sources_have_settings_of_their_own_as_in_prepare(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", {"x": {"y": "one"}}, {"x": {"y": "two"}})
+    (tmp_path / "b.txt").write_bytes("第一\n第二\n".encode("gb18030"))
+    named = parts(
+        f"a: {a}, text_key=x.y, weight=2; b: {tmp_path}/b.txt, txt_split=line, encoding=gb18030, weight=1"
+    )
+    assert [(part.name, part.weight) for part in named] == [("a", 2), ("b", 1)]
+    assert sorted(texts_of(named, 1)) == ["one", "two", "第一", "第二"]
+    check_parts(named)
+    with pytest.raises(
+        UserError,
+        match=r"a has no text: .*a.jsonl:1: bad_field: no text under 'z' .*; name its text",
+    ):
+        check_parts(parts(f"b: {tmp_path}/b.txt, encoding=gb18030; a: {a}, text_key=z"))

@@ -313,13 +313,16 @@ def test_few_conversations_do_not_share_rows_and_are_seen_often(tok, tmp_path, m
         n = len(corpus.train[0].members)
         assert corpus.pack is packed and all(rows.pack is packed for rows in corpus.train + corpus.all_val)
         assert (corpus.n_rows < n) is packed and corpus.usual_epochs("") == 2500 / n and corpus.usual_epochs("4") == 3
-        pack = "" if packed else " one per row (--pack=yes packs them),"
-        line = f"few data    {n} conversations:{pack} {2500 / n:.0f} epochs (--epochs=3 is usual for many)"
-        assert corpus.chosen_for_few(settings) == [line]
-    for given in ({"epochs": 20.0}, {"max_steps": 9}):
-        assert not corpus.chosen_for_few(settings | given)
+        row = "one conversation per row (--pack=yes puts several into a row)"
+        begin, seen = f"few data    {n} conversations, so", f"{2500 / n:.0f} epochs"
+        both = "" if packed else f" and {row}"
+        assert corpus.chosen_for_few(settings, 2500 / n) == [f"{begin} {seen} (3 are usual for thousands){both}"]
+        # a config's max_steps is not silent: real_sft.py trains 40 steps, whatever the data
+        line = f"{begin} {seen} would be usual (max_steps=9 makes 1.3){both}"
+        assert corpus.chosen_for_few(settings | {"max_steps": 9}, 1.26) == [line]
+        assert corpus.chosen_for_few(settings | {"epochs": 20.0}, 20) == ([] if packed else [f"{begin} {row}"])
     monkeypatch.setattr(conversations, "SEEN", 90)
-    assert corpus.usual_epochs("") == 3 and not corpus.chosen_for_few(settings)
+    assert corpus.usual_epochs("") == 3 and not corpus.chosen_for_few(settings, 3)
 
 
 def test_few_rows_for_validation_draw_a_warning(tok, tmp_path, capsys):

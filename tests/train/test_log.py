@@ -68,16 +68,16 @@ def test_line_and_event_of_training(tmp_path, capsys, now):
     with log.paused():
         now[0] += 100.0
     assert log.steps_since_line() == 5 and log.seconds() == 2.0
-    log.train(1200, VALUES | {"tokens/zh": 7}, n_tokens=4.0)
+    log.train(1200, VALUES | {"accuracy": 0.0, "tokens/zh": 7}, n_tokens=4.0)
     log.close()
     printed = capsys.readouterr().out
     assert printed == (
         "step   1200/2000 | loss 3.2187 | lr 5.40e-04 | norm 0.83 | 400 ms | 2 tok/s | mfu 20.0%"
-        " | 3.1 GiB | eta 0:05:20 | epoch 0.5\n"
+        " | 3.1 GiB | eta 0:05:20 | epoch 0.5 | accuracy 0\n"
     )
     (event,) = read_events(tmp_path / "log.jsonl")
     assert list(event) == [
-        "event", "step", "loss", "tokens", "lr", "grad_norm", "skipped", "epoch", "tokens/zh",
+        "event", "step", "loss", "tokens", "lr", "grad_norm", "skipped", "epoch", "accuracy", "tokens/zh",
         "tokens_per_s", "mfu", "memory_gib", "step_ms",
     ]  # fmt: skip
     assert (event["tokens_per_s"], event["mfu"], event["step_ms"]) == (2.0, 0.2, 400.0)
