@@ -39,6 +39,7 @@ NOT_RUN = {  # what is in a command: why it is not run
     "make race": "minutes of two idle cores",
     "make gpu": "minutes of a GPU; tests/tools/test_gpu_check.py runs it on tiny shapes",
     "curl -LO": "a download",
+    "hf download": "a download",
     "curl http": "the server is asked when its own command is run",
     "make test": "runs this",
     "python tools/bench.py": "a minute, and its figures mean nothing on a busy machine",
