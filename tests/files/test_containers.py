@@ -331,7 +331,9 @@ def test_quotes_with_backslashes_in_a_long_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["data", "train", "rows"])
 def test_rows_within_an_object_are_named(tmp_path: Path, key: str) -> None:
     """As in SQuAD's files and many exports: no kind reads them, and the reason is not another kind."""
-    (tmp_path / "a.json").write_text(json.dumps({"version": "1", key: [{"text": "a"}] * 2}), "utf-8")
+    (tmp_path / "a.json").write_text(
+        json.dumps({"version": "1", key: [{"text": "a"}] * 2}), "utf-8"
+    )
     report = Report()
     assert not list(readers.read_documents(str(tmp_path / "a.json"), report=report))
     assert f"{key!r} holds rows: give a file of that list alone" in report.places[0][3]
