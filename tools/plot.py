@@ -111,7 +111,7 @@ class Panel(NamedTuple):
 
 
 def find_logs(runs: str) -> dict[str, str]:
-    """Return {log file: name that `runs` gives it, or ""}. Raise UserError for one without a log."""
+    """Return {log file: name that `runs` gives it or ""}. Raise UserError if one has no log."""
     newest = sorted(glob("out/*/log.jsonl"), key=os.path.getmtime)[-1:]
     found = dict.fromkeys(newest if not runs else [], "")
     for part in filter(None, split_names(runs)):
@@ -177,6 +177,7 @@ def x_of(events: Sequence[dict], kind: str) -> np.ndarray:
     at = np.array([event["step"] for event in events], dtype=np.float64)
     if kind == "steps":
         return at
+    # what had passed at each logged step; an evaluation lies between two of them
     steps, values = [0.0], [0.0]
     for event in events:
         if event["event"] == "train":
@@ -264,6 +265,7 @@ def panel_of(
                 noisy = kind == "train" and key not in NOT_SMOOTHED
                 fitted = local_fit(values, smooth) if noisy else values
                 curves.append(Curve(which, index, kind == "eval", at, values, fitted))
+    # rewards/chosen and rewards/rejected: the title has "rewards", the legend the rest
     one_group = len(bases) > 1 and len({base.rpartition("/")[0] for base in bases}) == 1
     names = [base.rpartition("/")[2] for base in bases] if one_group else bases
     return Panel(title if len(bases) > 1 else names[0] if names else "", names, curves)
@@ -319,6 +321,7 @@ def draw(
             figure.suptitle(heading)
         else:
             legend_of_runs(figure, names, heading, n_columns)
+        # the same x in all panels, so that they can be read across
         right = max((curve.x.max() for panel in panels for curve in panel.curves), default=1.0)
         for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)

@@ -198,6 +198,7 @@ def comparable(task: str, columns: Mapping[str, dict]) -> tuple[dict[str, dict],
 
 def of_same_texts(columns: Mapping[str, dict]) -> tuple[dict[str, dict], list[str]]:
     """Return the results on the same texts as the last one, and a line for each of the others."""
+    # Bytes and documents say which text it was, whatever the tokenizer.
     sizes = {}
     for name, found in columns.items():
         sizes[name] = {
@@ -218,6 +219,7 @@ def side_by_side(task: str, columns: Mapping[str, dict]) -> str:
     """Return a table with a line for each figure and a column for each model."""
     figures = {name: figures_of(task, found) for name, found in columns.items()}
     # One model may lack a figure of another: BLEU (zh), say, if it answered no Chinese question.
+    # a dict, because the figures should keep their order
     names = list(dict.fromkeys(key for of in figures.values() for key in of))
     what = "bits/byte" if task == "perplexity" else ""
     lines = [[key, *(of.get(key) for of in figures.values())] for key in names]
