@@ -288,6 +288,18 @@ def chinese_font() -> str:
     return min(names, key=lambda name: ("SC" not in name, "Sans" not in name, name), default="")
 
 
+def fonts_for(text: str) -> tuple[list[str], str]:
+    """Return the fonts for a picture with this text, and what to say if one is missing, else ""."""
+    latin = "DejaVu Sans"  # matplotlib brings it
+    if not re.search(r"[\u2e80-\uffef]", text):
+        return [latin], ""
+    if font := chinese_font():
+        return [latin, font], ""
+    # a box is drawn for each character, which needs no warning each
+    warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+    return [latin], "no font for Chinese names: apt install fonts-noto-cjk"
+
+
 def draw(
     panels: Sequence[Panel],
     names: Sequence[str],
@@ -304,23 +316,16 @@ def draw(
     n_columns = min(columns, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
     names = list(map(shortened, names))
-    heading = names[0] if len(names) == 1 else ""
-    fonts = ["DejaVu Sans"]
-    texts = "".join([*names, *(key for panel in panels for key in panel.keys)])
-    if re.search(r"[\u2e80-\uffef]", texts):
-        fonts += filter(None, [chinese_font()])
-        if not fonts[1:]:
-            heading = "no font for Chinese names: apt install fonts-noto-cjk"
-            # a box is drawn for each character, which needs no warning each
-            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+    keys = [key for panel in panels for key in panel.keys]
+    fonts, lack = fonts_for("".join([*names, *keys]))
     with matplotlib.rc_context({"font.family": fonts}):
         figure = Figure(figsize=(5 * n_columns, 3.4 * n_rows), layout="constrained")
         if not panels:
             figure.text(0.5, 0.5, "nothing is logged yet", ha="center")
         if len(names) == 1:
-            figure.suptitle(heading)
+            figure.suptitle(lack or names[0])
         else:
-            legend_of_runs(figure, names, heading, n_columns)
+            legend_of_runs(figure, names, lack, n_columns)
         # the same x in all panels, so that they can be read across
         right = max((curve.x.max() for panel in panels for curve in panel.curves), default=1.0)
         for position, panel in enumerate(panels, start=1):

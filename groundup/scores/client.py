@@ -108,7 +108,6 @@ def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> R
     if not re.fullmatch(r"https?://[!-~]+", endpoint.base_url):  # no retry mends it
         what = f"base_url={endpoint.base_url!r} must be like http://127.0.0.1:8000/v1"
         raise UserError(f"config: {what}")
-    # seeded by the request: a repeated call waits as long as the first
     rng = random.Random(name)
     messages = [{"role": "user", "content": prompt}]
     body = {"model": endpoint.model, "messages": messages, **endpoint.fields}
