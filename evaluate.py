@@ -16,7 +16,8 @@ torchrun --standalone --nproc_per_node=8 evaluate.py ...                       #
                       init_from is the reward model that judges them
 
 Prints a table. `out` is a JSON file with settings, model, versions and all results, also those
-of single questions.
+of single questions and pairs: `beside` compares what all models were measured on, and says what it
+leaves out.
 """
 
 if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line

@@ -182,6 +182,7 @@ def trl_side(base: Path, corpus: PairCorpus, options: Options, precomputed: bool
     for i in range(corpus.train[0].n_rows):
         ids = [part.tolist() for part in corpus.train[0].ids(i)]
         rows.append(dict(zip(names, ids, strict=True)))
+    # trl must train on our ids, or the two would not do the same work
     rows = Dataset.from_list(rows)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer, args = AutoTokenizer.from_pretrained(base), trl_config(options, precomputed)

@@ -163,6 +163,7 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
         found.append(Reference(path.stem, about, events, differ))
     if not found:
         raise UserError(f"curves: no file of config/ is for {script}.py")
+    # The fewest settings that differ; of equals the first by name.
     nearest = min(found, key=lambda reference: len(reference.differ))
     if not nearest.about:
         ran = ", ".join(reference.name for reference in found if reference.about) or "none"
@@ -190,6 +191,7 @@ def series(events: Sequence[dict], key: str, axis: str) -> np.ndarray:
 
 def within(own: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the points of `own` (n, 2) at places that `theirs` covers, and its values there."""
+    # outside of these places there is nothing to compare with
     inside = (own[:, 0] >= theirs[0, 0]) & (own[:, 0] <= theirs[-1, 0])
     own = own[inside]
     return own, np.interp(own[:, 0], *theirs.T)
@@ -208,6 +210,7 @@ def compare(own: Sequence[dict], reference: Reference) -> list[str]:
     head = f"reference: {reference.name} ({about['command']}; {about['machine']})"
     if text := another_text(own, reference):
         return [head, text]
+    # Tokens, because a run may take larger or smaller steps than its reference.
     axis = "tokens" if all(any("tokens" in e for e in log) for log in logs) else "steps"
     for key in ("val_bpb", "val_loss", "loss"):
         mine, theirs = (series(log, key, axis) for log in logs)

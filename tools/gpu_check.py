@@ -243,6 +243,7 @@ def main(config: dict) -> int:
     report = out / f"{part if part in PARTS else 'gpu_check'}.md"
     shapes = config["shapes"].split(",") if gpu else ["tiny"]
     setup = Setup(gpu, shapes, config["nanogpt"], out / "runs")
+    # what a killed call has left would be continued
     shutil.rmtree(setup.runs, ignore_errors=True)
     setup.runs.mkdir(parents=True)
     hardware = devices.hardware(torch.device("cuda" if gpu else "cpu"))

@@ -53,6 +53,7 @@ def run_script(
             cores = sorted(os.sched_getaffinity(0))[:n_cores]
             bound["preexec_fn"] = partial(os.sched_setaffinity, 0, cores)
 
+    # a session of its own, so that `kill` reaches what the command starts
     begin = time.perf_counter()
     process = subprocess.Popen(
         words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",

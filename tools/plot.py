@@ -111,7 +111,7 @@ class Panel(NamedTuple):
 
 
 def find_logs(runs: str) -> dict[str, str]:
-    """Return {log file: name that `runs` gives it, or ""}. Raise UserError for one without a log."""
+    """Return {log file: name that `runs` gives it or ""}. Raise UserError if one has no log."""
     newest = sorted(glob("out/*/log.jsonl"), key=os.path.getmtime)[-1:]
     found = dict.fromkeys(newest if not runs else [], "")
     for part in filter(None, split_names(runs)):
@@ -177,6 +177,7 @@ def x_of(events: Sequence[dict], kind: str) -> np.ndarray:
     at = np.array([event["step"] for event in events], dtype=np.float64)
     if kind == "steps":
         return at
+    # what had passed at each logged step; an evaluation lies between two of them
     steps, values = [0.0], [0.0]
     for event in events:
         if event["event"] == "train":
@@ -264,6 +265,7 @@ def panel_of(
                 noisy = kind == "train" and key not in NOT_SMOOTHED
                 fitted = local_fit(values, smooth) if noisy else values
                 curves.append(Curve(which, index, kind == "eval", at, values, fitted))
+    # rewards/chosen and rewards/rejected: the title has "rewards", the legend the rest
     one_group = len(bases) > 1 and len({base.rpartition("/")[0] for base in bases}) == 1
     names = [base.rpartition("/")[2] for base in bases] if one_group else bases
     return Panel(title if len(bases) > 1 else names[0] if names else "", names, curves)
@@ -286,6 +288,18 @@ def chinese_font() -> str:
     return min(names, key=lambda name: ("SC" not in name, "Sans" not in name, name), default="")
 
 
+def fonts_for(text: str) -> tuple[list[str], str]:
+    """Return the fonts for a picture with this text, and what to say if one is missing, else ""."""
+    latin = "DejaVu Sans"  # matplotlib brings it
+    if not re.search(r"[\u2e80-\uffef]", text):
+        return [latin], ""
+    if font := chinese_font():
+        return [latin, font], ""
+    # a box is drawn for each character, which needs no warning each
+    warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+    return [latin], "no font for Chinese names: apt install fonts-noto-cjk"
+
+
 def draw(
     panels: Sequence[Panel],
     names: Sequence[str],
@@ -302,23 +316,17 @@ def draw(
     n_columns = min(columns, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
     names = list(map(shortened, names))
-    heading = names[0] if len(names) == 1 else ""
-    fonts = ["DejaVu Sans"]
-    texts = "".join([*names, *(key for panel in panels for key in panel.keys)])
-    if re.search(r"[\u2e80-\uffef]", texts):
-        fonts += filter(None, [chinese_font()])
-        if not fonts[1:]:
-            heading = "no font for Chinese names: apt install fonts-noto-cjk"
-            # a box is drawn for each character, which needs no warning each
-            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+    keys = [key for panel in panels for key in panel.keys]
+    fonts, lack = fonts_for("".join([*names, *keys]))
     with matplotlib.rc_context({"font.family": fonts}):
         figure = Figure(figsize=(5 * n_columns, 3.4 * n_rows), layout="constrained")
         if not panels:
             figure.text(0.5, 0.5, "nothing is logged yet", ha="center")
         if len(names) == 1:
-            figure.suptitle(heading)
+            figure.suptitle(lack or names[0])
         else:
-            legend_of_runs(figure, names, heading, n_columns)
+            legend_of_runs(figure, names, lack, n_columns)
+        # the same x in all panels, so that they can be read across
         right = max((curve.x.max() for panel in panels for curve in panel.curves), default=1.0)
         for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)

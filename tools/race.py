@@ -74,6 +74,7 @@ def characters(text: str, directory: Path) -> None:
     """
     chars = sorted(set(text))
     ids = np.searchsorted(chars, list(text)).astype(np.uint16)
+    # nanoGPT's split: the last tenth is for validation
     edge = int(0.9 * len(text))
     ids[:edge].tofile(directory / "train.bin")
     ids[edge:].tofile(directory / "val.bin")

@@ -53,6 +53,7 @@ def question(a: int, b: int, language: str, form: int, answered: bool) -> dict:
 
 def draw_pairs(n: int, seed: int) -> list[tuple[int, int]]:
     """Return n pairs of numbers, no pair twice in either order; the same for the same seed."""
+    # by the set of both numbers: 3 + 4 and 4 + 3 are one question
     rng, found = random.Random(seed), {}
     while len(found) < n:
         pair = rng.choice(NUMBERS), rng.choice(NUMBERS)

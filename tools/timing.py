@@ -71,6 +71,7 @@ def lines(
         samples = [work / s for s in times] if work else times
         line = Line(row, case, name, unit, samples, limit=limit, note=(notes or {}).get(name, ""))
         for peer in peers if name not in peers else ():
+            # within a round, in which both had the same machine
             each = [theirs / ours for ours, theirs in zip(times, seconds[peer], strict=True)]
             line.ratios[peer] = [median(each), min(each), max(each)]
         found.append(line)
@@ -128,6 +129,7 @@ def alternate(sides: dict[str, Callable], repeats: int, warmups: int = 1) -> dic
     """
     names, found = list(sides), {name: [] for name in sides}
     for i in range(warmups + repeats):
+        # every round begins with another side
         for name in names[i % len(names) :] + names[: i % len(names)]:
             value = sides[name]()
             found[name] += [value] if i >= warmups else []
@@ -164,6 +166,7 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
     taken from the system. Makers must be picklable and return (side, what is known about it); the
     side found here takes its turn there.
     """
+    # spawn: a forked process cannot use a GPU that its parent has opened
     context, processes, made = multiprocessing.get_context("spawn"), {}, {}
     try:
         for name, make in makers.items():

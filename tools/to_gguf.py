@@ -132,6 +132,7 @@ def add_weights(writer: object, source: Path, cfg: ModelConfig, arch: str, kind:
     n, tensors = 0, open_weights(source)
     for name, theirs in gguf_names(cfg, arch).items():  # without a head that is tied
         array = tensors[name][:].float().numpy()
+        # llama.cpp rotates neighbours, Hugging Face the two halves of a head
         if n_head := n_rotated_heads(theirs, cfg, arch):
             array = interleaved(array, n_head)
         n += array.size

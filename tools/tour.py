@@ -53,6 +53,7 @@ def rows_of(cfg: ModelConfig, B: int, T: int) -> list[Row]:
     rows, counted = [], set()
 
     def seen(name: str, module: nn.Module, inputs: tuple, result: Tensor) -> None:
+        # a tied head has the embedding's table, which counts once
         own = 0 if module.weight in counted else module.weight.numel()
         counted.add(module.weight)
         flops = 2 * module.weight.numel() if isinstance(module, nn.Linear) else 0
@@ -63,6 +64,7 @@ def rows_of(cfg: ModelConfig, B: int, T: int) -> list[Row]:
             rows.append(("layers.0.scores", (B, H, T, T), 0, 4 * H * D * T, SAYS["scores"]))
         rows.append((name, tuple(result.shape), own, flops, SAYS.get(last, "RMSNorm of each head")))
 
+    # Hooks on the modules give the rows: the model's own forward decides what comes when.
     with FakeTensorMode(), torch.no_grad():
         model = Transformer(cfg)
         for name, module in model.named_modules():

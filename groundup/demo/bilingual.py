@@ -108,6 +108,7 @@ def stories(language: str) -> Iterator[str]:
     plots = []
     for block in itertools.takewhile(lambda block: not block.startswith("# "), blocks):
         plots.append([line.split(" | ") for line in block.split("\n")])
+    # Chinese has no spaces between sentences.
     rng, between = random.Random(language), " " if language == "en" else ""
     for _ in range(N_STORIES):
         story = between.join(rng.choice(line) for line in rng.choice(plots))
@@ -154,6 +155,7 @@ def bare_questions(language: str) -> Iterator[tuple[str, str]]:
         if subject.name.startswith("bigger"):
             yield from comparisons(subject, language)
             continue
+        # every question in all its forms: what matters is the fact, not the wording
         for fact in subject.facts:
             answer = capital(subject.answer.format(*fact))
             yield from ((form.format(*fact), answer) for form in subject.questions)
@@ -175,6 +177,7 @@ def comparisons(subject: Subject, language: str, asked: bool = True) -> Iterator
     # the facts are things from the smallest to the biggest
     rng, things = random.Random(f"bigger {language}"), [fact[0] for fact in subject.facts]
     for i, j in itertools.combinations(range(len(things)), 2):
+        # by the sum, so that each thing is in some pairs of either kind
         if ((i + j) % KEPT != 1) is asked:
             answer = capital(subject.answer.format(small=things[i], big=things[j]))
             for two in ((i, j), (j, i)):
@@ -192,6 +195,7 @@ def statements(language: str) -> Iterator[str]:
         told = [subject.statement.format(*fact) for fact in subject.facts]
         if language == "en":  # a Chinese sentence may begin with zip, which is a name
             told = list(map(capital, told))
+        # Each time in another order: a statement should be known whatever stands before it.
         for _ in range(TIMES):
             rng.shuffle(told)
             for first in range(0, len(told), TOGETHER):

@@ -34,6 +34,7 @@ def make_debug_data(out_dir: str | Path) -> None:
         lock = lock_directory(out_dir.parent, wait=True)
     except OSError as error:
         raise UserError(f"demo: cannot make {out_dir}: {error.strerror}") from None
+    # the lock and the temporary folder go even if prepare.py fails
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
         if (out_dir / "manifest.json").exists():  # another process was faster

@@ -24,6 +24,7 @@ def python_docs() -> Iterator[str]:
     from pydoc_data.topics import topics  # {name: text}: what help("topics") lists
 
     yield from (topics[name] for name in sorted(topics))
+    # The docstrings first: in a window that ends early, prose is worth more than code.
     for module, source in library_sources():
         yield "\n\n\n".join([*docstrings(ast.parse(source), module), source])
 

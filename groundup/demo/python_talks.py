@@ -24,6 +24,8 @@ MIN_WORDS, MAX_CHARS = 3, 600
 CHINESE_EVERY, FOLLOW_UP_EVERY = 12, 3
 C_MODULES = (builtins, itertools, math)  # written in C: their documentation is in no source file
 
+# Several phrasings of each question: a model should learn the question, not one wording of it.
+# {} is the name that is asked about.
 QUESTIONS = {
     "function": (
         "What does {} do?",
@@ -181,6 +183,7 @@ def topic_subjects() -> Iterator[Subject]:
         while parts and (not parts[0][:1].isalpha() or NO_TOPIC.search(parts[0])):
             parts.pop(0)
         yield Subject(title.strip(), "topic", "\n\n".join(parts), module="topics")
+        # the special methods that a topic describes, such as object.__len__(self)
         for match in DEFINITION.finditer(topics[name]):
             kind = "method" if match[2] else "attribute"
             yield Subject(match[1], kind, textwrap.dedent(match[3]), module="topics")
@@ -189,6 +192,7 @@ def topic_subjects() -> Iterator[Subject]:
 def c_subjects() -> Iterator[Subject]:
     """Yield the functions, classes and methods of the modules that are written in C."""
     for module in C_MODULES:
+        # people write len, but math.sqrt
         prefix = "" if module is builtins else f"{module.__name__}."
         for name, value in sorted(vars(module).items()):
             if not inspect.isbuiltin(value) and not inspect.isclass(value):
@@ -252,6 +256,7 @@ def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> 
     cls.
     """
     text = ast.unparse(function.args)
+    # (self, /, a) without self is (a): the slash has nothing left before it
     if bound and (function.args.posonlyargs or function.args.args):
         text = text.partition(", ")[2].removeprefix("/").removeprefix(", ")
     return f"({text})"
@@ -273,12 +278,14 @@ def first_paragraph(text: str) -> str:
     short or too long. If it ends with a colon, what it announces follows as it is written.
     """
     parts = [part.rstrip() for part in re.split(r"\n\s*?\n", text) if part.strip()]
+    # C functions repeat their signature above the description, on one line or several.
     while parts and all(map(SIGNATURE.fullmatch, parts[0].strip().split("\n"))):
         parts.pop(0)
     if not parts:
         return ""
     answer = flow(parts[0])
     bad = NOT_PROSE.search(answer) or HEADING.search(parts[0]) or SIGNATURE.fullmatch(answer)
+    # A sentence that announces a list or an example says little without it.
     if answer.endswith(":"):
         listed = list(itertools.takewhile(LISTED.match, parts[1:])) or parts[1:2]
         answer = "\n\n".join([answer, *listed]) if listed else ""
@@ -289,6 +296,7 @@ def first_paragraph(text: str) -> str:
 def flow(paragraph: str) -> str:
     """Join the lines of a paragraph, unless they are laid out as code or a list."""
     lines = textwrap.dedent(paragraph).split("\n")
+    # an indented line or a bullet: these line breaks mean something
     laid_out = any(re.match(r"\s|[-*] ", line) for line in lines[1:])
     return "\n".join(lines).strip() if laid_out else " ".join(WORD_BREAK.sub("", paragraph).split())
 
@@ -310,6 +318,8 @@ def docs_pairs() -> Iterator[dict]:
     answers = {}
     for subject, answer in found:
         answers.setdefault(subject.module, []).append(answer)
+    # A wrong answer is about the same module or a damaged form of the right one, so that its words
+    # alone do not tell.
     for subject, answer in found:
         name = subject.name
         wrong = another(name, answer, answers[subject.module]), stopped(name, answer)
@@ -339,6 +349,7 @@ def another(name: str, answer: str, answers: list[str]) -> str:
 def stopped(name: str, answer: str) -> str:
     """Return the answer up to a word in its middle that ends no sentence; "" if it has none."""
     ends = [match.end() for match in re.finditer(r"\S+", answer) if match[0][-1] not in ".!?:;"]
+    # far enough to read like an answer, not so far that little is missing
     middle = [end for end in ends if 0.3 * len(answer) <= end <= 0.8 * len(answer)]
     return answer[: pick(f"stopped {name}", middle)] if middle else ""
 
@@ -351,6 +362,7 @@ def repeated(name: str, answer: str) -> str:
     times = pick(f"times {name}", (2, 2, 3))
     if pick(f"repeated {name}", (True, False)) and len(sentence) <= MAX_SENTENCE:
         return answer.replace(sentence, " ".join([sentence] * times), 1)
+    # as small models do when they get stuck: the last few words again and again
     body = answer.rstrip(". ")
     n_words = pick(f"words {name}", (2, 3, 4, 5))
     phrase = re.search(rf"(?:\S+\s+){{0,{n_words - 1}}}\S+$", body)[0]

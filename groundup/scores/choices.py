@@ -164,6 +164,7 @@ def fitted(
     tokens cut from the beginning of the longest row). Raise UserError if an answer alone does not
     fit."""
     # The model does not read a row's last id, so a row may be one longer than its block.
+    # drop examples one by one until question and answers fit
     for n in range(shots, -1, -1):
         context = subject.intro
         for example in subject.examples[:n]:

@@ -83,6 +83,7 @@ def ask_in_order(
 
     begin: number of the first request. most: requests that are sent before their turn. Close early
     to cancel the rest."""
+    # waiting: futures of the requests that were sent, in the order of their prompts
     waiting, numbered = deque(), enumerate(prompts, begin)
     pool = ThreadPoolExecutor(endpoint.parallel)
     try:

@@ -144,6 +144,8 @@ def document_losses(
 def summarize(losses: Sequence[Loss]) -> dict[str, float]:
     """Return the figures of a domain: sums over its documents, divided."""
     # Bytes and characters are those of the text itself, even if a tokenizer normalises it.
+    # Sums divided by sums: a mean of documents' means would give a short one the weight of a long
+    # one.
     nats = math.fsum(loss.nats for loss in losses)
     tokens, n_bytes, chars = (sum(column) for column in list(zip(*losses, strict=True))[1:])
     per_token = nats / tokens if tokens else math.nan
@@ -174,6 +176,7 @@ def evaluate_domains(
     found, everything = {}, []
     for domain in domains:
         report = records.Report(max_places=SHOWN_PLACES)
+        # the files are read while they are scored: no domain is in memory as a whole
         texts = islice(read_texts(domain, settings, report), settings.limit or None)
         losses = document_losses(model, tokenizer, texts, settings, dtype)
         if not losses:

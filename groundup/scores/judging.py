@@ -110,6 +110,7 @@ def evaluate_preference(
     score = shared_scores if is_reward_model else logps_of
     sides = [side for pair in pairs for side in sides_of(pair)]
     scores = torch.tensor(score(model, sides, batch_size, dtype), dtype=torch.float64)
+    # DPO's implicit reward, without beta (arXiv:2305.18290, section 4)
     if reference is not None:
         scores -= torch.tensor(logps_of(reference, sides, batch_size, dtype), dtype=torch.float64)
     rows = []
@@ -208,6 +209,7 @@ def read_answer(row: dict, settings: dict) -> tuple[int, dict]:
         messages, _ = answer_files.conversation_of(fields, settings)
     else:  # a text to continue
         messages = [{"role": "user", "content": text}]
+    # of several completions the first one stands for the model
     first = row["completions"][0]
     answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
     return int(row["index"]), {"prompt": messages} | answer
@@ -299,6 +301,7 @@ def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
     pairs = zip(matches, verdicts, strict=True)
     judged = [(m, v) for m, v in pairs if v.winner in "ab" and not v.reason]
     longer = [(v.winner == "a") == (len(m.a) > len(m.b)) for m, v in judged if len(m.a) != len(m.b)]
+    # an answer that ran into max_new_tokens is unfinished
     cut = Counter((match.finished_a, match.finished_b) for match in matches)
     orders = [one.orders for one in verdicts if one.orders and "none" not in one.orders]
     unfinished = {"only A": cut[False, True], "only B": cut[True, False], "both": cut[False, False]}
@@ -377,6 +380,7 @@ def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -
     digest = hashlib.sha256(json.dumps([INSTRUCTION, prompts]).encode()).hexdigest()[:16]
     Path(journal).parent.mkdir(parents=True, exist_ok=True)
     endpoint = endpoint._replace(fields=FIELDS)
+    # Replies cost money and hours: one that came is never asked for again.
     kept = Journal(journal, {"model": endpoint.model, "fields": FIELDS, "matches": digest})
     replies = kept.replies
     bar = tqdm(total=len(prompts), initial=len(replies), desc="verdicts", leave=False, disable=None)

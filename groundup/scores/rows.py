@@ -90,6 +90,7 @@ def add_scores(
     if is_main and part.exists():
         print(f"{out}: {n_done:,} rows were done already", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
+    # Rows are scored in their order, so those that are done are the first ones.
     rows = islice(rows, n_done, None)
     while some := list(islice(rows, n_rows)):
         done = score(some)
@@ -97,6 +98,7 @@ def add_scores(
         if is_main:
             with naming(part), open(part, "a", encoding="utf-8") as f:
                 f.writelines(lines)
+    # counted in the file: an earlier call may have written a part of it
     problems = ranks.gather_objects(count_problems(part, field) if is_main else None)[0]
     if not problems[""]:
         part.unlink(missing_ok=True)
@@ -192,6 +194,7 @@ def write_losses(
         found = iter(score_tokens(model, rows, settings.batch_size, dtype))
         return [work.fields | numbers_of(work, found) for work in some]
 
+    # a generator: of a file of gigabytes only ROWS batches are in memory
     works = islice(works, settings.limit or None)
     n_rows = ROWS * settings.batch_size
     problems, part = add_scores(works, score, source, out, key, n_rows, "score_problem")
@@ -310,6 +313,7 @@ def files_of(source: str) -> list[str]:
     if "-" in (paths := find_files(source, "score")):
         what = "standard input cannot be scored, for it is read more than once"
         raise UserError(f"reward: {what}; give a file")
+    # a directory of answers also holds the settings beside each file
     found = [path for path in paths if not answer_files.is_settings_file(path)]
     if not found:
         what = f"{source} holds the settings of answers only"
@@ -348,6 +352,7 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
         if not problem and messages[-1]["role"] != "assistant":
             problem = "no answer at the end"
         return Talks(row, [] if problem else [messages], problem)
+    # only now: rows without completions need no settings
     settings = settings_of()
     found = row["completions"] if isinstance(row["completions"], list) else [None]
     if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in found):

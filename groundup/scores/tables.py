@@ -198,6 +198,7 @@ def comparable(task: str, columns: Mapping[str, dict]) -> tuple[dict[str, dict],
 
 def of_same_texts(columns: Mapping[str, dict]) -> tuple[dict[str, dict], list[str]]:
     """Return the results on the same texts as the last one, and a line for each of the others."""
+    # Bytes and documents say which text it was, whatever the tokenizer.
     sizes = {}
     for name, found in columns.items():
         sizes[name] = {
@@ -207,7 +208,7 @@ def of_same_texts(columns: Mapping[str, dict]) -> tuple[dict[str, dict], list[st
     *_, own = sizes.values()
     kept = {name: found for name, found in columns.items() if sizes[name] == own}
     notes = []
-    for name in columns.keys() - kept.keys():
+    for name in [name for name in columns if name not in kept]:
         domain = next(key for key in own | sizes[name] if own.get(key) != sizes[name].get(key))
         theirs, ours = sizes[name].get(domain, "none"), own.get(domain, "none")
         notes.append(f"{name} left out: it read other texts of {domain} ({theirs}; now {ours})")
@@ -218,6 +219,7 @@ def side_by_side(task: str, columns: Mapping[str, dict]) -> str:
     """Return a table with a line for each figure and a column for each model."""
     figures = {name: figures_of(task, found) for name, found in columns.items()}
     # One model may lack a figure of another: BLEU (zh), say, if it answered no Chinese question.
+    # A dict keeps the order of the figures.
     names = list(dict.fromkeys(key for of in figures.values() for key in of))
     what = "bits/byte" if task == "perplexity" else ""
     lines = [[key, *(of.get(key) for of in figures.values())] for key in names]
@@ -256,21 +258,17 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
         run = read_json(path, "config: beside", "give files that evaluate.py wrote to out")
         results, settings = run.get("results") or {}, run.get("settings") or {}
         # any JSON may come: look at the types before the contents
-        parts = [
-            results,
-            settings,
-            run.get("data") or {},
-            *(results.values() if isinstance(results, dict) else ()),
-        ]
+        data = run.get("data") or {}
+        parts = [results, settings, data]
+        parts += results.values() if isinstance(results, dict) else []
         if not all(isinstance(part, dict) for part in parts):
             raise UserError(f"config: beside: {path} is no file that evaluate.py wrote to out")
         if missing := [task for task in wanted if task not in results]:
             raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
         for task, source in wanted.items():
             check_columns(task, results[task], path)
-            theirs = (run.get("data") or {}).get(task)
-            if theirs != source:
-                what = f"was measured with data={theirs!r}, not {source!r}"
+            if data.get(task) != source:
+                what = f"was measured with data={data.get(task)!r}, not {source!r}"
                 raise UserError(f"config: beside: {path} {what}")
         for key in SAME_SETTINGS:
             if settings.get(key) != config[key]:
@@ -283,6 +281,8 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
 
 def check_columns(task: str, found: dict, path: str) -> None:
     """Raise UserError if the results of a file lack what a comparison needs."""
+    if task == "generation":
+        text_metrics.check_libraries()
     try:
         columns, _ = comparable(task, {path: found})
         side_by_side(task, columns)

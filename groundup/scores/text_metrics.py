@@ -65,6 +65,7 @@ def evaluate_generation(
     around the call. Of several samples of a prompt the first one counts."""
     check_libraries()  # now, not after hours of generation
     questions, left_out, places = read_questions(data, limit)
+    # All ranks read all questions and share the answering.
     prompts = [one.prompt for one in questions]
     answers = generate_answers(model, tokenizer, prompts, params, batch_size)
     # Without the prompts that do not fit: they have no answer that could be compared.
@@ -155,6 +156,8 @@ def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[
 def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
     """Return self_stop, the fraction of answers that the model ended itself; empty, that of
     blank ones; mean_tokens, their mean length without the token that ended them."""
+    # A model that was not tuned writes on until the limit; one that was tuned too long on short
+    # answers may write none.
     columns = {
         "self_stop": [answer.stopped for answer in answers],
         "empty": [not answer.text.strip() for answer in answers],
