@@ -354,7 +354,7 @@ class Server:
 
     async def prefer(self, http: Any) -> Response:
         """Keep which of two answers somebody found better."""
-        raw = await read_body(http, self.config["max_body_kb"])
+        raw = await self.body(http)
         row, unused = page.preference(raw, self.config["system"])
         path = Path(self.config["preferences"])
         # Ties are kept beside, where training does not read them.
@@ -367,18 +367,14 @@ class Server:
 
     async def render(self, http: Any) -> Response:
         """Return the HTML of the Markdown of an answer."""
-        raw = await read_body(http, self.config["max_body_kb"])
+        raw = await self.body(http)
         return JSONResponse(await asyncio.to_thread(page.render, raw))
 
     async def answer(self, http: Any, chat: bool) -> Any:
         """Answer a request for text, in one piece or as a stream."""
         began = time.monotonic()
         own_tools = self.tools.schemas if self.tools else None
-        body = await read_body(http, self.config["max_body_kb"])
-        if len(body) >= BIG_BODY:  # the others' turn comes first
-            await self.pace.pay(len(body) * BYTE_S, BODY_WAIT_S)
-            if await http.is_disconnected():
-                raise Refused(400, "the client went away")
+        body = await self.body(http)
         # The queue is asked before the prompts are encoded, which takes longest.
         asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
         model = self.named(asked.model)
@@ -404,6 +400,36 @@ class Server:
         with model.cancelling(job):
             body = await or_disconnect(self.whole(job, events), http.receive)
         return Response(status_code=400) if body is None else JSONResponse(head | body)
+
+    async def body(self, http: Any) -> bytes:
+        """Return the body, a big one once it is its turn. Raise Refused if it is not JSON by its
+        type, too large, slow or not whole."""
+        most = 1024 * self.config["max_body_kb"]
+        # A page of another site may send a form without asking, but not this type.
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            what = "send the body as JSON, with the header Content-Type: application/json"
+            raise Refused(400, what)
+        coding = http.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise Refused(415, f"Content-Encoding {coding!r} is not read; send the body as it is")
+        # Its length is checked as it comes: a header may lie, or be missing.
+        raw = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in http.stream():
+                    raw += chunk
+                    if len(raw) > most:
+                        raise Refused(413, f"the body is larger than {most:,} bytes")
+        except TimeoutError:
+            raise Refused(408, f"the body did not come within {BODY_S} s") from None
+        except ClientDisconnect:
+            raise Refused(400, "the client went away") from None
+        if len(raw) >= BIG_BODY:
+            await self.pace.pay(len(raw) * BYTE_S, BODY_WAIT_S)
+            if await http.is_disconnected():  # meanwhile
+                raise Refused(400, "the client went away")
+        return bytes(raw)
 
     def admit(self, asked: ParsedRequest) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
@@ -488,33 +514,6 @@ class Server:
         except Refused as error:
             yield sse(error.body)
         yield "data: [DONE]\n\n"
-
-
-async def read_body(http: Any, max_kb: int) -> bytes:
-    """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
-    whole."""
-    most = 1024 * max_kb
-    # A page of another site may send a form without asking, but not this type.
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        what = "send the body as JSON, with the header Content-Type: application/json"
-        raise Refused(400, what)
-    coding = http.headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
-        raise Refused(415, f"Content-Encoding {coding!r} is not read; send the body as it is")
-    # Its length is checked as it comes: a header may lie, or be missing.
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in http.stream():
-                raw += chunk
-                if len(raw) > most:
-                    raise Refused(413, f"the body is larger than {most:,} bytes")
-    except TimeoutError:
-        raise Refused(408, f"the body did not come within {BODY_S} s") from None
-    except ClientDisconnect:
-        raise Refused(400, "the client went away") from None
-    return bytes(raw)
 
 
 class EventStream(StreamingResponse):
