@@ -428,7 +428,7 @@ def is_escaped(head: bytes, dialect: dict) -> bool:
     plain = widths_of(head, mark, is_cut)[0]
     escaped = widths_of(head.replace(b'\\"', b'""'), mark, is_cut)[0]
     was_table, is_table = len({*plain} - {0}) == 1, len({*escaped} - {0}) == 1
-    return is_table and not (was_table and len(plain) >= len(escaped))
+    return is_table and len(escaped) >= len(plain) + was_table
 
 
 def with_doubled_quotes(line: Record) -> Record:

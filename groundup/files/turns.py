@@ -483,9 +483,9 @@ def call_text(call: object) -> str:
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]  # OpenAI's form has an id and a type around it
     if isinstance(call, dict) and call.get("name") is not None:
-        found = first_of(call, ARGUMENT_KEYS) or {}
+        found = first_of(call, ARGUMENT_KEYS)
         arguments = unpacked(found) if isinstance(found, str) else without_nulls(found)
-        call = {"name": call["name"], "arguments": arguments}
+        call = {"name": call["name"], "arguments": arguments or {}}  # also of "null"
     return f"<tool_call>\n{call if isinstance(call, str) else as_json(call)}\n</tool_call>"
 
 

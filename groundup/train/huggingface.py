@@ -226,7 +226,9 @@ def weight_files(directory: Path) -> list[Path]:
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not all(map(is_name, shards.values())):
             fail(f"{index} is damaged: weight_map must name files of its directory")
-        paths = [directory / shard for shard in sorted(set(shards.values()))]
+        return [directory / shard for shard in sorted(set(shards.values()))]
+    if not paths[0].exists():  # a copy without the index
+        paths = sorted(directory.glob("model-*-of-*.safetensors")) or paths
     return paths
 
 

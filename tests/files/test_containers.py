@@ -528,6 +528,12 @@ ODD_FILES = [
         {},
     ),
     ("backslash.csv", b'text,b\n"ends so \\",1\n"a ""b"" c",2\n', ["ends so \\", 'a "b" c'], {}),
+    (
+        "json.csv",  # quotes are doubled, and a row has a field too many
+        b'text,b\n"{""a"": ""\\""x\\""""}",1\nfirst,2\nsecond,3,4\n',
+        ['{"a": "\\"x\\""}', "first"],
+        {"bad_csv": 1},
+    ),
     ("excel.csv", b"\xef\xbb\xbfsep=;\r\ntext;b\r\nfirst, 1;1\r\n", ["first, 1"], {}),
     ("excel2.csv", b'"sep=,"\ntext,b\nfirst,1\n', ["first"], {}),
     ("sep.csv", b"sep=,text\n1,first\n", ["first"], {}),

@@ -1406,6 +1406,12 @@ def test_a_prompt_that_a_chat_template_wrote_is_refused(prompt: str) -> None:
     assert messages_of({"prompt": asked, "response": "4"}) == ([u(asked), a("4")], "")
 
 
+@pytest.mark.parametrize("arguments", ["", "null", "{}", None, {}])
+def test_a_call_without_arguments_has_an_empty_object(arguments) -> None:
+    written = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert call_text({"function": {"name": "f", "arguments": arguments}}) == written
+
+
 @pytest.mark.parametrize("prompt", OPENED)
 def test_a_prompt_that_ends_as_a_chat_template_opens_an_answer_is_refused(prompt: str) -> None:
     said = f"the prompt is written by a chat template ({prompt.split()[-1]}"

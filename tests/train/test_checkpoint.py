@@ -293,6 +293,17 @@ def test_load_model_computes_their_logits(tmp_path: Path, kind: str, shard: str)
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-5)
 
 
+def test_shards_are_found_without_their_index(tmp_path: Path) -> None:
+    theirs = hf_llama()
+    theirs.save_pretrained(tmp_path, max_shard_size="3KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "._model-00001-of-00002.safetensors").write_bytes(b"of a Mac")
+    ours = huggingface.load_model(tmp_path)
+    torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-5)
+    next(tmp_path.glob("model-00001-*")).unlink()
+    assert "is missing" in error_line(huggingface.load_model, tmp_path)
+
+
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_what_was_opened_is_saved_as_the_same_family(tmp_path: Path, kind: str) -> None:
     theirs = FOREIGN[kind]()
