@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 $(VENV)/core: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: %s is Python %s; 3.11 or newer is needed, \
 	for example: make PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
-	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
@@ -56,6 +56,7 @@ forget = @$(call newer,$1,data/$2,rm -f data/$2 data/$2.config.json); true
 demo: $(VENV)/core
 	$(PREPARE) --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5' --out_dir=data/demo --vocab_size=6144 \
 		--pattern=zh
+	@echo 'the Chinese text of the demo is small: a warning that it is seen 6 times is expected'
 	$(PY) pretrain.py config/demo.py $(call begin,demo,demo)
 	$(PY) sample.py --init_from=out/demo --prompt='One evening' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PY) sample.py --init_from=out/demo --prompt='晚上' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
@@ -95,10 +96,12 @@ demo-real: $(VENV)/real
 	test -e out/smollm2 || \
 		$(PY) tools/from_gguf.py $$(find $(VENV)/ -name 'SmolLM2-135M-Instruct*.gguf') out/smollm2
 	$(PREPARE) --input=python-docs --kind=chat --hold_out=0.05 --out_dir=data/real_chat --tokenizer_dir=out/smollm2
+	@echo 'the published model answers the validation questions: its ROUGE-L and BLEU, some minutes without output'
 	$(SCORE_REAL) --init_from=out/smollm2 --out=$(REAL_SCORES)_before.json >/dev/null
 	$(PY) sft.py config/real_sft.py $(call begin,real_chat,real_sft)
 	rm -rf out/real_merged
 	$(PY) tools/merge.py --init_from=out/real_sft --out_dir=out/real_merged
+	@echo 'the tuned model answers the same questions'
 	$(SCORE_REAL) --init_from=out/real_merged --out=$(REAL_SCORES)_sft.json >/dev/null
 	$(call forget,real_chat,real_answers.jsonl)
 	$(PY) sample.py --init_from=out/real_merged --prompts=data/real_chat/held_out.jsonl --out=data/real_answers.jsonl \

@@ -162,10 +162,30 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"config: cannot read {path!r}: {reason}") from None
 
-    # The file runs in a copy, so that nothing is applied when something is wrong.
-    scratch = dict(config) | {"__file__": path, "__name__": "__config__"}
+    # What looks like a setting must be one, or a misspelt key would change nothing.
+    found, names = {}, run_file(path, source, config)
+    for name, value in names.items():
+        is_helper = name.startswith("_") or callable(value) or isinstance(value, ModuleType)
+        if name in config or not is_helper:
+            found[name] = value
+
+    # The docstring of a config says how it is run.
+    command = r"python (\w+\.py) \S*" + re.escape(os.path.basename(path))
+    scripts = re.findall(command, names.get("__doc__") or "")
+    script = os.path.basename(sys.argv[0])
+    where, hint = f"in {path}", f"{HELP}; names of the file's own begin with _"
+    if scripts and script not in scripts:
+        check_known(found, config, f"{where}, which is for {scripts[-1]}, not {script}", "")
+    check_known(found, config, where, hint)
+    return {name: checked(name, value, config, comments, where) for name, value in found.items()}
+
+
+def run_file(path: str, source: str, config: Mapping) -> dict:
+    """Return the names of an override file after it ran, those of `config` among them."""
+    # It runs in a copy, so that nothing is applied when something is wrong.
+    names = dict(config) | {"__file__": path, "__name__": "__config__"}
     try:
-        exec(compile(source, path, "exec"), scratch)  # noqa: S102 - the user runs this file
+        exec(compile(source, path, "exec"), names)  # noqa: S102 - the user runs this file
     except SyntaxError as error:
         where = f"{path}:{error.lineno or 1}"
         raise UserError(f"config: {where}: SyntaxError: {error.msg}") from None
@@ -174,22 +194,7 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path] or [0]
         raise UserError(f"config: {path}:{lines[-1]}: {type(error).__name__}: {error}") from None
-
-    # The docstring of a config says how it is run.
-    command = r"python (\w+\.py) \S*" + re.escape(os.path.basename(path))
-    scripts = re.findall(command, scratch.get("__doc__") or "")
-    script = os.path.basename(sys.argv[0])
-    # What looks like a setting must be one, or a misspelt key would change nothing.
-    found = {}
-    for name, value in scratch.items():
-        is_helper = name.startswith("_") or callable(value) or isinstance(value, ModuleType)
-        if name in config or not is_helper:
-            found[name] = value
-    where, hint = f"in {path}", f"{HELP}; names of the file's own begin with _"
-    if scripts and script not in scripts:
-        check_known(found, config, f"{where}, which is for {scripts[-1]}, not {script}", "")
-    check_known(found, config, where, hint)
-    return {name: checked(name, value, config, comments, where) for name, value in found.items()}
+    return names
 
 
 def parse_flag(flag: str, keys: Mapping) -> tuple[str, object]:

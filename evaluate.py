@@ -82,6 +82,8 @@ TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
 USED_BY = {  # settings that mean nothing to other tasks, with their defaults
     ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"},
     choices.TASKS: {"shots": 5},
+    ("perplexity", *choices.TASKS): {"block_size": 0},
+    ("generation",): {"max_new_tokens": 256},
     ("perplexity", *choices.TASKS, "generation"): {"weights": "full"},
     ("preference",): {"reference": ""},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
@@ -161,6 +163,7 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
                 text_metrics.read_questions(source, config["limit"])
     if not config["out"]:
         return
+    read += filter(None, map(str.strip, config["beside"].split(",")))
     out, given = Path(config["out"]), f"out={config['out']!r}"
     what = f"is a directory; name a file, such as {out / 'scores.json'}"
     refuse(out.is_dir(), f"{given} {what}")
@@ -256,14 +259,15 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
         how = size, limit, dtype, loaded.reference
         return judging.evaluate_preference(model, tokenizer, source, *how)
     paths = find_files(source)
-    of_a, of_b = (found[: limit or None] for found in judging.read_both(*paths))
     if config["judge"]:
         endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")
     else:
         how = {"model": model, "tokenizer": tokenizer, "batch_size": size, "dtype": dtype}
         ask = partial(judging.reward_judge, **how)
-    return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask)
+    found = judging.win_rate(*judging.read_both(*paths), ask, limit)
+    differ = {"settings that differ": judging.differing_settings(*paths)}
+    return dict(zip("AB", paths, strict=True)) | found | differ
 
 
 def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
@@ -336,7 +340,8 @@ if __name__ == "__main__":
                 "dtype": str(loaded.dtype).removeprefix("torch."),
                 "seconds": time.perf_counter() - begin,
             }
-            saved = {"settings": config, "model": described, "run": run, "results": results}
+            saved = {"settings": config, "data": wanted, "model": described, "run": run}
+            saved["results"] = results
             try:
                 write_results(Path(out), saved)
             finally:  # on a full disk the figures are at least seen

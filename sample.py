@@ -131,47 +131,32 @@ def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
 def check_settings(config: dict, talk: bool, as_json: bool) -> None:
     """Raise UserError if the settings contradict each other."""
     by, source = config["best_of_by"], config["reward_from"]
-    K, ids = config["num_beams"], config["stop_token_ids"]
+    K, ids, has_file = config["num_beams"], config["stop_token_ids"], config["prompts"]
     several = config["best_of"] or config["n"] > 1 or K > 1 or source
-    in_terminal = talk and not config["prompt"] and not config["prompts"]
+    in_terminal = talk and not config["prompt"] and not has_file
     for_beams = (config["length_penalty"], config["early_stopping"]) != (1, "false")
+    in_chat = "give --chat=yes"
+    one_answer = (
+        "tools need one answer to a prompt; leave out n, best_of, num_beams and reward_from"
+    )
+    not_ids = f"stop_token_ids must be ids separated by commas, got {ids!r:.80}"
+    as_file = "a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT"
+    one_alone = f"best_of_by=reward and reward_from=DIR go together, got {by}, {source!r}"
+    no_stream = "best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT"
+    no_question = f"best_of_by=reward needs a chat, and prompts are continued here; {in_chat}"
     for wrong, words in (
-        (config["tools"] and not talk, "tools are for a chat; give --chat=yes"),
-        (
-            config["tools"] and several,
-            "tools need one answer to a prompt; leave out n, best_of, num_beams and reward_from",
-        ),
-        (
-            re.search(r"[^0-9, ]|[0-9]{19}", ids),
-            f"stop_token_ids must be ids separated by commas, got {ids!r:.80}",
-        ),
-        (
-            config["prompt"] and config["prompts"],
-            "both prompt and prompts are given; give one of them",
-        ),
-        (
-            config["system"] and not talk and not config["prompts"],
-            "system needs a chat; give --chat=yes",
-        ),
-        (
-            in_terminal and as_json,
-            "a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT",
-        ),
-        (
-            (by == "reward") != bool(source),
-            f"best_of_by=reward and reward_from=DIR go together, got {by}, {source!r}",
-        ),
+        (config["tools"] and not talk, f"tools are for a chat; {in_chat}"),
+        (config["tools"] and several, one_answer),
+        (re.search(r"[^0-9, ]|[0-9]{19}", ids), not_ids),
+        (config["prompt"] and has_file, "both prompt and prompts are given; give one of them"),
+        (config["system"] and not talk and not has_file, f"system needs a chat; {in_chat}"),
+        (in_terminal and as_json, as_file),
+        ((by == "reward") != bool(source), one_alone),
         (in_terminal and K > 1, "a chat has one answer at a time; leave out num_beams"),
         (for_beams and K == 1, "length_penalty and early_stopping need num_beams above 1"),
         (source and K > 1, f"best_of_by=reward ranks samples, not beams; got num_beams={K}"),
-        (
-            source and in_terminal,
-            "best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT",
-        ),
-        (
-            source and not talk,
-            "best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes",
-        ),
+        (source and in_terminal, no_stream),
+        (source and not talk, no_question),
     ):
         if wrong:
             raise UserError(f"sample: {words}")

@@ -5,7 +5,8 @@ r"""What `make demo` trains, on two idle CPU cores in two and a half minutes.
     python pretrain.py config/demo.py
 
 It learns from this repository's own stories and knowledge in English and Chinese, and from the
-prose of Python's documentation.
+prose of Python's documentation. The Chinese text is small: the warning that it is seen six times is
+expected.
 """
 
 out_dir = "out/demo"

@@ -5,8 +5,8 @@ r"""Adapters beside all matrices of the blocks, the rest frozen: a model of bill
         --learning_rate=1e-3                                                    # below 100M
     python tools/merge.py --init_from=out/lora --out_dir=out/lora_merged        # a plain model
 
-Checkpoints hold the adapters in peft's format. On CPUs add --compile=False
---total_batch_tokens=8192.
+Checkpoints hold the adapters in peft's format. On a CPU add --compile=False
+--total_batch_tokens=8192, or see config/real_sft.py.
 """
 
 out_dir = "out/lora"

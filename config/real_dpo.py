@@ -1,6 +1,8 @@
-"""The end of `make demo-real`, two CPU cores, a minute and a half: tuning by preferences.
+r"""The end of `make demo-real`, two CPU cores, a minute and a half: tuning by preferences.
 
     python dpo.py config/real_dpo.py
+    python dpo.py config/real_dpo.py --init_from=out/faq_merged --data=pairs.jsonl \
+        --out_dir=out/faq_dpo                                   # after config/real_sft.py, own pairs
 
 The documentation's own answers are preferred to the model's.
 """

@@ -1,6 +1,8 @@
-"""`make demo-real`, two CPU cores, three minutes: SmolLM2-135M-Instruct learns by adapters.
+r"""`make demo-real`, two CPU cores, three minutes: SmolLM2-135M-Instruct learns by adapters.
 
     python sft.py config/real_sft.py
+    python sft.py config/real_sft.py --data=chat.jsonl --out_dir=out/faq --max_steps=0 \
+        --epochs=5 --sample_prompts='Hello'                     # with conversations of your own
 
 It learns to answer questions about Python as its documentation does. The two questions, one of them
 in Chinese, are in no training data; they are answered before the first step and after the last.

@@ -38,6 +38,8 @@ NOT_RUN = {  # what is in a command: why it is not run
     "make serve": "serves until it is stopped; tests/test_browser.py looks at its page",
     "make race": "minutes of two idle cores",
     "make gpu": "minutes of a GPU; tests/tools/test_gpu_check.py runs it on tiny shapes",
+    "curl -LO": "a download",
+    "hf download": "a download",
     "curl http": "the server is asked when its own command is run",
     "make test": "runs this",
     "python tools/bench.py": "a minute, and its figures mean nothing on a busy machine",
@@ -47,7 +49,7 @@ FIRST = [  # of which the stand-ins are copies
     "python pretrain.py --data_dir=data/demo --out_dir=out/demo",
 ]
 STAND_INS = {  # what the reader has already, or has from make demo
-    "out": ("demo", "demo_sft", "other"),
+    "out": ("demo", "demo_sft", "other", "smollm2"),
     ".": ("DIR", "Qwen3-0.6B", "path/to/Qwen3-0.6B", "path/to/llama"),
 }
 # ---- overrides: an argument of the README with the same key is replaced ----------------------------------------------
@@ -175,6 +177,7 @@ def make_data() -> None:
         if path == "baike/a.json":
             rows = [{"title": row["text"][:8], "summary": row["text"], "sections": []} for row in rows]
         write_rows(path, rows)
+    Path("input.txt").write_text("\n\n".join(english), encoding="utf-8")
     Path("corpus/zh.txt").write_text("\n\n".join(chinese), encoding="gb18030")
     for path in ("zh/a.txt", "code/a.py"):
         Path(path).parent.mkdir()

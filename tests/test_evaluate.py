@@ -372,6 +372,8 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--tasks=generation", "--data={base}/rows.jsonl", "--judge=x"], "judge='x' is only for win_rate"),
     (["--tasks=generation", "--data={base}/rows.jsonl", "--stride=7"], "stride=7 is only for perplexity"),
     (["--data={base}/zh.txt", "--shots=2"], "shots=2 is only for mmlu"),
+    (["--data={base}/zh.txt", "--max_new_tokens=2"], "max_new_tokens=2 is only for generation"),
+    (["--tasks=preference", "--data={base}/rows.jsonl", "--block_size=9"], "block_size=9 is only for perplexity"),
     (["--tasks=perplexity,preference", "--data=perplexity: {base}/zh.txt; preference: {base}/rows.jsonl",
       "--init_from={base}/reward"],
      "preference measures a reward model, perplexity a language model"),
@@ -487,6 +489,20 @@ def test_win_rate_by_a_reward_model(run, base, tmp_path):
     low, high = found["interval"]
     assert re.search(rf"interval +{low:.4f} to {high:.4f}", printed)
     assert re.search(rf"A +{tmp_path}/a.jsonl\nB +{tmp_path}/b.jsonl", printed)
+    assert "settings that differ" not in printed
+
+
+def test_win_rate_of_the_first_prompts_that_both_answer(run, base, tmp_path):
+    """One model has left out a long prompt; the two were sampled with other settings, which is said."""
+    for name, numbers, temperature in (("a", (0, 2, 3), 0.0), ("b", (0, 1, 2, 3), 1.0)):
+        rows = [{"prompt": f"Q{i}", "index": i, "completions": [{"text": name}]} for i in numbers]
+        write_settings(tmp_path / f"{name}.jsonl", {"model": name, "temperature": temperature})
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    data, out = f"--data={tmp_path}/a.jsonl,{tmp_path}/b.jsonl", f"--out={tmp_path}/found.json"
+    printed, _ = run("--tasks=win_rate", data, f"--init_from={base}/reward", out, "--limit=2")
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
+    assert [row["prompt"][0]["content"] for row in found["matches"]] == ["Q0", "Q2"]
+    assert "settings that differ: temperature 0.0 and 1.0" in printed
     cut = [{"text": "x", "finish_reason": "length"}]
     cut = [{"prompt": f"Q{i}", "index": i, "completions": cut} for i in range(3)]
     write_settings(tmp_path / "c.jsonl", {"model": "m"})
@@ -536,7 +552,7 @@ def test_a_pair_must_fit_in_the_model_and_in_its_reference(run, base, tmp_path, 
     models = [f"--{key}={tmp_path}/{name}" for key, name in zip(("init_from", "reference"), flags, strict=True)]
     printed, error = run("--tasks=preference", f"--data={tmp_path}/pairs.jsonl", *models)
     assert not error and re.search(r"pairs +2\n", printed)
-    assert "too long for block_size=32 1" in printed
+    assert "longer than the model's 32 tokens 1" in printed
 
 
 def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base, tmp_path):
@@ -612,6 +628,9 @@ def test_models_side_by_side(run, base, tmp_path):
         assert re.search(rf"^{re.escape(name)} +{figure} +{figure}$", shown, re.MULTILINE), shown
     _, error = run(f"--init_from={base}/model", f"--beside={tmp_path}/a.json", *flags[:1], f"--data={base}/zh.txt")
     assert "a.json was measured with data=" in error
+    same = [f"--beside={tmp_path}/a.json", f"--out={tmp_path}/a.json"]
+    _, error = run(f"--init_from={base}/model", *same, *flags)
+    assert "a.json' would be written over what is read" in error
     _, error = run(f"--init_from={base}/model", f"--beside={tmp_path}/none.json", *flags)
     assert "none.json" in error
     (tmp_path / "b.json").write_text('{"results": {}}')

@@ -101,24 +101,24 @@ def alone(directory):
     return call
 
 
-@pytest.mark.parametrize(("n_chars", "most"), [(10, 3), (web.BIG_BODY, 1)])
-def test_big_bodies_are_read_one_by_one(directory, monkeypatch, n_chars, most):
-    """So the engine keeps its time; others are not held up."""
-    httpx, reading, seen, requests = library("httpx"), [], [], web.Model.requests
-
-    def slowly(model, *args):
-        reading.append(1)
-        seen.append(len(reading))
-        time.sleep(0.3)
-        reading.pop()
-        return requests(model, *args)
-
-    monkeypatch.setattr(web.Model, "requests", slowly)
-    with serving(directory) as (url, _), ThreadPoolExecutor(3) as pool:
-        body = {"messages": [{"role": "user", "content": "x" * n_chars}], "max_tokens": 1}
-        answers = pool.map(lambda _: httpx.post(url + "/v1/chat/completions", json=body, timeout=60), range(3))
-        assert {answer.status_code for answer in answers} == {400 if most == 1 else 200}
-    assert len(seen) == 3 and max(seen) == most
+@pytest.mark.parametrize("kind", ["big", "wrong", "small"])
+def test_errors_and_big_bodies_are_paced(directory, monkeypatch, kind):
+    """So the engine keeps its time, whatever a client sends; others are not held up."""
+    httpx = library("httpx")
+    monkeypatch.setattr(web, "BURST_S", 0)
+    monkeypatch.setattr(web, "BYTE_S", 0.2 / web.BIG_BODY)
+    monkeypatch.setattr(web, "ERROR_S", 0.2)
+    changes = {"big": {"x": "x" * web.BIG_BODY}, "wrong": {"temperature": -1}, "small": {}}[kind]
+    with serving(directory) as (url, _), ThreadPoolExecutor(4) as pool:
+        url += "/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        httpx.post(url, json=body, timeout=60)
+        began = time.monotonic()
+        answers = pool.map(lambda _: httpx.post(url, json=body | changes, timeout=60), range(4))
+        beside = httpx.post(url, json=body, timeout=60).status_code, time.monotonic() - began
+        assert {answer.status_code for answer in answers} == {400 if kind == "wrong" else 200}
+        assert (time.monotonic() - began > 0.6) == (kind != "small")
+        assert beside[0] == 200 and beside[1] < 0.6
 
 
 def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):

@@ -297,30 +297,28 @@ def draw(
     try:
         import matplotlib
         from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
     except ImportError:
         raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib") from None
     n_columns = min(columns, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
     names = list(map(shortened, names))
     heading = names[0] if len(names) == 1 else ""
+    fonts = ["DejaVu Sans"]
     texts = "".join([*names, *(key for panel in panels for key in panel.keys)])
-    font = ""
     if re.search(r"[\u2e80-\uffef]", texts):
-        font = chinese_font()
-        if not font:  # the boxes that are drawn instead need no warning for each character
+        fonts += filter(None, [chinese_font()])
+        if not fonts[1:]:
             heading = "no font for Chinese names: apt install fonts-noto-cjk"
+            # a box is drawn for each character, which needs no warning each
             warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-    with matplotlib.rc_context({"font.family": ["DejaVu Sans", *([font] if font else [])]}):
+    with matplotlib.rc_context({"font.family": fonts}):
         figure = Figure(figsize=(5 * n_columns, 3.4 * n_rows), layout="constrained")
         if not panels:
             figure.text(0.5, 0.5, "nothing is logged yet", ha="center")
-        if len(names) > 1:  # one legend of the runs for all panels
-            lines = [Line2D([], [], **color_of(i, name)) for i, name in enumerate(names)]
-            where = {"loc": "outside upper center", "ncols": 2 * n_columns, "fontsize": 8}
-            figure.legend(lines, names, title=heading, **where)
-        else:
+        if len(names) == 1:
             figure.suptitle(heading)
+        else:
+            legend_of_runs(figure, names, heading, n_columns)
         right = max((curve.x.max() for panel in panels for curve in panel.curves), default=1.0)
         for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)
@@ -329,6 +327,20 @@ def draw(
             axes.xaxis.get_major_locator().set_params(integer=x_label == X_LABELS["steps"])
             draw_panel(axes, panel, names, scale)
     return figure
+
+
+def legend_of_runs(
+    figure: "Figure",  # noqa: F821
+    names: Sequence[str],
+    heading: str,
+    n_columns: int,
+) -> None:
+    """Put one legend above all panels: in each of them it would hide curves."""
+    from matplotlib.lines import Line2D
+
+    lines = [Line2D([], [], **color_of(i, name)) for i, name in enumerate(names)]
+    where = {"loc": "outside upper center", "ncols": 2 * n_columns, "fontsize": 8}
+    figure.legend(lines, names, title=heading, **where)
 
 
 def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str], scale: str) -> None:  # noqa: F821

@@ -180,7 +180,7 @@ def hint_of(row: dict, kind: str) -> str:
     found = listed(row[thread]) if thread else None
     names = turns.naming(found) if found else ""  # texts have none
     is_list = isinstance(row.get(thread), list) and found and not turns.exchange_keys(found)
-    if kind != "text" and is_list and recognise(found[0], kind):
+    if (kind != "text" or not name) and is_list and recognise(found[0], kind):
         return f"; {thread!r} holds rows: give a file of that list alone"
     may_be_turns = "KEY" not in names if found else not any(others)
     if kind == "chat" and thread and not name and may_be_turns:
@@ -631,12 +631,18 @@ def seed_task(row: dict) -> list[dict]:
     return one_turn("instruction,input?", "output", {**row, **instances[0]})
 
 
-def waits_for_answer(row: dict) -> bool:
+def waits_for_answer(key: str, row: dict) -> bool:
     """Return whether the turns of a row end with a question, so that another key has the answer.
 
     An answer that is no text, as a number to check, is for a reward and not learned."""
-    found = listed(row["messages"]) if isinstance(row["answer"], str) else None
+    found = listed(row["messages"]) if isinstance(row[key], str) else None
     return found is not None and turns.ROLES.get(str(turns.name_of(found[-1]))) == "user"
+
+
+def has_texts_by_turns(row: dict) -> bool:
+    """Return whether data is texts, not the rows of a file, or their cells."""
+    found = unpacked(row["data"])
+    return isinstance(found, list) and all(isinstance(one, str) for one in found)
 
 
 def has_turns_of_context(row: dict) -> bool:
@@ -857,8 +863,11 @@ def talking(name: str, key: str) -> RowFormat:
 
 
 CHATS = (
-    asking("turns and their answer (Dolphin R1, AceMath)", "messages", "answer")._replace(
-        fits=waits_for_answer
+    *(
+        asking("turns and their answer (Dolphin R1, AceMath)", "messages", key)._replace(
+            fits=partial(waits_for_answer, key)
+        )
+        for key in ("answer", "response", "completion", "output")
     ),
     talking("messages (OpenAI)", "messages"),
     talking("conversations (ShareGPT)", "conversations"),
@@ -895,7 +904,7 @@ CHATS = (
     RowFormat("glaive v2", "system,chat", turns.glaive),
     RowFormat("MOSS 002", "meta_instruction,plain_text", turns.moss_text),
     RowFormat("MOSS 003", "meta_instruction,chat", turns.moss_chat),
-    talking("texts by turns (UltraChat)", "data"),
+    talking("texts by turns (UltraChat)", "data")._replace(fits=has_texts_by_turns),
 )
 
 HH_CHAT = RowFormat(

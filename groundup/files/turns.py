@@ -677,10 +677,11 @@ SPEAKERS |= dict.fromkeys(("Assistant", "ASSISTANT", "MOSS"), "assistant")
 
 RENDERED = re.compile(  # how a prompt begins that a chat template has written
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
-    r"(?:<\|im_start\|>|<\|start_header_id\|>|<\|(?:system|user)\|>|\[INST\].*\[/INST\]|"
-    r"<start_of_turn>)",
+    r"(?:<[|\uff5c][\w\u2581]+[|\uff5c]>|\[INST\].*\[/INST\]|<start_of_turn>)",
     re.DOTALL,
 )
+# how one may end, and what then stands before: Alpaca's, Vicuna's
+OPENS_ANSWER = {"### Response:": "### Instruction:", "ASSISTANT:": "USER:"}
 LATER_TURN = re.compile("<extra_id_1>(?=(?:User|Assistant)\n)")  # HelpSteer's
 
 
@@ -688,9 +689,12 @@ def question_turns(text: str) -> list[dict]:
     """Return a question as the user's turn, or the turns of a dialogue that waits for its answer.
 
     Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
-    if mark := RENDERED.match(text) or LATER_TURN.search(text):
+    found = RENDERED.match(text) or LATER_TURN.search(text)
+    end = text.rstrip()
+    ends = (mark for mark, before in OPENS_ANSWER.items() if end.endswith(mark) and before in text)
+    if mark := found[0].strip() if found else next(ends, ""):
         how = "give its turns as messages"
-        raise BadRow(f"the prompt is written by a chat template ({mark[0].strip()}); {how}")
+        raise BadRow(f"the prompt is written by a chat template ({mark}); {how}")
     if "Human:" not in text[:8] or not OPEN_DIALOGUE.fullmatch(text):
         return [message("user", text)]
     pattern = HH_TURN if text.startswith("\n\n") else BELLE_TURN

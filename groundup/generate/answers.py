@@ -84,6 +84,7 @@ class Answers:
         table = Table(self.settings) if for_people else None
         bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
         with self._output() as file, bar:
+            # They come in the order of finishing, so a table waits for those before.
             for number, result in (draw or engine.answer)(prompts, params):
                 index, fields, asked = begun[number]
                 reasons = [completion.finish_reason for completion in result.completions]
@@ -148,6 +149,7 @@ class Answers:
         if not os.path.exists(self.out):
             return done
         with open(self.out, "r+b") as f:
+            # A whole file ends with a line break: half is then empty.
             *lines, half = f.read().split(b"\n")
             f.truncate(f.tell() - len(half))  # a kill may have left half a line
         # An answer repeats its prompt, which must be that of the same line.
@@ -159,6 +161,7 @@ class Answers:
             except (ValueError, TypeError, KeyError, AttributeError):
                 what = f"{self.out}:{number} is damaged; remove that line"
                 raise UserError(f"sample: {what}") from None
+            # A line that the prompts lack, or cannot be read, is another prompt.
             with contextlib.suppress(KeyError, ValueError):
                 if json_line(asked) == json_line(parse(self.lines[index])):
                     done.add(index)
@@ -225,6 +228,7 @@ class Table:
 
 def row(*cells: str) -> str:
     """Return cells of a table beside each other."""
+    # Empty cells at the end are left out.
     padded = [cell + " " * (CELL - width_of(cell)) for cell in map(one_line, cells)]
     while padded and not padded[-1].strip():
         padded.pop()
@@ -242,6 +246,7 @@ def shortened(text: str) -> str:
     text = one_line(text)[: LONGEST + 1]
     if width_of(text) <= LONGEST:
         return text
+    # Room for the dots
     while width_of(text) > LONGEST - 3:
         text = text[:-1]
     return text + "..."
@@ -261,10 +266,12 @@ def context_ended(
 
 
 def read_prompts(path: str) -> dict[int, Record]:
-    """Return {number from 0: decoded line} of the lines that are not blank, read as prepare.py does:
-    packed or not, in UTF-8, GBK or UTF-16. A line of plain text becomes JSON. Raise UserError if the
-    file cannot be read."""
+    """Return {number from 0: decoded line} of the lines that are not blank. Raise UserError.
+
+    The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16. A line of plain
+    text becomes JSON."""
     with streams.open_stream(path) as stream:
+        # Numbers are those of the file, blank lines included.
         lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
         found = {line.line - 1: line for line in lines if line.problem or line.value.strip()}
         if stream.raw.damage:
@@ -300,7 +307,7 @@ def parse(line: Record) -> dict:
 
 
 def asked_of(fields: dict, settings: dict) -> str | list[dict]:
-    """Return the text to continue or the messages to answer. Raise ValueError with what is wrong."""
+    """Return the text to continue or the messages to answer. Raise ValueError for a bad row."""
     fields = mended(fields)
     try:
         text = continued_text(fields, settings.get("chat", True))
@@ -322,6 +329,7 @@ def answer_fields(
 ) -> dict:
     fields: dict = {"completions": []}
     for found in result.completions:
+        # Ids and probabilities are long: only where they were asked for.
         keys = "text", "finish_reason", "stop_reason", *["reward"] * rewarded
         if params.logprobs >= 0:
             keys += "ids", "cumulative_logprob"
@@ -337,7 +345,7 @@ def answer_fields(
 def named(
     positions: list[dict[int, float] | None], tokenizer: Tokenizer
 ) -> list[list[dict] | None]:
-    """Return log-probabilities with the texts of their tokens, "" for ids beyond the tokenizer's."""
+    """Return log-probabilities with the texts of tokens, "" for ids beyond the tokenizer's."""
 
     def entry(i: int, logprob: float) -> dict:
         text = tokenizer.pieces.get(i, b"").decode("utf-8", "replace")

@@ -59,6 +59,7 @@ class BeamSearch(Engine):
     def search(self, request: Request) -> Result:
         """Return the n best texts of num_beams rows, the best first."""
         K, n, cfg = request.params.num_beams, len(request.ids), self.model.cfg
+        # All beams share one cache, so that a row can take over another's past.
         self.check_memory(K, request.length)
         cache = KVCache(cfg, K, request.length, self.device, self.dtype)
         cache.few_widths = self.compile
@@ -76,6 +77,7 @@ class BeamSearch(Engine):
             select(cache, parents, n)
             logits = self.forward(tokens, [cache.part([n] * K)])
             n += 1
+        # Samples make the texts, with stop ids and special tokens as everywhere.
         for s, beam in enumerate(beams.finished[: request.params.n]):
             sample = Sample(request, s, self.tokenizer)
             for token in beam.ids:
@@ -134,17 +136,20 @@ class Beams:
         params, (K, V) = self.params, logits.shape
         # Of log-probabilities, as in transformers, so repetition_penalty always multiplies.
         logps = process(logits.float().log_softmax(dim=-1), self.rows, self.seen, self.n_out)
+        # A candidate is a row and a next token, with the sum of both.
         sums = torch.tensor([beam.logprob for beam in self.running], device=logits.device)
         # Of this many candidates at least K go on, however many of the others end with a stop id
         width = min(max(2, 1 + len(params.stop_ids)), V) * K
         found = (logps + sums.unsqueeze(1)).flatten().topk(width)  # likeliest first
         self.n_out += 1
+        # All candidates have the same length.
         divisor = self.n_out**params.length_penalty
         go_on: list[tuple[int, Beam]] = []  # with their parents
         candidates = zip(found.values.tolist(), found.indices.tolist(), strict=True)
         for rank, (total, at) in enumerate(candidates):
             parent, token = divmod(at, V)
             ends = token in params.stop_ids or self.n_out == self.limit
+            # As in transformers, an end counts only among the K best candidates.
             if (ends and rank < K and total > -INF) or (not ends and len(go_on) < K):
                 beam = Beam([*self.running[parent].ids, token], total / divisor, total)
                 self.finished.append(beam) if ends else go_on.append((parent, beam))
@@ -165,6 +170,7 @@ class Beams:
         params, best = self.params, self.running[0].logprob
         if len(self.finished) < params.num_beams:
             return best == -INF
+        # A longer text may have a better mean, though its sum can only fall.
         hopes_for_length = params.early_stopping == "never" and params.length_penalty > 0
         length = self.limit if hopes_for_length else self.n_out
         could_get = best / length**params.length_penalty

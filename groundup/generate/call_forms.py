@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, in the forms that public models write.
+"""Thoughts and calls of tools in the text of an answer, in the forms that public models write.
 
     Hermes, Qwen, ours   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     Qwen3-Coder          <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
@@ -30,6 +30,7 @@ from groundup.tokens.templates import CALL_ID
 # ---- the text of an answer is divided ------------------------------------------------------------
 
 
+THINK, THINK_END = "<think>", "</think>"  # around the thoughts before an answer
 DEEPSEEK = "<\uff5ctool\u2581{}\uff5c>"
 DEEPSEEK_MARKS = ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
 CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = map(DEEPSEEK.format, DEEPSEEK_MARKS)
@@ -38,6 +39,42 @@ PYTHON_MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
 }
+
+
+class ThoughtReader:
+    """Divides an answer into thoughts, <think>...</think> at its beginning, and the rest."""
+
+    def __init__(self, opened: bool) -> None:
+        """opened: whether the prompt ends with <think>, which the answer then lacks."""
+        self.state = "thinking" if opened else "beginning"  # then between, saying
+        self.pending = ""
+
+    def push(self, text: str, last: bool) -> tuple[str, str]:
+        """Return (more thoughts, more of what is said)."""
+        self.pending += text
+        # It is decided once the text cannot become <think> any more.
+        if self.state == "beginning":
+            begin = self.pending.lstrip()
+            if not last and THINK.startswith(begin):
+                return "", ""
+            thinks = begin.startswith(THINK)
+            self.state = "thinking" if thinks else "saying"
+            self.pending = begin.removeprefix(THINK) if thinks else self.pending
+        thoughts = ""
+        if self.state == "thinking":
+            thoughts, close, rest = self.pending.partition(THINK_END)
+            if not close:
+                # A beginning of </think> is held back.
+                keep = 0 if last else n_pending(thoughts, [THINK_END])
+                cut = len(thoughts) - keep
+                self.pending = thoughts[cut:]
+                return thoughts[:cut], ""
+            self.state, self.pending = "between", rest
+        if self.state == "between":  # the empty lines after </think>
+            self.pending = self.pending.lstrip("\n")
+            self.state = "saying" if self.pending else "between"
+        said, self.pending = self.pending, ""
+        return thoughts, said
 
 
 class CallReader:
@@ -65,6 +102,7 @@ class CallReader:
         self.pending += text
         if last:
             return self.divide(self.pending)
+        # Until something is said, { or [ may begin an answer that is a call.
         if not self.said and self.pending.lstrip()[:1] in ("", "{", "["):
             return "", []
         mark = self.MARK.search(self.pending)
@@ -77,6 +115,7 @@ class CallReader:
     def divide(self, text: str) -> tuple[str, list[dict]]:
         """Return (what is said, calls). A call that cannot be read makes all of it text."""
         first = "" if self.said else text.lstrip()
+        # Forms without a mark are calls only as the whole answer.
         is_bare = first[:1] in ("{", "[") and not self.MARK.match(first)
         begin = self.SPACE.match(text) if is_bare else self.MARK.search(text)
         said, calls, end = "", [], 0
@@ -89,6 +128,7 @@ class CallReader:
                 return text, []
             said += text[end : begin.start()]
             calls += found
+            # Marks that close a call are no text, even of another form.
             end = self.CLOSE.match(text, after).end()
             begin = None if is_bare else self.MARK.search(text, end)
         rest = text[end:]
@@ -106,6 +146,7 @@ def calls_at(text: str, begin: re.Match, mark: str, types: Types) -> tuple[list[
     begin: where the mark was found; mark "" = the whole answer. Raise ValueError or RecursionError
     if they cannot be read."""
     at = begin.end()
+    # By their marks; some marks have several forms, which what follows tells apart.
     if mark == CALLS_BEGIN:
         return deepseek_calls(text, at)
     if mark == GEMMA_MARK:
@@ -113,6 +154,7 @@ def calls_at(text: str, begin: re.Match, mark: str, types: Types) -> tuple[list[
     if mark == "[TOOL_CALLS]" and (named := NAMED.match(text, at)):
         arguments, end = JSON.raw_decode(text, named.end())
         return [call_of({"name": named[1], "arguments": arguments, "id": named[2]})], end
+    # Qwen3-Coder's and Llama's form begin alike, the first within <tool_call>.
     function = FUNCTION.match(text, begin.start() if mark == "<function=" else at)
     if function and mark in ("<function=", "<tool_call>"):
         return function_call(text, function, types)
@@ -127,6 +169,7 @@ def calls_at(text: str, begin: re.Match, mark: str, types: Types) -> tuple[list[
 
 def call_of(found: dict) -> dict:
     """Return a call in OpenAI's form. Raise ValueError for arguments that are no object."""
+    # Llama's models write parameters.
     arguments = found.get("arguments", found.get("parameters"))
     if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own form
         arguments = JSON.decode(arguments or "{}")
@@ -256,6 +299,7 @@ def tagged(
 def types_of(function: dict) -> dict[str, bool]:
     """Return {parameter: whether its schema lets it be a text} of a tool."""
     parameters = function.get("parameters")
+    # A client's schema may be anything: what cannot be read says nothing.
     known = parameters.get("properties") if isinstance(parameters, dict) else None
     return (
         {name: may_be_text(one) for name, one in known.items()} if isinstance(known, dict) else {}
@@ -295,9 +339,11 @@ def gemma_value(text: str, begin: int) -> tuple[object, int]:
         return text[begin:end], end + len(GEMMA_QUOTE)
     if text.startswith("None", begin):  # as its template writes null
         return None, begin + len("None")
+    # An object or a list of such values; everything else is JSON.
     close = {"{": "}", "[": "]"}.get(text[begin : begin + 1])
     if not close:
         return JSON.raw_decode(text, begin)
+    # Recursion is bounded by Python: a RecursionError makes it text.
     items, end = [], begin + 1
     while not text.startswith(close, end):
         key = GEMMA_KEY.match(text, end) if close == "}" else None

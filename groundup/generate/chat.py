@@ -56,6 +56,7 @@ class Chat:
                     ids.append(token.id)
                     texts.append(token.text)
                     yield token.text
+                # A turn that its limit cut may end within a call.
                 has_ended = ids[-1] in self.params.stop_ids
                 if not self.tools or not has_ended or number == MAX_TURNS:
                     break
@@ -80,6 +81,7 @@ class Chat:
 
     def _fitted(self, question: dict) -> list[int]:
         """Return the prompt of an answer. Drop the oldest turns until it fits."""
+        # The answer keeps its room, or it would be cut after a few words.
         room = self.context - self.kept
         self.dropped = 0
         while True:
@@ -117,7 +119,8 @@ def converse(chat: Chat) -> None:
             return
         if message.strip() == "/exit":
             return
-        # also with the slash of Chinese typing; /usr/bin is no command
+        # A line like /name is a command, whether there is such a one or not, also with the slash of
+        # Chinese typing. /usr/bin is none.
         command = re.fullmatch(r"\s*[/\uff0f]([^\s/]+)(?:\s+(.*))?", message)
         try:
             if command:
@@ -154,6 +157,7 @@ def show(chat: Chat, pieces: Iterator[str]) -> None:
     try:
         with contextlib.closing(pieces):
             for number, piece in enumerate(pieces):
+                # Turns were dropped when the prompt was made, before the first piece.
                 if number == 0 and chat.dropped:
                     n, kept = chat.dropped, f"{chat.kept} of {chat.context} tokens"
                     turns = "the oldest turn is" if n == 1 else f"the {n} oldest turns are"

@@ -34,6 +34,7 @@ def generate(
     if not prompts or len(each) != len(prompts) or batch_size < 0:
         what = f"{len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
         raise UserError(f"sample: cannot take {what}")
+    # A row for each sample, unless the caller allows fewer
     n_samples = sum(one.n_samples for one in each)
     engine = Engine(model, tokenizer, min(batch_size or n_samples, n_samples), compile, copies)
     asked = enumerate(zip(prompts, each, strict=True))
@@ -88,6 +89,7 @@ def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     # Padding, reserved ids, those that open a turn, and those beyond the tokenizer's
     silent = (tokenizer.token_byte_lengths() == 0).nonzero()[0].tolist()
     banned = {*silent, *range(tokenizer.vocab_size, vocab_size)}
+    # Marks of calls have no text either, but a model must be able to write them.
     return tuple(banned - tokenizer.stop_ids - call_ids(tokenizer))
 
 

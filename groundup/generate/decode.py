@@ -44,6 +44,7 @@ def for_inference(model: Transformer, dtype: torch.dtype, copies: bool = True) -
     if copies:
         merge_adapters(view)
     places = linear_places(view)
+    # Laid out for step.c they are copies: only where there is room for both.
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     n_bytes += sum(buffer.nbytes for buffer in model.buffers())  # 8-bit matrices
     int8 = isinstance(model.lm_head, Int8Linear)
@@ -79,6 +80,7 @@ def to_int8(model: Transformer) -> Transformer:
 def shared_copy(model: Transformer) -> Transformer:
     """Return a copy that shares all tensors, with eager blocks."""
     # Blocks that are compiled for training would be compiled anew here.
+    # deepcopy takes what is in its memo as copied already.
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
     compiled = [vars(part)["forward"] for part in model.modules() if "forward" in vars(part)]
     view = copy.deepcopy(model, same | {id(forward): None for forward in compiled})
@@ -157,6 +159,7 @@ class RecordedStep:
         (part,) = parts
         if part.keys is not self.keys:  # a longer cache has replaced it
             self.keys, self.graphs = part.keys, {}
+        # A graph computes the width that it was recorded with.
         width = part.span.shape[0]
         if width not in self.graphs:
             own = part._replace(lengths=part.lengths.clone())

@@ -119,6 +119,7 @@ class Request:
         """Return the n best samples, best first; without best_of all samples in their order."""
         samples = [self.completions[s] for s in sorted(self.completions)]
         if self.params.best_of > self.params.n:
+            # The mean is the sum by the number of tokens; power 0 leaves the sum.
             power = int(self.params.best_of_by == "mean")
             samples.sort(key=lambda c: c.cumulative_logprob / len(c.ids) ** power, reverse=True)
         scored = self.params.prompt_logprobs >= 0
@@ -159,6 +160,7 @@ class StopStrings:
 
 def longer(word: str, borders: list[int], n: int, char: str) -> int:
     """Return how much of `word` a text ends with that ended with word[:n] before `char`."""
+    # Fall back to the next shorter beginning of the word that the text ends with.
     while n and word[n] != char:
         n = borders[n - 1]
     return n + (word[n] == char)
@@ -166,6 +168,7 @@ def longer(word: str, borders: list[int], n: int, char: str) -> int:
 
 def n_pending(text: str, marks: Sequence[str]) -> int:
     """Return how many characters at the end of `text` may begin one of these short marks."""
+    # Marks have few characters, so every beginning of each is tried.
     begun = (k for mark in marks for k in range(1, len(mark)) if text.endswith(mark[:k]))
     return max(begun, default=0)
 
@@ -196,6 +199,7 @@ class Sample:
 
     def push(self, ids: list[int], logps: list[float]) -> Token:
         """Take the next token, ids[0], and the likeliest ones, with their log-probabilities."""
+        # As many as any request of the batch asks for: keep what this one does.
         params, token, begin = self.request.params, ids[0], self.n_chars
         self.ids.append(token)
         self.sum += logps[0]
@@ -219,6 +223,7 @@ class Sample:
 
     def grow(self, token: int) -> tuple[str, str | None]:
         """Return what may be shown now, and the stop string before which the text ends, if any."""
+        # Before min_new_tokens a stop string is text like any other.
         may_stop = len(self.ids) >= self.request.params.min_new_tokens
         chars = self.chars_of(token)
         self.n_chars += len(chars)
@@ -232,6 +237,7 @@ class Sample:
     def chars_of(self, token: int) -> str:
         if self.tokenizer is None or token >= self.tokenizer.vocab_size:
             return ""
+        # A special token is named whole; ordinary ones may end within a character.
         if token in self.tokenizer.special_ids and not self.request.params.skip_special_tokens:
             return self.decoder.flush() + self.tokenizer.decode([token])
         return self.decoder.push(token)
@@ -268,9 +274,11 @@ class Engine:
         """rows: the most texts at a time. compile: on a GPU, record the decoding step. copies:
         False = use the matrices as they are, without faster copies, in half the memory."""
         self.device = model.embed_tokens.weight.device
+        # The cache has the dtype of the products.
         matrices = (p for p in model.layers.parameters() if p.ndim == 2)  # none with 8 bits
         self.dtype = compute_dtype(next(matrices, model.embed_tokens.weight))
         self.compile = compile and can_record(self.device)
+        # How to make the copy for inference: `update` makes one again.
         self.view = functools.partial(for_inference, dtype=self.dtype, copies=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode_step = decoding_step(self.model, self.compile)
@@ -282,6 +290,7 @@ class Engine:
 
     def clear(self) -> None:
         """Forget all requests and all that the cache holds."""
+        # A recorded step has a fixed number of rows; other steps have those that are in use.
         fixed = self.n_rows if self.compile else 0
         self.cache = Rows(self.model.cfg, self.device, self.dtype, fixed)
         self.prompts = PrefixIndex()  # of the samples that have a row
@@ -313,6 +322,7 @@ class Engine:
         if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
             what = f"is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids"
             raise UserError(f"{name} {what}")
+        # Everything is checked here: later errors would end the other requests, too.
         n, foreign = len(ids), [i for i in ids if not 0 <= i < cfg.vocab_size]
         if not ids:
             raise UserError(f"{name} has no tokens; begin an empty one with <|endoftext|>")
@@ -338,6 +348,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Forget a request; its rows and their memory are free."""
+        # A sample that waits has no row to free.
         self.waiting = deque(pair for pair in self.waiting if pair[0] is not request)
         for sample in self.prefilling + self.running:
             if sample.request is request:
@@ -347,6 +358,7 @@ class Engine:
     def step(self, whole: bool = False) -> list[tuple[Sample, Token]]:
         """Return the next token of every sample that generates. Read a piece of the prompts;
         whole: all of them."""
+        # A new prompt delays the texts that run by one piece of it at most.
         logits = self.decode()  # after the last tokens
         self.admit()
         while self.prefilling:
@@ -365,6 +377,7 @@ class Engine:
     ) -> Iterator[tuple[Sample, Token]]:
         """Yield every token of every sample, until `stop` is true; take requests as rows become
         free."""
+        # The caller's requests may stand beside others of the same engine.
         requests, mine = iter(requests), set()
         try:
             while True:
@@ -405,6 +418,7 @@ class Engine:
         """Let waiting samples begin as long as there are rows, and memory for all that they may
         generate."""
         while self.waiting and len(self.prefilling) + len(self.running) < self.n_rows:
+            # In the order of arrival: a large request is not passed by small ones.
             request, s = self.waiting[0]
             n_bytes = self.bytes_of(request)
             # The prefix cache makes room for requests.
@@ -443,10 +457,12 @@ class Engine:
         `before` it is about to bring more. n_of_size: new samples by the length of their row."""
         request, size = sample.request, self.prompt_row(sample.request)
         ids, is_read = self.cacheable_ids(request), request.logits is not None
+        # What the cache has, and what prompts that are being read will bring to it
         n, source = self.longest_prefix(ids)
         n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
         if not is_read and n_coming >= n + MIN_SHARED:
             return
+        # A short beginning is read again; a prompt that was read is copied whole.
         n = n if n >= MIN_SHARED or is_read else 0
         sample.row = row = Row()
         self.cache.fit(row, size, n_of_size[size])
@@ -480,6 +496,7 @@ class Engine:
     def prefill(self, whole: bool) -> None:
         """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole: of
         CHUNK_ROWS of about the same length."""
+        # Others wait for a prompt that begins alike, see assign_row.
         begun = [sample for sample in self.prefilling if sample.row]
         if whole:
             begun.sort(key=lambda sample: len(sample.request.ids))
@@ -487,6 +504,7 @@ class Engine:
         # A few tokens that a row has are read again with others that lack them.
         places = range(begin, begin + MIN_SHARED)
         group = [s for s in begun if s.row.cache is cache and len(s.row.cached_ids) in places]
+        # The lengths of their pieces, and how many of them fit into one call
         T = [min(CHUNK_TOKENS, len(s.request.ids) - begin) for s in group]
         sizes = range(1, CHUNK_ROWS + 1)
         n_rows = max(n for n in sizes if whole or n * max(T[:n]) <= CHUNK_TOKENS)
@@ -506,6 +524,7 @@ class Engine:
         """Read tokens begin to end of the prompts, all longer than `begin`, into these rows of
         the cache."""
         pieces = [request.ids[begin:end] for request in requests]
+        # Short pieces are padded; what they write beyond their end is overwritten.
         padded = [ids + [0] * (end - begin - len(ids)) for ids in pieces]
         idx = torch.tensor(padded, device=self.device)
         rows = torch.tensor(slots, device=self.device)
@@ -520,6 +539,7 @@ class Engine:
 
     def score(self, request: Request, hidden: Tensor, following: list[int]) -> None:
         """Append the log-probabilities of the tokens that follow in the prompt. hidden (T, C)."""
+        # All logits of a long prompt would take too much memory.
         size = max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size)
         k = request.params.prompt_logprobs
         targets = torch.tensor(following, device=self.device).split(size)
@@ -542,6 +562,7 @@ class Engine:
 
     def save_prefix(self, row: Row) -> None:
         """Keep a copy of a text, unless a kept one begins so; drop one that it begins with."""
+        # Of texts that begin alike the longest is worth keeping.
         ids = row.cached_ids
         for text, kept in self.prefix_cache.beside(ids):
             n = n_shared(text, ids)
@@ -551,6 +572,7 @@ class Engine:
                 self.prefix_cache.remove(kept)
         if ids and cache_bytes(self.model.cfg, 1, len(ids), self.dtype) < self.spare_bytes():
             self.prefix_cache.add(row.saved(self.model.cfg), ids)
+        # As many as there are rows; the oldest goes.
         if len(self.prefix_cache.ids) > self.n_rows:
             self.prefix_cache.remove(next(iter(self.prefix_cache.ids)))
 
@@ -562,10 +584,12 @@ class Engine:
         samples = list(self.running)
         if not samples:
             return []
+        # Samples that have just been read begin with the logits after their prompt.
         new = [sample.request.logits for sample in samples if not sample.ids]
         if new:
             logits = torch.stack(new) if logits is None else torch.cat([logits, torch.stack(new)])
         if samples != self.drawn_for:
+            # Parameters as tensors, made again only when samples come or go
             V, params = self.model.cfg.vocab_size, [sample.request.params for sample in samples]
             self.drawn_for, self.params = samples, RowParams(params, V, self.device)
             prompts = [sample.request.ids for sample in samples]
@@ -573,6 +597,7 @@ class Engine:
             penalty = any(p.has_penalty for p in params)
             self.seen = Seen(prompts, V, self.device, outputs) if penalty else None
         n_out = [len(sample.ids) for sample in samples]
+        # Log-probabilities are the model's own; draws see the processed logits.
         processed = sampling.process(logits, self.params, self.seen, n_out)
         generators = [sample.generator for sample in samples]
         tokens = sampling.choose(processed, self.params, generators)  # (R,)
@@ -582,6 +607,7 @@ class Engine:
                 tokens[row] = tokens[row] if other is None else other
         if self.seen is not None:
             self.seen.add(tokens)
+        # One call names the alternatives for all rows, as many as any of them asks for.
         k = max(sample.request.params.logprobs for sample in samples)
         ids, logps = (x.tolist() for x in sampling.top_logprobs(logits, tokens, max(k, 0)))
         if not all(math.isfinite(of_row[0]) for of_row in logps):
@@ -609,6 +635,7 @@ class Engine:
         for sample in self.running:
             self.cache.fit(sample.row, len(sample.row.cached_ids) + 1)
         lengths = {sample.row: len(sample.row.cached_ids) for sample in self.running}
+        # The batch has the order of the caches, `running` that of arrival.
         parts, rows = self.cache.step(lengths)
         last = {sample.row: sample.ids[-1] for sample in self.running}
         logits = self.forward([last.get(row, 0) for row in rows], parts)
@@ -639,6 +666,7 @@ class Engine:
     def check_memory(self, rows: int, length: int) -> None:
         """Raise UserError if the cache of these rows is more than the memory."""
         needed = cache_bytes(self.model.cfg, rows, length, self.dtype)
+        # What the prefix cache has can be given up.
         free = free_bytes(self.device) + self.cache.n_bytes()
         free += sum(row.cache.n_bytes for row in self.prefix_cache.ids)
         if needed > free:

@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of each layer, (rows, K, max_length + 1, D); the last position is a spare one.
+    """Keys and values of each layer, (rows, K, max_length + 1, D); the last position is spare.
 
     The caller keeps the length of each row, beyond which nothing is attended to. So a finished row
     can be reused for another text while the others go on."""
@@ -56,6 +56,7 @@ class KVCache:
         device: torch.device | str,
         dtype: torch.dtype,
     ):
+        # Zeros, as masked positions are multiplied by 0, and 0 times NaN is NaN
         shape = (rows, cfg.n_kv_head, max_length + 1, cfg.head_dim)
         self.max_length = max_length
         self.keys = [empty(shape, torch.device(device), dtype).zero_() for _ in range(cfg.n_layer)]
@@ -78,11 +79,13 @@ class KVCache:
         return CacheChunk(self, begin, begin + T, slice(None) if rows is None else rows)
 
     def part(self, lengths: list[int]) -> Part:
-        """Return the next position of the first rows, for a CacheStep; -1 = leave a row unchanged."""
+        """Return the next position of the first rows, for a CacheStep; -1 skips a row."""
+        # Read no more positions than the longest text has, up to a multiple of MIN_WIDTH.
         n_widths = max(lengths) // MIN_WIDTH + 1
         if self.few_widths:
             n_widths = 1 << (n_widths - 1).bit_length()  # a power of two
         width = min(MIN_WIDTH * n_widths, self.max_length)
+        # A row to be skipped writes to the spare position.
         at = [n if n >= 0 else self.max_length for n in lengths]
         lengths = torch.tensor(at, device=self.span.device)
         return Part(self.keys, self.values, lengths, self.span[:width])
@@ -110,6 +113,7 @@ class CacheChunk:
     def __init__(self, cache: KVCache, begin: int, end: int, rows: Tensor | slice) -> None:
         self.cache, self.begin, self.end, self.rows = cache, begin, end, rows
         self.positions = cache.span[begin:end].unsqueeze(0)  # (1, T)
+        # A token sees itself, and all before it.
         visible = cache.span[:end] <= cache.span[begin:end].unsqueeze(1)  # (T, end)
         self.mask = additive_mask(visible, cache.keys[0].dtype)
 
@@ -120,6 +124,7 @@ class CacheChunk:
         """Store k, v (n, K, T, D); return the attention of q (n, H, T, D) to these rows."""
         keys[self.rows, :, self.begin : self.end] = k
         values[self.rows, :, self.begin : self.end] = v
+        # The earlier pieces of the prompts are in the cache already.
         known = keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
         return cached_attention(q, *known, self.mask)
 
@@ -147,6 +152,7 @@ class CacheStep:
 
         layers: of each cache the keys and values of a layer."""
         found = []
+        # The batch is divided by caches: each has rows of its own length.
         new = [(x,) if len(self.parts) == 1 else x.split(self.sizes) for x in (q, k, v)]
         each = zip(layers, self.parts, self.rows, self.attentions, *new, strict=True)
         for (keys, values), part, rows, attention, q, k, v in each:
@@ -164,6 +170,7 @@ def attention_of(part: Part, at: Tensor) -> Callable:
     if keys.stride(1) > keys.stride(2):  # the heads lie apart, see `empty`
         mask = additive_mask(part.span <= at, keys.dtype)[:, None, None]  # (n, 1, 1, width)
         return partial(attend_by_mask, mask=mask)
+    # Rows as one long sequence (varlen attention), each with its own length
     starts = torch.arange(len(at) + 1, device=at.device, dtype=torch.int32) * keys.shape[2]
     lengths, width = (at[:, 0] + 1).int(), part.span.shape[0]
     return partial(attention_by_length, starts=starts, lengths=lengths, width=width)
@@ -209,6 +216,7 @@ class Row:
 
 def row_length(cfg: ModelConfig, length: int) -> int:
     """Return the positions of the row that a text of `length` tokens is given."""
+    # Powers of two: a text that grows moves a few times only.
     return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), cfg.block_size)
 
 
@@ -258,6 +266,7 @@ class Rows:
         old = next(iter(self.caches.values()), None)
         if old is not None and size <= old.max_length:
             return
+        # A longer copy takes its place, with all that it held.
         cache = KVCache(self.cfg, self.fixed, size, *self.where)
         cache.texts = old.texts if old else [None] * self.fixed
         for new, had in zip(cache.layers, old.layers if old else (), strict=False):
@@ -272,6 +281,7 @@ class Rows:
         if self.fixed:
             cache.texts[slot] = None
             return
+        # Rows stay without gaps: the last text moves into the free row.
         last = cache.texts.pop()
         if slot < len(cache.texts):
             views, cache.texts[slot] = last.views(len(last.cached_ids)), last
@@ -287,6 +297,7 @@ class Rows:
         row of the batch. Other texts in the same caches are left as they are."""
         parts, rows = [], []
         for cache in self.caches.values():
+            # Caches without one of these texts have no part in the step.
             at = [lengths.get(row, -1) for row in cache.texts]
             if max(at) >= 0:
                 parts.append(cache.part(at))
@@ -299,6 +310,7 @@ class Rows:
 
 def n_shared(a: list[int], b: list[int]) -> int:
     """Return how many ids two texts begin with together."""
+    # One comparison of lists is far faster than a loop in Python.
     n = min(len(a), len(b))
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
 
@@ -318,6 +330,7 @@ class PrefixIndex:
 
     def remove(self, row: Row) -> None:
         place = self.place(self.ids[row])
+        # Several rows may have the same ids.
         while self.sorted[place][1] is not row:
             place += 1
         del self.sorted[place], self.ids[row]
@@ -342,10 +355,12 @@ def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: torch.dtype) ->
 def free_bytes(device: torch.device) -> float:
     """Return the free memory of the device, infinity if unknown."""
     if device.type == "cuda":
+        # What torch has reserved and does not use is free, too.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
     path = Path("/proc/meminfo")
     if device.type != "cpu" or not path.exists():
         return math.inf
+    # Linux's own estimate, with the pages that it can give back
     lines = dict(line.split(":") for line in path.read_text(encoding="utf-8").splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])

@@ -38,7 +38,7 @@ def to_html(text: str, whole: bool) -> tuple[str, str]:
     tokens = reader.parse(text[:MAX_CHARS])
     n_chars = len(text)
     if not whole or n_chars > MAX_CHARS:
-        # The last block that says where it begins, as formulas do not, and what follows is the rest.
+        # The rest begins with the last block that says where it begins: formulas do not.
         blocks = [i for i, one in enumerate(tokens) if one.level == 0 and one.nesting >= 0]
         last = next((i for i in reversed(blocks) if tokens[i].map is not None), 0)
         line = tokens[last].map[0] if blocks and tokens[last].map else 0
@@ -59,8 +59,10 @@ def markdown_reader() -> Any:
     reader.use(tasklists_plugin)
     for marks in ("kramdown", "dollars", "brackets"):  # $$ $$, $ $, \( \) and \[ \]
         reader.use(texmath_plugin, delimiters=marks)
+    # One rule of ours before the library's, one after them
     reader.core.ruler.before("inline", "long", leave_long_ones)
     reader.core.ruler.push("adjust", adjust)
+    # The plugin writes formulas for a script of its own; ours become MathML.
     for name in list(reader.renderer.rules):
         if name.startswith("math_"):
             reader.add_render_rule(name, render_formula)
@@ -103,6 +105,7 @@ def adjust(state: Any) -> None:
     for token in state.tokens:
         if style := token.attrs.pop("style", ""):
             token.attrSet("align", style.removeprefix("text-align:"))
+        # Within a link an address is text: links do not nest.
         found, n_links = [], 0
         for child in token.children or ():
             n_links += child.nesting * child.type.startswith("link_")
@@ -111,6 +114,7 @@ def adjust(state: Any) -> None:
             elif child.type == "text" and not n_links:
                 begin = 0
                 for match in LINK.finditer(child.content):
+                    # Punctuation behind an address belongs to the sentence.
                     address = match[0].rstrip(".,:;!?)")
                     before = Token("text", "", 0, content=child.content[begin : match.start()])
                     found += [before, *link(address, address)]

@@ -18,12 +18,12 @@ from typing import Any
 from groundup.errors import UserError, json_fault, printable
 from groundup.files.turns import BadRow, turns_at, with_system
 from groundup.files.untrusted import mended
-from groundup.generate.call_forms import CallReader
+from groundup.generate.call_forms import THINK, THINK_END, CallReader, ThoughtReader
 from groundup.generate.completion import begin_prompt
-from groundup.generate.engine import Request, Token, n_pending
+from groundup.generate.engine import Request, Token
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
-from groundup.generate.tools import THINK, THINK_END, ToolTurn
+from groundup.generate.tools import ToolTurn
 from tokenizer import StreamDecoder, Tokenizer
 
 # Names of sampling parameters. Those from top_k on are not OpenAI's but vLLM's.
@@ -70,6 +70,7 @@ class Refused(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
+        # OpenAI's names of the kinds of errors
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.status = status
@@ -122,36 +123,44 @@ def parse(
         raise Refused(400, "messages are for /v1/chat/completions", "messages")
     else:
         own = {"prompts": texts_or_ids(body), "echo": take(body, "echo", bool, False)}
-    echo = own.get("echo", False)
-
-    # What decides the draws
-    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
-    limit_name, limit = list(limits.items())[-1] if limits else (LIMITS[0], None)
-    scores_only = echo and limit == 0
-    n = take(body, "n", int, 1)
-    if not 1 <= n <= MAX_N:
-        raise Refused(400, f"n must be from 1 to {MAX_N}, got {n}", "n")
-    values = defaults | sampling_values(body, seed) | {"json_object": as_json}
-    values["n"] = 1 if values.get("temperature") == 0 else n
-    top = likeliest(body, chat)
-    values |= {"logprobs": top, "prompt_logprobs": top if echo else -1}
-    if limit is not None:
-        values["max_new_tokens"] = 1 if scores_only else limit
+    own |= draw_fields(body, chat, own.get("echo", False), defaults, seed, as_json)
 
     options = take(body, "stream_options", dict, {})
     options = {key: value for key, value in options.items() if value is not None}
-    own |= {"limited": limit is not None, "scores_only": scores_only, "n": n, "chat": chat}
-    own["params"] = sampling_params(values, limit_name)
-    own["model"] = take(body, "model", str, "")
+    own |= {"chat": chat, "model": take(body, "model", str, "")}
     own["stream"] = take(body, "stream", bool, False)
     own["include_usage"] = take(options, "include_usage", bool, False)
+    # What is left of the body is not known.
     log_unknown(body, "")
     log_unknown(options, "stream_options.")
     return ParsedRequest(**own)
 
 
+def draw_fields(
+    body: dict, chat: bool, echo: bool, defaults: dict, seed: int, as_json: bool
+) -> dict:
+    """Return what decides the draws: n, params, limited and scores_only of a ParsedRequest."""
+    n = take(body, "n", int, 1)
+    if not 1 <= n <= MAX_N:
+        raise Refused(400, f"n must be from 1 to {MAX_N}, got {n}", "n")
+    values = defaults | sampling_values(body, seed) | {"json_object": as_json}
+    # Greedy choices are copies of one sample.
+    values["n"] = 1 if values.get("temperature") == 0 else n
+    top = likeliest(body, chat)
+    values |= {"logprobs": top, "prompt_logprobs": top if echo else -1}
+    # Of two limits the newer name wins. The engine draws one token at least, also for 0.
+    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
+    limit_name, limit = list(limits.items())[-1] if limits else (LIMITS[0], None)
+    scores_only = echo and limit == 0
+    if limit is not None:
+        values["max_new_tokens"] = 1 if scores_only else limit
+    params = sampling_params(values, limit_name)
+    return {"n": n, "params": params, "limited": limit is not None, "scores_only": scores_only}
+
+
 def refuse_unsupported(body: dict, more: dict) -> None:
     """Raise Refused for a field that cannot be served. more: such fields beside REFUSED."""
+    # A value that asks for nothing is fine: clients send defaults.
     for name, allowed in (REFUSED | more).items():
         value = body.pop(name, None)
         if value is not None and value not in allowed:
@@ -183,6 +192,7 @@ def chat_fields(body: dict, own_tools: Sequence[dict] | None) -> dict:
     if what:
         raise Refused(400, what, "continue_final_message")
 
+    # Settings of the model's own template; those that it does not read are logged later.
     settings = take(body, "chat_template_kwargs", dict, {})
     if "reasoning_effort" in body:
         # The setting of the template that most of them read
@@ -202,6 +212,7 @@ def sampling_values(body: dict, seed: int) -> dict:
     # Any whole number is a seed; -1 is none.
     asked = take(body, "seed", int, -1)
     values["seed"] = seed if asked == -1 else asked % 2**63
+    # One text or several; an empty one would end every answer at once.
     stop = body.pop("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     are_texts = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
@@ -233,6 +244,7 @@ def sampling_params(values: dict, limit_name: str) -> SamplingParams:
 def likeliest(body: dict, chat: bool) -> int:
     """Return how many of the likeliest tokens are to be named at each token; -1 = none."""
     name = "top_logprobs" if chat else "logprobs"
+    # A chat switches them on and says how many; a completion says how many.
     wanted = take(body, "logprobs", bool, False) if chat else name in body
     top = take(body, name, int, 0)
     if not 0 <= top <= MAX_TOP_LOGPROBS:
@@ -319,6 +331,7 @@ def has_function(value: Any) -> bool:
 def texts_or_ids(body: dict) -> list[str] | list[list[int]]:
     """Return a list of texts or of lists of ids: the four forms that `prompt` may have."""
     prompt = body.pop("prompt", "")
+    # A list of ids is one prompt, a list of anything else several.
     listed = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
     if not (all(isinstance(one, str) for one in listed) or all(is_ids(one) for one in listed)):
         what = "prompt must be a text, a list of texts, token ids or a list of lists of them"
@@ -337,6 +350,7 @@ def encode(
     try:
         if not asked.chat:
             return [begin_prompt(tokenizer, p) if isinstance(p, str) else p for p in asked.prompts]
+        # The beginning of an answer is no turn for the template: its text follows the prompt.
         messages, begun = shown_messages(asked, system), ""
         if asked.proceeds:
             *messages, last = messages
@@ -357,6 +371,7 @@ def encode(
 
 def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
     """Return the tokenizer's settings of its template, and those asked for that it reads."""
+    # Only settings that the template reads, and only plain values
     reads = tokenizer.template.reads if tokenizer.foreign_template else ()
     plain = str | bool | int | float | None
     known = {key: one for key, one in asked.items() if key in reads and isinstance(one, plain)}
@@ -373,40 +388,6 @@ def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
 
 
 # ---- an answer -----------------------------------------------------------------------------------
-
-
-class ThoughtReader:
-    """Divides an answer into thoughts, <think>...</think> at its beginning, and the rest."""
-
-    def __init__(self, opened: bool) -> None:
-        """opened: whether the prompt ends with <think>, which the answer then lacks."""
-        self.state = "thinking" if opened else "beginning"  # then between, saying
-        self.pending = ""
-
-    def push(self, text: str, last: bool) -> tuple[str, str]:
-        """Return (more thoughts, more of what is said)."""
-        self.pending += text
-        if self.state == "beginning":
-            begin = self.pending.lstrip()
-            if not last and THINK.startswith(begin):
-                return "", ""
-            thinks = begin.startswith(THINK)
-            self.state = "thinking" if thinks else "saying"
-            self.pending = begin.removeprefix(THINK) if thinks else self.pending
-        thoughts = ""
-        if self.state == "thinking":
-            thoughts, close, rest = self.pending.partition(THINK_END)
-            if not close:
-                keep = 0 if last else n_pending(thoughts, [THINK_END])
-                cut = len(thoughts) - keep
-                self.pending = thoughts[cut:]
-                return thoughts[:cut], ""
-            self.state, self.pending = "between", rest
-        if self.state == "between":  # the empty lines after </think>
-            self.pending = self.pending.lstrip("\n")
-            self.state = "saying" if self.pending else "between"
-        said, self.pending = self.pending, ""
-        return thoughts, said
 
 
 class Choice:
@@ -478,6 +459,7 @@ class Choice:
 
     def call_mark(self, token: int) -> str:
         """Return the name of a special token that marks a call: as one, it has no text."""
+        # With skip_special_tokens=false the text has the mark already.
         special = token in self.tokenizer.special_ids and self.asked.params.skip_special_tokens
         name = self.tokenizer.decode([token]) if special else ""
         return name if name in CallReader.MARKS + CallReader.INNER_MARKS else ""
@@ -501,6 +483,7 @@ class Choice:
         # A token is shown once its first character is. The last one shows all but a stop string.
         if self.asked.params.logprobs < 0:
             return []
+        # The end token has no text, so nothing is shown of it.
         if not token.is_end:
             self.pending.append(token._replace(begin=self.n_echoed + token.begin))
         n = sum(one.begin < self.n_shown for one in self.pending)
@@ -515,6 +498,7 @@ class Choice:
         text, thoughts = "".join(self.texts), "".join(self.thoughts)
         if not self.asked.chat:
             return self.described({"text": text}, self.shown)
+        # Fields that OpenAI's API lacks are there only if they say something.
         message = {"role": "assistant", "content": text, "refusal": None}
         if self.turns:
             message["turns"] = self.turns
@@ -549,6 +533,7 @@ class Choice:
             raw = self.tokenizer.pieces.get(token, b"")
             text = raw.decode("utf-8", "replace")
             entries.append({"token": text, "logprob": finite(logprob), "bytes": list(raw)})
+        # The chosen token may be less likely than all of them.
         k = self.asked.params.logprobs
         top = sorted(entries, key=lambda entry: entry["logprob"], reverse=True)[:k]
         return entries[0] | {"top_logprobs": top}

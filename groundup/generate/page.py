@@ -27,8 +27,9 @@ MAX_EXAMPLE = 60  # characters of a question that is offered
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """Return the page and its headers: it runs and loads nothing else, and asks this server only."""
+    """Return the page and its headers. It loads nothing, and asks only this server."""
     page = PAGE.read_bytes()
+    # One file for the browser, whose parts are named by their hashes
     for name, suffix in ((b"style", ".css"), (b"script", ".js")):
         content = PAGE.with_suffix(suffix).read_bytes()
         page = page.replace(b"<%s></%s>" % (name, name), b"<%s>\n%s</%s>" % (name, content, name))
@@ -64,6 +65,7 @@ def render(raw: bytes) -> dict:
 def examples(checkpoint: Path) -> list[str]:
     """Return short questions of the data that the run of this checkpoint was tuned on, if any."""
     try:
+        # The run says in its config.py what it was tuned on.
         config = (checkpoint.resolve().parent / "config.py").read_text(encoding="utf-8")
         data = re.search(r"^data = [\"'](.+)[\"']$", config, re.M)
         files = [Path(data[1], name) for name in ("held_out.jsonl", "val.jsonl")] if data else []
@@ -108,7 +110,9 @@ def preference(raw: bytes, system: str) -> tuple[dict, str]:
     row["time"] = int(time.time())
     if better == "tie":
         return row, "tie"
+    # Where the better one stood: people favour one side.
     row["chosen_was_shown"] = ("first", "second")[better == 1]
+    # Read the row as training will.
     pair, problem = pair_of(row)
     if not pair:
         raise Refused(400, f"this is no preference: {problem}", "answers")

@@ -47,6 +47,7 @@ class LineProcess:
         with self.lock:
             if self.has_ended:
                 return None
+            # Started by the first question, and again after it had to be ended
             if self.process is None or self.process.poll() is not None:
                 self.start()
             return self.exchange(json.dumps(question), self.seconds)
@@ -147,6 +148,7 @@ def answer(
     """Return the ids of (messages, settings, follows), or the error. kept: tokenizers by their
     settings."""
     messages, settings, follows = question
+    # A template is compiled once for each of its settings.
     key = json.dumps(settings, sort_keys=True)
     try:
         if key not in kept:

@@ -77,6 +77,7 @@ class SamplingParams:
             if not fits or (isinstance(value, bool) and kind is not bool):
                 what = f"must be of type {kind.__name__}, got {value!r}"
                 raise UserError(f"sample: {field.name} {what}")
+        # Types are right from here on, so values can be compared.
         for name, fine, allowed in self._ranges():
             if not fine:
                 got = getattr(self, name)
@@ -167,6 +168,7 @@ class RowParams:
     def _column(self, values: list, off: float) -> Tensor | None:
         if all(value == off for value in values):
             return None
+        # Counts stay whole numbers: they are indices.
         dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float32
         return torch.tensor(values, dtype=dtype, device=self.device).unsqueeze(1)
 
@@ -305,8 +307,8 @@ def draw_on_cpu(
 ) -> int:
     """Return an id drawn from those of x (1, V) that top_p and min_p keep, see `confine`."""
     # One row at a time fits into the CPU's cache, a batch does not. If the winner among all ids is
-    # kept, it is the winner among the kept ones, too. So the ids are sorted only if it is not, or so
-    # close to the edge that rounding decides.
+    # kept, it is the winner among the kept ones, too. So the ids are sorted only if it is not, or
+    # if it is so close to the edge that rounding decides.
     probs = x.softmax(dim=-1)
     # exponential_ on CPU takes the logarithms one by one: 15 ns each, this way 5.
     noise = torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator)
@@ -324,6 +326,7 @@ def check_logits(logits: Tensor) -> None:
     """Raise UserError for a row of logits (B, V) with NaN or +inf, or -inf everywhere.
 
     choose() does not look: it would have to wait for the device at every token."""
+    # NaN and +inf show in the maximum of a row, -inf only if it is everywhere.
     bad = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
     if bad:
         what = f"the logits of row {bad[0]} are not finite"

@@ -58,8 +58,12 @@ DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
 BUSY = "The server is busy; try again soon"
 BODY_S = 20  # for a client to send its body
-BIG_BODY = 2**16  # bytes; bodies from here on are read one by one
-BIG_PAUSE = 4  # times as long as it took to read one, at most a second, is the pause after it
+# Prices of what could keep the engine waiting, see Pace: some 20 times the CPU time that it takes
+BIG_BODY = 2**16  # bytes; smaller bodies have no price
+BYTE_S = 5e-7  # of a byte of a big body, which takes up to 3e-8 s to parse and encode
+ERROR_S = 0.05  # of an answer that is an error, which takes up to 2e-3 s
+BURST_S = 1  # credit of one that asked for nothing
+BODY_WAIT_S, ERROR_WAIT_S = 10, 1  # a body that would wait longer is refused, an error sent at once
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
 KEEP_S = 30
@@ -112,12 +116,14 @@ class Job:
         self.metrics.samples += 1
 
     def give_back(self, n_samples: int) -> None:
+        # A job that failed has given back all already.
         n_samples = min(n_samples, self.left)
         self.left -= n_samples
         self.metrics.samples -= n_samples
 
     def choices_of(self, sample: Sample) -> list[Choice]:
         """Return the choices of a sample: greedy ones are copies."""
+        # At temperature 0 one sample is drawn, and is every choice of its prompt.
         first = self.firsts[sample.request] + sample.index
         return self.choices[first : first + self.asked.n // self.asked.params.n]
 
@@ -178,14 +184,10 @@ class Model(threading.Thread):
         }
         self.jobs: dict[Request, Job] = {}  # that the engine has
         self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
-        self.drawn: queue.SimpleQueue[list[tuple[Job, Event]]] = queue.SimpleQueue()  # of a step
 
     # ---- in the thread of the engine
 
     def run(self) -> None:
-        # Waking the server's thread lets it run, and the engine would wait for it (the GIL) instead
-        # of being in step.c meanwhile. So another thread wakes it.
-        threading.Thread(target=self.hand_over, daemon=True).start()
         if self.engine.compile:  # in this thread, and before the first request
             list(self.engine.stream([0], SamplingParams(max_new_tokens=2)))
         while True:
@@ -198,11 +200,11 @@ class Model(threading.Thread):
                 # Of the model or its device; the next requests may fare better.
                 traceback.print_exc()
                 self.engine.clear()
-                self.drawn.put([(job, error) for job in set(self.jobs.values())])
+                self.hand_over([(job, error) for job in set(self.jobs.values())])
                 self.jobs.clear()
                 continue
             jobs = self.jobs
-            self.drawn.put([(jobs[sample.request], (sample, token)) for sample, token in drawn])
+            self.hand_over([(jobs[sample.request], (sample, token)) for sample, token in drawn])
             for sample, _ in drawn:
                 if sample.last:
                     del jobs[sample.request]
@@ -217,19 +219,18 @@ class Model(threading.Thread):
                 self.engine.add(request)
                 self.jobs[request] = job
             except UserError as error:  # it has no room in the memory
-                self.drawn.put([(job, error)])
+                self.hand_over([(job, error)])
 
-    def hand_over(self) -> None:
+    def hand_over(self, events: list[tuple[Job, Event]]) -> None:
         """Give what the engine draws to the jobs, in the server's thread."""
 
-        def receive(events: list[tuple[Job, Event]]) -> None:
+        def receive() -> None:
             for job, event in events:
                 job.receive(event)
 
-        while True:
-            if events := self.drawn.get():
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
-                    events[0][0].loop.call_soon_threadsafe(receive, events)
+        if events:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
+                events[0][0].loop.call_soon_threadsafe(receive)
 
     # ---- in others
 
@@ -249,6 +250,7 @@ class Model(threading.Thread):
         params = replace(asked.params, **self.own)
         # Without a limit of its own a request needs room for one token only.
         n_new = asked.params.max_new_tokens if asked.limited else 1
+        # The last token is not read, so it needs no position.
         for ids in every:
             if len(ids) + n_new - 1 > C:
                 words = f"This model's maximum context length is {C} tokens"
@@ -270,7 +272,9 @@ class Model(threading.Thread):
         if asked.proceeds:  # the last message of the request is the beginning of the first turn
             last = messages.pop()
             begun = [] if choice.turns else self.tokenizer.encode(last["content"])
+        # The conversation so far has the turns that called tools before.
         messages += choice.turns
+        # A foreign template writes the tools' turns in its own process.
         follow = None
         if self.renderer:
             settings = template_settings(self.tokenizer, asked.template_settings)
@@ -290,7 +294,7 @@ class Server:
         self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
-        self.big_bodies, self.n_big = asyncio.Lock(), 0  # held by one of them; how many wait
+        self.pace = Pace()
         for model in models.values():
             model.card["defaults"] = self.defaults
 
@@ -310,8 +314,10 @@ class Server:
         ]
         kinds = Refused, HTTPException, RecursionError, Exception
         handlers = dict.fromkeys(kinds, error_response)
+        # From the inside out: routes and their errors, who may ask, pages of other sites
         inner = Starlette(routes=routes, exception_handlers=handlers)
-        guarded = Guard(inner, {route.path for route in routes}, self.config, self.metrics)
+        paths = {route.path for route in routes}
+        guarded = Guard(inner, paths, self.config, self.metrics, self.pace)
         origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         cors["allow_private_network"] = True  # what a browser asks before a site reaches 127.0.0.1
@@ -351,6 +357,7 @@ class Server:
         raw = await read_body(http, self.config["max_body_kb"])
         row, unused = page.preference(raw, self.config["system"])
         path = Path(self.config["preferences"])
+        # Ties are kept beside, where training does not read them.
         path = path.with_suffix(".ties" + path.suffix) if unused == "tie" else path
         try:
             await asyncio.to_thread(page.append, path, row)
@@ -368,17 +375,21 @@ class Server:
         began = time.monotonic()
         own_tools = self.tools.schemas if self.tools else None
         body = await read_body(http, self.config["max_body_kb"])
-        async with self.in_turn(http, len(body)):
-            asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
-            model = self.named(asked.model)
-            job = self.admit(asked)
-            try:
-                # Encoding a long prompt takes time, in which other requests go on.
-                requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
-                job.begin(model.tokenizer, requests)
-            except BaseException:
-                job.give_back(job.left)
-                raise
+        if len(body) >= BIG_BODY:  # the others' turn comes first
+            await self.pace.pay(len(body) * BYTE_S, BODY_WAIT_S)
+            if await http.is_disconnected():
+                raise Refused(400, "the client went away")
+        # The queue is asked before the prompts are encoded, which takes longest.
+        asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
+        model = self.named(asked.model)
+        job = self.admit(asked)
+        try:
+            # Encoding a long prompt takes time, in which other requests go on.
+            requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
+            job.begin(model.tokenizer, requests)
+        except BaseException:
+            job.give_back(job.left)
+            raise
         # What every piece of the answer begins with
         head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
@@ -393,33 +404,6 @@ class Server:
         with model.cancelling(job):
             body = await or_disconnect(self.whole(job, events), http.receive)
         return Response(status_code=400) if body is None else JSONResponse(head | body)
-
-    @contextlib.asynccontextmanager
-    async def in_turn(self, http: Any, n_bytes: int) -> AsyncIterator[None]:
-        """Keep time for the engine: big bodies are read one by one, with a pause after each.
-
-        Raise Refused for one too many, and for one that waits too long or whose client has gone."""
-        if n_bytes < BIG_BODY:
-            yield
-            return
-        if self.n_big >= self.config["max_queue"]:
-            raise Refused(429, BUSY, None, "rate_limit_exceeded")
-        limit = self.config["max_seconds"]
-        self.n_big += 1
-        try:
-            await asyncio.wait_for(self.big_bodies.acquire(), limit)
-        except TimeoutError:
-            raise Refused(504, f"the answer was not complete after {limit} s") from None
-        finally:
-            self.n_big -= 1
-        began = time.monotonic()
-        try:
-            if await http.is_disconnected():
-                raise Refused(400, "the client went away")
-            yield
-        finally:
-            pause = min(BIG_PAUSE * (time.monotonic() - began), 1)
-            asyncio.get_running_loop().call_later(pause, self.big_bodies.release)
 
     def admit(self, asked: ParsedRequest) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
@@ -444,6 +428,7 @@ class Server:
                     event = await self.event(model, job)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
+            # A UserError is about this request; any other error ends all requests of the model.
             if isinstance(event, UserError):
                 raise Refused(400, str(event).removeprefix("sample: "))
             if isinstance(event, Exception):
@@ -461,6 +446,7 @@ class Server:
         if isinstance(event, Exception) or not job.asked.runs_tools:
             return event
         sample, token = event
+        # An answer that its limit cut calls nothing, nor does its last turn.
         choice = job.choices_of(sample)[0]
         n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
         if not token.is_end or n_turns == MAX_TURNS - 1:
@@ -516,6 +502,7 @@ async def read_body(http: Any, max_kb: int) -> bytes:
     coding = http.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise Refused(415, f"Content-Encoding {coding!r} is not read; send the body as it is")
+    # Its length is checked as it comes: a header may lie, or be missing.
     raw = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -536,6 +523,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self, texts: AsyncIterator[str], cancelling: contextlib.AbstractContextManager
     ) -> None:
+        # No proxy may keep pieces back.
         head = {"Cache-Control": "no-cache"}
         super().__init__(texts, media_type="text/event-stream", headers=head)
         self.cancelling = cancelling
@@ -552,6 +540,7 @@ async def or_disconnect(work: Awaitable, receive: Any) -> Any:
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    # Take whichever ends first, and cancel the other.
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -585,6 +574,25 @@ async def error_response(http: Any, error: Exception) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
+class Pace:
+    """Keeps time for the engine: whatever clients send, errors and big bodies get a small share of
+    it. Each has a price in seconds, for which those behind it wait (a leaky bucket)."""
+
+    def __init__(self) -> None:
+        self.paid_at = 0.0  # when the last price is paid, by the clock `monotonic`
+
+    async def pay(self, price: float, most: float) -> None:
+        """Wait until all earlier prices are paid; this one is for the next to wait for. Raise
+        Refused, and charge nothing, if it would wait for more than `most` seconds."""
+        now = time.monotonic()
+        # Time in which nothing had to be paid for is credit, up to BURST_S.
+        begin = max(self.paid_at, now - BURST_S)
+        if begin > now + most:
+            raise Refused(429, BUSY, None, "rate_limit_exceeded")
+        self.paid_at = begin + price
+        await asyncio.sleep(max(0, begin - now))
+
+
 # ---- who may ask ---------------------------------------------------------------------------------
 
 
@@ -606,10 +614,13 @@ def check_config(config: dict) -> None:
 
 
 class Guard:
-    """An ASGI application that checks who asks, and counts the answers of another."""
+    """An ASGI application that checks who asks, and counts and paces the answers of another."""
 
-    def __init__(self, inner: Any, paths: set[str], config: dict, metrics: "Metrics") -> None:
-        self.inner, self.paths, self.config, self.metrics = inner, paths, config, metrics
+    def __init__(
+        self, inner: Any, paths: set[str], config: dict, metrics: "Metrics", pace: "Pace"
+    ) -> None:
+        self.inner, self.paths, self.config = inner, paths, config
+        self.metrics, self.pace = metrics, pace
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -620,6 +631,9 @@ class Guard:
             if message["type"] == "http.response.start":
                 path = scope["path"] if scope["path"] in self.paths else "other"
                 self.metrics.requests[path, message["status"]] += 1
+                if message["status"] >= 400:
+                    with contextlib.suppress(Refused):  # too many wait already
+                        await self.pace.pay(ERROR_S, ERROR_WAIT_S)
             await send(message)
 
         error = auth_error(scope, self.config)
@@ -630,6 +644,7 @@ class Guard:
 def auth_error(scope: dict, config: dict) -> Refused | None:
     """Return why a request is not answered, None if it is."""
     headers = dict(scope["headers"])
+    # Whoever has the key is answered, wherever the request comes from.
     key = config["api_key"]
     if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
         # HTTP compares the word without case.

@@ -33,6 +33,7 @@ def functions_of(path: str) -> tuple[dict[str, Callable], bool]:
     """Return the functions that a Python file offers, and whether prompts are to show them.
 
     They are all that it defines without a leading _; shown, unless it says _shown = False."""
+    # Not imported: its name may be that of a module of ours.
     module = types.ModuleType("tools_of_the_model")
     module.__file__ = path
     sys.modules[module.__name__] = module  # where dataclasses look for it
@@ -53,6 +54,7 @@ def schema_of(function: Callable) -> dict:
     Types are those of the hints, descriptions those of the docstring: its text, and a block "Args:"
     with a line "name: what it is" for each parameter. Raise UserError for one that is missing."""
     name, text = function.__name__, inspect.getdoc(function) or ""
+    # Pairs of a heading and what is below it, behind the text
     sections = re.split(r"^(Args|Returns|Raises):[ \t]*\n?", text, flags=re.M)
     if not sections[0].strip():
         raise UserError(f"{name}: it has no docstring to tell the model what it does")
@@ -65,6 +67,7 @@ def schema_of(function: Callable) -> dict:
     for key, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"{name}: its parameter {key!r} cannot be given by name")
+        # A model cannot use what it is not told about.
         for what, there in (("type hint", key in hints), ("line under Args:", key in words)):
             if not there:
                 raise UserError(f"{name}: its parameter {key!r} has no {what}")
@@ -88,10 +91,12 @@ def type_of(hint: object, what: str) -> dict:
     if origin is typing.Literal:
         return type_of(type(inner[0]), what) | {"enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
+        # None is no type of its own here, but makes the others nullable.
         kinds = [type_of(one, what) for one in inner if one is not type(None)]
         if len(kinds) > 1:
             kinds = [{"type": sorted(kind["type"] for kind in kinds)}]
         return kinds[0] | ({"nullable": True} if type(None) in inner else {})
+    # list[int] is a list, whose items have a type.
     plain = origin or hint
     if plain not in NAMES:
         raise UserError(f"{what} has the type {hint}, which JSON does not have")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
-from groundup.generate.call_forms import CallReader
+from groundup.generate.call_forms import THINK, THINK_END, CallReader, ThoughtReader
 from groundup.generate.completion import asked_messages
 from groundup.generate.engine import Engine, Request, Result
 from groundup.generate.rendering import LineProcess, tool_ids
@@ -30,7 +30,6 @@ from groundup.tokens.templates import CALL_ID
 from tokenizer import Tokenizer
 
 SECONDS = 5.0  # for a call
-THINK, THINK_END = "<think>", "</think>"  # around the thoughts before an answer
 MAX_CALLS = 8  # in one turn; more are refused
 MAX_TURNS = 6  # of an answer, the last one included
 
@@ -55,6 +54,7 @@ class Tools:
     def __init__(self, path: str, seconds: float = SECONDS) -> None:
         if not path.endswith(".py") or not Path(path).is_file():
             raise UserError(f"config: tools={path!r}: there is no such Python file")
+        # The process also ends itself, a second later, should this one be killed.
         self.seconds, limit = seconds, str(math.ceil(seconds) + 1)
         self.process = LineProcess("groundup.generate.tool_process", path, limit, seconds=seconds)
         found = self.process.start()
@@ -66,6 +66,7 @@ class Tools:
     def run(self, calls: Sequence[dict]) -> tuple[list[dict], int]:
         """Return the messages of the tools, in order, and how many calls failed."""
         messages, n_failed = [], 0
+        # A tool that fails says so to the model, which may try again.
         for number, one in enumerate(calls):
             if number < MAX_CALLS:
                 found = self.process.ask({"name": one["name"], "arguments": one["arguments"]})
@@ -90,6 +91,7 @@ class Tools:
         messages: before the turn. ids: of the turn as drawn, without the one that ended it. room:
         tokens that may follow the turn. follow: `tool_ids` of the tokenizer, or what does the same
         in another process."""
+        # The text is for the template; the ids stay as they were drawn.
         content, calls = read_calls(tokenizer, ids, self.schemas)
         if not calls:
             return None
@@ -161,6 +163,7 @@ class ToolAnswers:
         """Yield (index of the prompt, Result with the last turn of its answer).
 
         An answer that calls a tool waits until the others have ended."""
+        # Each round runs all answers to their end, then the tools of those that called.
         waiting = (self.engine.request(i, ids, params) for i, ids in enumerate(prompts))
         talks: dict[int, list[dict]] = {}  # of each answer that called, its messages so far
         for _ in range(MAX_TURNS - 1):
@@ -193,14 +196,14 @@ def read_calls(
     text = tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
     # The template may have begun the thoughts; what is thought about is not called
     opened = THINK in tokenizer.template_source and THINK_END in text
-    thinks = opened or text.lstrip().startswith(THINK)
-    rest = text.partition(THINK_END)[2].lstrip("\n") if thinks else text
+    _, rest = ThoughtReader(opened).push(text, last=True)
     said, found = CallReader(schemas).push(rest, last=True)
     calls = []
     for one in found:
         function = one["function"]
         call = {"name": function["name"], "arguments": json.loads(function["arguments"])}
         calls.append(call | ({"id": one["id"]} if CALL_ID.fullmatch(one["id"]) else {}))
+    # What was said and each call, a line each, as in training data
     written = [said] * bool(said) + [call_text(call) for call in calls]
     return text.removesuffix(rest) + "\n".join(written), calls
 
@@ -208,6 +211,7 @@ def read_calls(
 def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
     """Raise UserError if the chat template does not write calls and results of tools."""
     call = call_text({"name": "f", "arguments": {}})
+    # A short conversation shows whether a result comes back from the template.
     talk = tools.shown([{"role": "user", "content": "a"}])
     talk += [{"role": "assistant", "content": call}, {"role": "tool", "content": "7 swans"}]
     if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):

@@ -15,6 +15,7 @@ ceval_text: they follow mmlu_text. subjects.json holds the prompts, the subjects
 and the publishers' groups of subjects (MMLU counts anatomy under other, not STEM).
 """
 
+import hashlib
 import json
 import math
 from collections import defaultdict
@@ -86,12 +87,18 @@ def evaluate_choices(
         scored = iter(score_tokens(model, of_subject, batch_size, dtype))
         for question, (rows, n_shots, n_cut) in zip(questions, prompts, strict=True):
             logprobs = [-next(scored).nats for _ in rows]
-            found = {"subject": subject.name, "where": question.where, "logprobs": logprobs}
+            digest = hashlib.sha256(question.text.encode()).hexdigest()[:16]
+            found = {"subject": subject.name, "where": question.where, "question": digest}
+            found["logprobs"] = logprobs
             found |= {"right": question.right, "chosen": chosen_answers(question, logprobs, task)}
             records.append(found | {"shots": n_shots, "cut_tokens": n_cut})
+    return results_of(records, task, shots) | {"notes": notes, "records": records}
+
+
+def results_of(records: Sequence[dict], task: str, shots: int) -> dict:
+    """Return what evaluate_choices does of some of its records, without these and the notes."""
     groups = subjects_file()[task.removesuffix("_text")]["groups"]
-    found = {"task": task, "shots": shots} | summary(records, groups, shots)
-    return found | {"notes": notes, "records": records}
+    return {"task": task, "shots": shots} | summary(records, groups, shots)
 
 
 def chosen_answers(question: Question, logprobs: list[float], task: str) -> dict[str, int]:

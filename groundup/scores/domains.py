@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from configurator import split_names
-from groundup.errors import UserError, listed
+from groundup.errors import UserError, counted, listed
 from groundup.files import readers, records
 from groundup.files.paths import find_files
 from groundup.scores.likelihood import score_tokens
@@ -194,13 +194,13 @@ def notes_of(report: records.Report, max_places: int = SHOWN_PLACES) -> list[str
         "empty": "empty, left out",
         "replaced": "an older score, or a field of that name, replaced",
     }
-    notes = [f"{kinds[kind]}: {n:,} documents" for kind, n in report.mended.items()]
+    notes = [f"{kinds[kind]}: {counted(n, 'document')}" for kind, n in report.mended.items()]
     if lost := sum(report.problems.values()):
         reasons = ", ".join(f"{reason} {n}" for reason, n in report.problems.items())
         places = []
         for path, line, _, why in report.places[:max_places]:
             places.append(f"{path}:{line}: {without_list(why)}")
-        notes.append(f"not read: {lost:,} records ({reasons}); {'; '.join(places)}")
+        notes.append(f"not read: {counted(lost, 'record')} ({reasons}); {'; '.join(places)}")
     return notes
 
 

@@ -32,7 +32,7 @@ from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply
 from groundup.scores.likelihood import score_tokens, split_over_ranks
 from groundup.scores.text_metrics import standard_error
-from groundup.tokens.pairs import PairReader
+from groundup.tokens.pairs import PairIds, PairReader
 from groundup.tokens.rows import read_source
 from groundup.train import ranks
 from model import Transformer
@@ -70,6 +70,18 @@ class Verdict(NamedTuple):
 # ---- a model on pairs ----------------------------------------------------------------------------
 
 
+class MarkedPairs(PairReader):
+    """Reads pairs as (digest of the row, ids). By the digests two results can be compared."""
+
+    def item(self, row: object, place: str) -> tuple[str, tuple[str, PairIds]]:
+        prompt, ids = super().item(row, place)
+        return prompt, (digest_of(row), ids)
+
+    def check_length(self, n_tokens: int) -> None:
+        if n_tokens > self.longest:  # no setting makes the model's context longer
+            raise BadRow(f"longer than the model's {self.longest} tokens", f"{n_tokens} tokens")
+
+
 def evaluate_preference(
     model: RewardModel | Transformer,
     tokenizer: Tokenizer,
@@ -79,64 +91,82 @@ def evaluate_preference(
     dtype: torch.dtype = torch.float32,
     reference: Transformer | None = None,
 ) -> dict:
-    """Return the figures of reward_model.measure, the standard error of the accuracy, and
-    `left_out` {reason: how many} with the `places` of the first ones. None = no pair to measure.
+    """Return the figures of measure_pairs, `left_out` {reason: how many} with the `places` of the
+    first ones, and `pairs`, a row for each with the scores and lengths of both answers.
 
     A language model's score of an answer is its log-probability; with a reference, what dpo.py
     started from, the difference from that one's: DPO's implicit reward without its beta. data: as
     reward.py's val_data, without weights. limit: first pairs of each part of it, 0 = all. The ranks
     share the pairs."""
-    paths = [part.strip() for part in data.split(",") if part.strip()]
     block_size = model.cfg.block_size
     if reference is not None:  # both read every pair
         block_size = min(block_size, reference.cfg.block_size)
-    sources = [read_source(path, PairReader(tokenizer, block_size), 0.0) for path in paths]
-    pairs = [pair for source in sources for pair in (source.val or source.train)[: limit or None]]
-    sides = []  # (ids, the first that counts) of the chosen answer, then of the rejected one
-    for pair in pairs:
-        for answer, n_unlearned in zip(pair[1:3], pair.n_unlearned, strict=True):
-            ids = [*pair.prompt.tolist(), *answer.tolist()]
-            sides.append((ids, len(pair.prompt) + n_unlearned))
-    if isinstance(model, RewardModel):
-        found = shared_scores(model, [ids for ids, _ in sides], batch_size, dtype)
-        scores = torch.tensor(found, dtype=torch.float64)
-    else:
-        scores = logps_of(model, sides, batch_size, dtype)
+    paths = [part.strip() for part in data.split(",") if part.strip()]
+    sources = [read_source(path, MarkedPairs(tokenizer, block_size), 0.0) for path in paths]
+    # a prepared directory has a validation split; of a file all pairs count
+    marked = [one for source in sources for one in (source.val or source.train)[: limit or None]]
+    digests, pairs = zip(*marked, strict=True)
+    is_reward_model = isinstance(model, RewardModel)
+    score = shared_scores if is_reward_model else logps_of
+    sides = [side for pair in pairs for side in sides_of(pair)]
+    scores = torch.tensor(score(model, sides, batch_size, dtype), dtype=torch.float64)
     if reference is not None:
-        scores -= logps_of(reference, sides, batch_size, dtype)
-    lengths = torch.tensor([(len(pair.chosen), len(pair.rejected)) for pair in pairs])
-    found = reward_model.measure(scores[0::2], scores[1::2], *lengths.T)
-    found = {"n": len(pairs), "accuracy_se": standard_error(found["accuracy"], len(pairs))} | found
-    if not isinstance(model, RewardModel):
-        found.pop("ece")  # of a probability that a log-probability's difference is not
-    found = {name: None if math.isnan(value) else value for name, value in found.items()}
+        scores -= torch.tensor(logps_of(reference, sides, batch_size, dtype), dtype=torch.float64)
+    rows = []
+    for digest, pair, of_pair in zip(digests, pairs, scores.view(-1, 2).tolist(), strict=True):
+        lengths = [len(pair.chosen), len(pair.rejected)]
+        rows.append({"row": digest, "scores": of_pair, "tokens": lengths})
+    found = measure_pairs(rows, is_reward_model)
     left_out = sum((source.reader.dropped for source in sources), Counter())
     places = [place for source in sources for place in source.reader.places]
-    return found | {"left_out": dict(left_out), "places": places}
+    return found | {"left_out": dict(left_out), "places": places, "pairs": rows}
+
+
+def digest_of(row: object) -> str:
+    """Return what identifies a row of data, whatever model reads it."""
+    text = json.dumps(row, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sides_of(pair: PairIds) -> list[tuple[list[int], int]]:
+    """Return (ids, the first that counts) of the chosen answer, then of the rejected one."""
+    found = []
+    for answer, n_unlearned in zip(pair[1:3], pair.n_unlearned, strict=True):
+        ids = [*pair.prompt.tolist(), *answer.tolist()]
+        found.append((ids, len(pair.prompt) + n_unlearned))
+    return found
+
+
+def measure_pairs(rows: Sequence[dict], is_reward_model: bool) -> dict:
+    """Return n, the figures of reward_model.measure and the accuracy's standard error for `pairs`
+    of evaluate_preference. None = no pair to measure."""
+    chosen, rejected = torch.tensor([row["scores"] for row in rows], dtype=torch.float64).T
+    n_chosen, n_rejected = torch.tensor([row["tokens"] for row in rows]).T
+    found = reward_model.measure(chosen, rejected, n_chosen, n_rejected)
+    found = {"n": len(rows), "accuracy_se": standard_error(found["accuracy"], len(rows))} | found
+    if not is_reward_model:
+        found.pop("ece")  # of a probability that a log-probability's difference is not
+    return {name: None if math.isnan(value) else value for name, value in found.items()}
 
 
 def logps_of(
-    model: Transformer, sides: list[tuple[list[int], int]], batch_size: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the log-probability of ids[first:] for each (ids, first) of sides, (N,) float64."""
-    found = score_tokens(model, sides, batch_size, dtype)
-    return -torch.tensor([one.nats for one in found], dtype=torch.float64)
+    model: Transformer, sides: Sequence[tuple[list[int], int]], batch_size: int, dtype: torch.dtype
+) -> list[float]:
+    """Return the log-probability of ids[first:] for each (ids, first) of sides."""
+    return [-one.nats for one in score_tokens(model, sides, batch_size, dtype)]
 
 
 def shared_scores(
-    model: RewardModel,
-    rows: Sequence[list[int]],
-    batch_size: int,
-    dtype: torch.dtype,
+    model: RewardModel, sides: Sequence[tuple[list[int], int]], batch_size: int, dtype: torch.dtype
 ) -> list[float]:
-    """Return what reward_model.score_ids does. The ranks share the work: all give the same rows and
-    get all scores."""
+    """Return what reward_model.score_ids does for the ids of each (ids, first). The ranks share the
+    work: all give the same sides and get all scores."""
 
     def score(own: range) -> list[float]:
-        mine = [rows[i] for i in own]
+        mine = [sides[i][0] for i in own]
         return reward_model.score_ids(model, mine, batch_size, dtype)
 
-    return split_over_ranks(len(rows), score)
+    return split_over_ranks(len(sides), score)
 
 
 # ---- two models on the same prompts --------------------------------------------------------------
@@ -192,6 +222,13 @@ def read_both(path_a: str, path_b: str) -> tuple[list[dict], list[dict]]:
     return read_answers(path_a), read_answers(path_b)
 
 
+def differing_settings(path_a: str, path_b: str) -> dict[str, str]:
+    """Return {setting: both values} of two files of answers, but for what names the models."""
+    a, b = map(answer_files.need_settings, (path_a, path_b))
+    keys = [key for key in a | b if key not in ("model", "device", "dtype", "reward_model")]
+    return {key: f"{a.get(key)} and {b.get(key)}" for key in keys if a.get(key) != b.get(key)}
+
+
 def matches_of(
     answers_a: Sequence[dict], answers_b: Sequence[dict]
 ) -> tuple[list[Match], dict[str, int]]:
@@ -225,9 +262,13 @@ def win_rate(
     answers_a: Sequence[dict],
     answers_b: Sequence[dict],
     judge: Callable[[Sequence[Match]], list[Verdict]],
+    limit: int = 0,
 ) -> dict:
-    """Return what `tally` says of A against B, and `matches`, a row for each with its verdict."""
+    """Return what `tally` says of A against B, and `matches`, a row for each with its verdict.
+
+    limit: first prompts that both answer, 0 = all."""
     matches, left_out = matches_of(answers_a, answers_b)
+    matches = matches[: limit or None]
     verdicts = {}
     # Those that need no judge. An answer that was cut loses to a finished one, and two of them are
     # a tie: a reward model cannot tell that an answer has no end.
@@ -275,6 +316,13 @@ def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
     }
 
 
+def tally_rows(rows: Sequence[dict]) -> dict:
+    """Return what `tally` says of some of the `matches` of win_rate."""
+    matches = [Match(*(row[key] for key in Match._fields)) for row in rows]
+    verdicts = [Verdict(*(row[key] for key in Verdict._fields)) for row in rows]
+    return tally(matches, verdicts)
+
+
 def wilson(rate: float, n: int) -> tuple[float, float]:
     """Return the 95 % score interval of a fraction of n (Wilson, JASA 22, 1927)."""
     # (p + z^2/2n +- z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n). Where ties count a half, the
@@ -301,7 +349,7 @@ def reward_judge(
         answers = [{"role": "assistant", "content": text} for text in (match.a, match.b)]
         pairs.append([reward_model.answered_ids([*match.prompt, a], tokenizer) for a in answers])
     fits = [max(map(len, pair)) <= most for pair in pairs]
-    rows = [ids for pair, fit in zip(pairs, fits, strict=True) if fit for ids in pair]
+    rows = [(ids, 0) for pair, fit in zip(pairs, fits, strict=True) if fit for ids in pair]
     # a's and b's scores, match by match
     scores = iter(shared_scores(model, rows, batch_size, dtype))
     verdicts = []

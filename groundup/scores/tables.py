@@ -1,12 +1,16 @@
 """Results as tables for people: a task's figures, alone or beside those of other models."""
 
-from collections.abc import Mapping, Sequence
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from groundup.errors import UserError
 from groundup.files.untrusted import read_json
 from groundup.generate.answers import width_of
-from groundup.scores import choices, text_metrics
+from groundup.scores import choices, judging, text_metrics
 
 DOMAIN_COLUMNS = {
     "documents": "documents",
@@ -35,7 +39,7 @@ FIGURES = {
 # What "n" counts
 COUNTED = {"generation": "answers", "preference": "pairs", "win_rate": "comparisons"}
 # Results that differ in one of these cannot be compared.
-SAME_SETTINGS = ("data", "limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
+SAME_SETTINGS = ("limit", "max_new_tokens", "shots", "block_size", "stride", "txt_split")
 SAME_SETTINGS += ("text_key", "chat_template_kwargs", "reference")
 
 
@@ -47,17 +51,10 @@ def describe(
     others: {name: results of all tasks} of other models; name: of this one."""
     if others:
         columns = {other: results[task] for other, results in others.items()}
-        columns[name if name not in columns else "this"] = (
-            found  # out/sft beside an earlier out/sft
-        )
-        left_out = {}
-        if task == "generation":
-            columns, left_out = text_metrics.on_common_questions(columns)
-        lines = [task, side_by_side(task, columns)]
-        if any(left_out.values()):
-            counts = ", ".join(f"{other} {n:,}" for other, n in left_out.items())
-            lines.append(f"answers left out, to questions that not all models answered: {counts}")
-        return "\n".join(lines)
+        # the last one; "this" is out/sft beside an earlier out/sft
+        columns[name if name not in columns else "this"] = found
+        columns, notes = comparable(task, columns)
+        return "\n".join([task, side_by_side(task, columns), *notes])
     if task == "perplexity":
         return f"{task}\n{describe_domains(found)}"
     if task in choices.TASKS:
@@ -103,8 +100,26 @@ def describe_choices(found: dict) -> str:
 
 
 def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
-    """Return aligned columns: the first to the left, others to the right."""
+    """Return aligned columns: the first to the left, others to the right. What is wider than the
+    terminal gets its columns as lines, if that helps."""
     lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
+    wide, width = aligned(lines), terminal_width()
+    if width and width_of_lines(wide) > width:
+        turned = aligned(list(zip(*lines, strict=True)))
+        return turned if width_of_lines(turned) <= width else wide
+    return wide
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; 0 where there is none, such as in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def width_of_lines(text: str) -> int:
+    return max(map(width_of, text.splitlines()))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
     widest = [max(map(width_of, column)) for column in zip(*lines, strict=True)]
     padded = []
     for row in lines:
@@ -125,6 +140,78 @@ def shown(cell: object) -> str:
 
 
 # ---- several models ------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """The rows in the results of a task, each with what was measured on it."""
+
+    field: str  # that holds them
+    identity: tuple[str, ...]  # keys that say which row it is, whatever model was measured
+    figures: Callable[[dict, list[dict]], dict]  # (results, some of their rows) -> figures of these
+
+
+ROWS = {
+    "generation": Rows(
+        "answers", ("prompt", "reference"), lambda _, rows: text_metrics.measure_rows(rows)[0]
+    ),
+    "preference": Rows(
+        "pairs", ("row",), lambda found, rows: judging.measure_pairs(rows, "ece" in found)
+    ),
+    "win_rate": Rows("matches", ("prompt", "a", "b"), lambda _, rows: judging.tally_rows(rows)),
+}
+of_exam = Rows(
+    "records",
+    ("question", "right"),
+    lambda found, rows: choices.results_of(rows, found["task"], found["shots"]),
+)
+ROWS |= dict.fromkeys(choices.TASKS, of_exam)
+
+
+def comparable(task: str, columns: Mapping[str, dict]) -> tuple[dict[str, dict], list[str]]:
+    """Return ({model: figures on what all models were measured on}, a line if that is not all).
+
+    columns: {model: results of the task}. A model with a short context is measured on fewer rows
+    than the others, and data may have changed between two runs."""
+    if task == "perplexity":
+        return of_same_texts(columns)
+    if task not in ROWS:
+        return dict(columns), []
+    field, identity, figures = ROWS[task]
+    keys = {}
+    for name, found in columns.items():
+        keys[name] = [json.dumps([row[key] for key in identity]) for row in found[field]]
+    common = set.intersection(*map(set, keys.values()))
+    noun = "questions" if task in choices.TASKS else field
+    left_out = [sum(key not in common for key in own) for own in keys.values()]
+    counts = ", ".join(f"{name} {n:,}" for name, n in zip(keys, left_out, strict=True))
+    if not common:
+        *_, (name, own) = columns.items()
+        return {name: own}, [f"nothing to compare: no {noun} in common ({counts})"]
+    if not any(left_out):
+        return dict(columns), []
+    kept = {}
+    for name, found in columns.items():
+        pairs = zip(found[field], keys[name], strict=True)
+        kept[name] = figures(found, [row for row, key in pairs if key in common])
+    return kept, [f"{noun} left out, which not all models have: {counts}"]
+
+
+def of_same_texts(columns: Mapping[str, dict]) -> tuple[dict[str, dict], list[str]]:
+    """Return the results on the same texts as the last one, and a line for each of the others."""
+    sizes = {}
+    for name, found in columns.items():
+        sizes[name] = {
+            domain: f"{of['documents']:,} documents, {of['bytes']:,} bytes"
+            for domain, of in found["domains"].items()
+        }
+    *_, own = sizes.values()
+    kept = {name: found for name, found in columns.items() if sizes[name] == own}
+    notes = []
+    for name in columns.keys() - kept.keys():
+        domain = next(key for key in own | sizes[name] if own.get(key) != sizes[name].get(key))
+        theirs, ours = sizes[name].get(domain, "none"), own.get(domain, "none")
+        notes.append(f"{name} left out: it read other texts of {domain} ({theirs}; now {ours})")
+    return kept, notes
 
 
 def side_by_side(task: str, columns: Mapping[str, dict]) -> str:
@@ -169,15 +256,22 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
         run = read_json(path, "config: beside", "give files that evaluate.py wrote to out")
         results, settings = run.get("results") or {}, run.get("settings") or {}
         # any JSON may come: look at the types before the contents
-        parts = [results, settings, *(results.values() if isinstance(results, dict) else ())]
+        parts = [
+            results,
+            settings,
+            run.get("data") or {},
+            *(results.values() if isinstance(results, dict) else ()),
+        ]
         if not all(isinstance(part, dict) for part in parts):
             raise UserError(f"config: beside: {path} is no file that evaluate.py wrote to out")
         if missing := [task for task in wanted if task not in results]:
             raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
-        answers = results["generation"].get("answers") if "generation" in wanted else []
-        keys = text_metrics.ROW_KEYS
-        if not isinstance(answers, list) or not all(is_row(one, keys) for one in answers):
-            raise UserError(f"config: beside: {path} has no answers to compare; write it again")
+        for task, source in wanted.items():
+            check_columns(task, results[task], path)
+            theirs = (run.get("data") or {}).get(task)
+            if theirs != source:
+                what = f"was measured with data={theirs!r}, not {source!r}"
+                raise UserError(f"config: beside: {path} {what}")
         for key in SAME_SETTINGS:
             if settings.get(key) != config[key]:
                 what = f"was measured with {key}={settings.get(key)!r}, not {config[key]!r}"
@@ -187,8 +281,16 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
     return others
 
 
-def is_row(row: object, keys: set[str]) -> bool:
-    return isinstance(row, dict) and keys <= row.keys()
+def check_columns(task: str, found: dict, path: str) -> None:
+    """Raise UserError if the results of a file lack what a comparison needs."""
+    try:
+        columns, _ = comparable(task, {path: found})
+        side_by_side(task, columns)
+        if task in ROWS:
+            ROWS[task].figures(found, found[ROWS[task].field])
+    except (LookupError, TypeError, AttributeError, ValueError):
+        what = f"has no results of {task} that can be compared; write it again"
+        raise UserError(f"config: beside: {path} {what}") from None
 
 
 def name_of(directory: str) -> str:

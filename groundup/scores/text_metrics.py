@@ -7,11 +7,10 @@ The data are conversations: the last answer is the reference, what precedes it t
 """
 
 import importlib.util
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -136,27 +135,6 @@ def measure_rows(rows: Sequence[dict]) -> tuple[dict, list[dict]]:
     ends = [Generated(row["answer"], *(row[key] for key in ENDS)) for row in rows]
     found, of_each = measure_answers([end.text for end in ends], [row["reference"] for row in rows])
     return {"n": len(rows)} | found | measure_ends(ends), of_each
-
-
-def on_common_questions(
-    columns: Mapping[str, dict],
-) -> tuple[dict[str, dict], dict[str, int]]:
-    """Return ({model: figures on the questions that all models answer}, {model: how many of its
-    answers are left out}).
-
-    columns: {model: what evaluate_generation returns}. A model with a short context answers fewer
-    questions than the others."""
-    keys = {}
-    for name, found in columns.items():
-        keys[name] = [json.dumps([row["prompt"], row["reference"]]) for row in found["answers"]]
-    common = set.intersection(*map(set, keys.values()))
-    figures, left_out = {}, {}
-    for name, found in columns.items():
-        pairs = zip(found["answers"], keys[name], strict=True)
-        rows = [row for row, key in pairs if key in common]
-        left_out[name] = len(found["answers"]) - len(rows)
-        figures[name] = measure_rows(rows)[0] if rows else {"n": 0}
-    return figures, left_out
 
 
 def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[dict, list[dict]]:

@@ -29,12 +29,14 @@ from groundup.files.paths import find_files
 from groundup.files.splits import FEW_VAL, assign, split_position
 from groundup.files.turns import JOIN, BadRow
 from groundup.tokens.batches import Corpus, names_of
+from groundup.tokens.coverage import unfamiliar
 from groundup.tokens.mixture import Sampler, Stage, parse_data_dir, parse_weights
 from groundup.tokens.token_files import read_manifest, verify_sha256
 from tokenizer import Tokenizer
 
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
+TRIED = 200  # texts on which the tokenizer is tried
 
 
 class ItemList(list):
@@ -70,6 +72,7 @@ class RowReader:
         # Rows by their keys that hold content and are not read
         self.unread: Counter[str] = Counter()
         self.n_read = 0
+        self.texts: list[str] = []  # the first ones, for `unfamiliar`
         self.trimmed = 0  # conversations that lost turns after the assistant's last one
         self.not_written: Counter[str] = Counter()  # parts of rows, by the chat template
 
@@ -92,6 +95,7 @@ class RowReader:
                     raise BadRow("not rendered", str(error)) from None
                 for key in row_formats.unread_keys(row, *(self.kinds or (self.kind,))):
                     self.unread[key] += 1
+                self.texts += [found[0]] if len(self.texts) < TRIED else []
                 yield found
             except BadRow as problem:
                 self._leave_out(problem, place)
@@ -129,6 +133,8 @@ class RowReader:
         needs = {f"left out: {reason}": sizes for reason, sizes in self.needs.items()}
         lines = [f"{name}: {line}" for line in reasons_of(left_out, needs)]
         lines += self.places + self.notes
+        if self.tokenizer and (problem := unfamiliar(self.texts, self.tokenizer)):
+            lines.append(f"warning     {name}: {problem}")
         for what, n in self.not_written.items():
             lines.append(f"{name}: not written by the chat template: {what} ({n:,})")
         if self.trimmed:

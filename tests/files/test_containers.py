@@ -328,6 +328,17 @@ def test_quotes_with_backslashes_in_a_long_table(tmp_path: Path) -> None:
     assert read(path)[:2] == ['"a" C:\\', "x\n\\"] and len(read(path)) == 200_001
 
 
+@pytest.mark.parametrize("key", ["data", "train", "rows"])
+def test_rows_within_an_object_are_named(tmp_path: Path, key: str) -> None:
+    """As in SQuAD's files and many exports: no kind reads them, and the reason is not another kind."""
+    (tmp_path / "a.json").write_text(
+        json.dumps({"version": "1", key: [{"text": "a"}] * 2}), "utf-8"
+    )
+    report = Report()
+    assert not list(readers.read_documents(str(tmp_path / "a.json"), report=report))
+    assert f"{key!r} holds rows: give a file of that list alone" in report.places[0][3]
+
+
 def test_a_line_too_long_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_BYTES", 1000)
     paragraphs = [f"Paragraph {k}.\nIts second line." for k in range(9)]

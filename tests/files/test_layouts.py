@@ -5,6 +5,7 @@ hand. `PYTHONPATH=. python tests/files/test_layouts.py` prints all of it as a ta
 """
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -677,7 +678,7 @@ CHATS = {
     ),
     "rows within one object": (
         {"data": [{"messages": [u("2 + 2?"), a("4")]}]},
-        "if these are rows, not turns, give a file of the list alone",
+        "'data' holds rows: give a file of that list alone",
         [],
     ),
     "a struct of lists (parquet)": (
@@ -737,6 +738,10 @@ CHATS = {
         ["model"],
     ),
     "AceMath": ({"messages": [u("2 + 2?")], "answer": "4"}, ASKED, []),
+    "turns with a response": ({"messages": [u("2 + 2?")], "response": "4"}, ASKED, []),
+    "turns with a completion": ({"messages": [u("2 + 2?")], "completion": "4"}, ASKED, []),
+    "turns with an output": ({"messages": [u("2 + 2?")], "output": "4"}, ASKED, []),
+    "whole turns with an output": ({"messages": [u("2 + 2?"), a("4")], "output": "5"}, ASKED, ["output"]),
     "OpenR1-Math: an answer beside a whole conversation": (
         {"problem": "2 + 2?", "solution": "It is 4.", "answer": "4", "messages": [u("2 + 2?"), a("4.")]},
         [u("2 + 2?"), a("4.")],
@@ -927,6 +932,13 @@ RENDERED = (
     "<|user|>\nHi</s>\n<|assistant|>\n",
     "<bos><start_of_turn>user\nHi",
     "Hi\n<extra_id_1>Assistant\nHello\n<extra_id_1>User\n2 + 2?",  # HelpSteer
+    "<|prompter|>Hi<|endoftext|><|assistant|>",  # OpenAssistant
+    "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜>",
+)
+# and those that only their end shows: MosaicML's dolly_hhrlhf, Vicuna's
+OPENED = (
+    "Below is an instruction.\n\n### Instruction:\nHi\n\n### Response:\n",
+    "A chat. USER: Hi ASSISTANT:",
 )
 
 # name: (row, the contents of answers that are learned, "" if the row is left out)
@@ -1392,6 +1404,19 @@ def test_a_prompt_that_a_chat_template_wrote_is_refused(prompt: str) -> None:
         assert pair_of(row)[1].replace("([", "(<").startswith(said)
     asked = f"What is this? {prompt}" if "extra_id" not in prompt else "What is <extra_id_1>?"
     assert messages_of({"prompt": asked, "response": "4"}) == ([u(asked), a("4")], "")
+
+
+@pytest.mark.parametrize("prompt", OPENED)
+def test_a_prompt_that_ends_as_a_chat_template_opens_an_answer_is_refused(prompt: str) -> None:
+    said = f"the prompt is written by a chat template ({prompt.split()[-1]}"
+    problem = messages_of({"prompt": prompt, "response": "4"})[1]
+    assert problem.replace("(### ", "(").startswith(said)
+    for asked in (prompt + " x", prompt.replace("USER", "user").replace("Instruction", "Words")):
+        assert messages_of({"prompt": asked, "response": "4"}) == ([u(asked), a("4")], "")
+    begun = time.monotonic()
+    for part in (prompt, prompt.split("Hi")[0], prompt.split("Hi")[1]):
+        messages_of({"prompt": part * 20_000, "response": "4"})
+    assert time.monotonic() - begun < 2
 
 
 def learned(messages: list[dict]) -> list[str]:

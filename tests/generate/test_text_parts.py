@@ -12,10 +12,9 @@ from test_templates import SPECIALS as NAMES
 from test_templates import TAGGED
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from groundup.generate.call_forms import CallReader
+from groundup.generate.call_forms import CallReader, ThoughtReader
 from groundup.generate.completion import call_ids, never_sampled
 from groundup.generate.engine import StopStrings
-from groundup.generate.openai_api import ThoughtReader
 from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, with_specials

@@ -222,7 +222,7 @@ def test_all_encodings_and_containers_give_the_same_figures(model, tokenizer, tm
     found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/*"), settings(), torch.float32)["domains"]
     notes = {name: of.pop("notes") for name, of in found.items()}
     assert notes == {
-        "gbk": ["read as GB18030 (GBK), not UTF-8: 1 documents"], "utf8": [], "utf16": [], "packed": [],
+        "gbk": ["read as GB18030 (GBK), not UTF-8: 1 document"], "utf8": [], "utf16": [], "packed": [],
     }  # fmt: skip
     assert all(of == found["utf8"] for of in found.values())
 
@@ -235,7 +235,7 @@ def test_what_is_left_out_is_said(model, tokenizer, tmp_path):
     found = found["domains"]["x"]
     assert found["documents"] == 3
     empty, unread = found["notes"]
-    assert empty == "empty, left out: 1 documents"
+    assert empty == "empty, left out: 1 document"
     assert unread.startswith("not read: 2 records (bad_json 1, bad_field 1)")
     assert f"{tmp_path}/x.jsonl:2: bad_json" in unread
     limited = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(limit=2), torch.float32)

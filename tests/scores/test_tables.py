@@ -7,7 +7,7 @@ import re
 import pytest
 
 from groundup.errors import UserError
-from groundup.scores import tables, text_metrics
+from groundup.scores import judging, tables, text_metrics
 
 
 def test_tables_are_aligned_where_characters_are_wide():
@@ -18,6 +18,20 @@ def test_tables_are_aligned_where_characters_are_wide():
         "x         5       -",
         "big       0   1e+09",
     ]
+
+
+def test_columns_become_lines_where_the_terminal_is_narrow(monkeypatch):
+    header, cells = ["name", "documents", "tokens", "bits/byte"], [["中文", 1234, 5, 0.5], ["x", 5, 6, 0.25]]
+    wide = tables.table(header, cells)
+    for width, narrow in ((0, False), (34, False), (33, True), (9, False)):  # 9: this would not help
+        monkeypatch.setattr(tables, "terminal_width", lambda width=width: width)
+        lines = tables.table(header, cells)
+        assert (lines != wide) == narrow
+        if narrow:
+            assert [line.split() for line in lines.splitlines()] == [
+                ["name", "中文", "x"], ["documents", "1,234", "5"], ["tokens", "5", "6"],
+                ["bits/byte", "0.5000", "0.2500"],
+            ]  # fmt: skip
 
 
 def test_figures_of_any_task_are_shown():
@@ -56,8 +70,8 @@ def test_figures_have_names_that_people_know_and_their_errors():
 
 
 def test_a_figure_that_only_one_model_has():
-    others = {"before": {"preference": {"accuracy": 0.1}}}
-    lines = tables.describe("preference", {"accuracy": 0.4, "ece": 3.0}, others, "after").splitlines()
+    others = {"before": {"another": {"accuracy": 0.1}}}
+    lines = tables.describe("another", {"accuracy": 0.4, "ece": 3.0}, others, "after").splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["before", "after"],
         ["accuracy", "0.1000", "0.4000"],
@@ -84,23 +98,74 @@ def test_only_questions_that_all_models_answer_are_compared():
     assert ["answers", "2", "2"] in rows
     (exact,) = [row for row in rows if row[0] == "exact match"]
     assert exact[1] == exact[2] and exact[1].startswith("0.5000")
-    assert shown.endswith("answers left out, to questions that not all models answered: before 3, after 1")
+    assert shown.endswith("answers left out, which not all models have: before 3, after 1")
     same = tables.describe("generation", before, {"before": {"generation": before}}, "after")
     assert "left out" not in same and re.search("^answers +5 +5$", same, re.MULTILINE)
     other = tables.describe("generation", generation("z"), {"before": {"generation": before}}, "after")
     assert "before 5, after 1" in other  # none in common
 
 
+def preference(*rows: str, right: str = "") -> dict:
+    """The results of a reward model that is right about the pairs in `right`, a letter each."""
+    pairs = [{"row": row, "scores": [float(row in right), 0.5], "tokens": [3, 4]} for row in rows]
+    return judging.measure_pairs(pairs, True) | {"pairs": pairs}
+
+
+def test_only_pairs_that_all_models_have_are_compared():
+    """The data may have changed between two runs, and a short context leaves pairs out."""
+    before, after = preference(*"abcd", right="ab"), preference(*"bcde", right="bcd")
+    shown = tables.describe("preference", after, {"before": {"preference": before}}, "after")
+    rows = [re.split("  +", line) for line in shown.splitlines()]
+    assert ["pairs", "3", "3"] in rows
+    (accuracy,) = [row for row in rows if row[0] == "accuracy"]
+    assert [cell[:6] for cell in accuracy[1:]] == ["0.3333", "1.0000"]
+    assert shown.endswith("\npairs left out, which not all models have: before 1, after 1")
+    other = tables.describe("preference", preference("z"), {"before": {"preference": before}}, "after")
+    assert other.endswith("\nnothing to compare: no pairs in common (before 4, after 1)")
+    assert "before" not in other.splitlines()[1]
+
+
+def test_a_column_of_other_texts_is_left_out():
+    def perplexity(n_bytes: int) -> dict:
+        of = {"documents": 2, "bytes": n_bytes, "bits_per_byte": n_bytes / 100, "notes": []}
+        return {"domains": {"zh": of}, "all": of}
+
+    others = {name: {"perplexity": perplexity(n)} for name, n in (("old", 99), ("same", 100))}
+    lines = tables.describe("perplexity", perplexity(100), others, "new").splitlines()
+    assert [line.split() for line in lines[1:3]] == [["bits/byte", "same", "new"], ["zh", "1.0000", "1.0000"]]
+    theirs = "2 documents, 99 bytes; now 2 documents, 100 bytes"
+    assert lines[3:] == [f"old left out: it read other texts of zh ({theirs})"]
+
+
+def test_matches_of_two_judges_are_compared_where_they_are_the_same():
+    matches = [judging.Match([], text, "b") for text in ("x", "y")]
+    verdicts = [judging.Verdict("a"), judging.Verdict("b")]
+    rows = [match._asdict() | verdict._asdict() for match, verdict in zip(matches, verdicts, strict=True)]
+    both, one = (judging.tally_rows(part) | {"matches": part} for part in (rows, rows[:1]))
+    shown = tables.describe("win_rate", json.loads(json.dumps(both)), {"one": {"win_rate": one}}, "both")
+    rows = [re.split("  +", line) for line in shown.splitlines()]
+    assert ["comparisons", "1", "1"] in rows and ["wins", "1", "1"] in rows
+
+
+def test_a_file_of_several_tasks_is_compared_by_the_data_of_each(tmp_path):
+    run = {"results": {"preference": preference("a"), "mmlu": {}}, "data": {"preference": "p.jsonl", "mmlu": "DIR"}}
+    (tmp_path / "x.json").write_text(json.dumps(run | {"settings": {"init_from": "out/m"}}), encoding="utf-8")
+    same = dict.fromkeys(tables.SAME_SETTINGS)
+    assert list(tables.read_others(str(tmp_path / "x.json"), {"preference": "p.jsonl"}, same)) == ["m"]
+    with pytest.raises(UserError, match="was measured with data='p.jsonl', not 'q.jsonl'"):
+        tables.read_others(str(tmp_path / "x.json"), {"preference": "q.jsonl"}, same)
+
+
 def test_answers_that_cannot_be_compared_are_refused(tmp_path):
     run = {"results": {"generation": {"answers": [{"answer": "x"}]}}}
     (tmp_path / "x.json").write_text(json.dumps(run), encoding="utf-8")
-    with pytest.raises(UserError, match="x.json has no answers to compare; write it again"):
+    with pytest.raises(UserError, match="x.json has no results of generation that can be compared; write it again"):
         tables.read_others(str(tmp_path / "x.json"), {"generation": "x"}, {})
 
 
 def test_an_interval_from_a_file_and_from_this_run():
-    others = {"a": {"win_rate": {"win_rate": 0.5, "interval": [0.25, 0.75]}}}
-    shown = tables.describe("win_rate", {"win_rate": 0.5, "interval": (0.25, 0.75)}, others, "b")
+    others = {"a": {"another": {"win_rate": 0.5, "interval": [0.25, 0.75]}}}
+    shown = tables.describe("another", {"win_rate": 0.5, "interval": (0.25, 0.75)}, others, "b")
     assert shown.count("0.2500 to 0.7500") == 2
 
 
