@@ -34,12 +34,13 @@ from groundup.errors import UserError
 from groundup.files import readers, row_formats, text_keys, turns, untrusted
 from groundup.files.paths import find_files
 from groundup.files.records import PIECE_CHARS, Report, piece_end, read_records
+from groundup.files.sources import Source
 from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
 from groundup.files.text_keys import as_score
 from groundup.text import clean, dedup, quality
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input
-from groundup.text.recipe import VERSION, Recipe, Source, outside_range, parse_score
+from groundup.text.recipe import VERSION, Recipe, outside_range, parse_score
 from groundup.tokens.token_files import token_dtype
 from groundup.tokens.token_writer import write_json
 from tokenizer import Tokenizer
