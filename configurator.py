@@ -401,6 +401,15 @@ def split_weight(part: str) -> tuple[str, str]:
 # ---- functions and files -------------------------------------------------------------
 
 
+def parse_number(text: str) -> float | None:
+    """Return the finite number above 0 that `text` is, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
 def load_function(name: str, key: str) -> Callable:
     """Return the function of "file.py:function", the value of setting `key`. Runs the file."""
     # ":" may be in a path on Windows, so the last one counts.

@@ -252,10 +252,8 @@ def next_command(kind: str, out_dir: Path, tokenizer_dir: str) -> str:
     out_dir as its data, or a general one, whose own out_dir is that of no config."""
     script, small, large, published = NEXT[kind]
     key = "data_dir" if kind == "text" else "data"
-    has_model, is_run = (
-        bool(tokenizer_dir) and Path(tokenizer_dir, name).exists()
-        for name in ("config.json", "log.jsonl")
-    )
+    has_model = bool(tokenizer_dir) and Path(tokenizer_dir, "config.json").exists()
+    is_run = bool(tokenizer_dir) and Path(tokenizer_dir, "log.jsonl").exists()
     owned = set()
     for path in sorted(CONFIGS.glob("*.py")):
         settings, text = defaults_of(path), path.read_text(encoding="utf-8")

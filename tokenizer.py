@@ -477,8 +477,7 @@ if __name__ == "__main__":
     from configurator import configure
     from groundup.files import text_mix
     from groundup.files.records import Report
-    from groundup.text import inputs
-    from groundup.text.recipe import Source, parse_sources
+    from groundup.files.sources import parse_sources
     from groundup.tokens.training import extended, measure, train
 
     SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on
@@ -487,14 +486,9 @@ if __name__ == "__main__":
     started = time.perf_counter()
     if not overwrite and Path(out_dir, "tokenizer_config.json").exists():
         print(f"{out_dir} holds a tokenizer; another one needs --overwrite=True to replace it")
-    made = tempfile.TemporaryDirectory()  # files of python-docs, demo-en, demo-zh
-
-    def find(name: str) -> list[str]:
-        """Return the files of a name in `input`; - stays, as it may be endless."""
-        found = inputs.files_of(Source(input=name), 0, Path(made.name), "text")
-        return ["-"] if name == "-" else [file.path for file in found]
-
-    parts = text_mix.parts_of(parse_sources({"input": input, "text_key": text_key}), find)
+    made = tempfile.TemporaryDirectory()  # for python-docs, demo-en, demo-zh; gone at the end
+    sources = parse_sources({"input": input, "text_key": text_key})
+    parts = text_mix.parts_of(sources, Path(made.name))
     if not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES")
     check_no_owner(out_dir)

@@ -237,29 +237,43 @@ CHATML = """{{- range .Messages }}<|im_start|>{{ .Role }}
 
 
 def modelfile(tokenizer: Tokenizer, name: str) -> str:
-    """Return Ollama's description of the file: template and end tokens."""
+    """Return Ollama's description of the file: template, default system message and end tokens."""
     lines = [f"FROM ./{name}"]
-    if is_chatml(tokenizer):
+    system = chatml_system(tokenizer)
+    if system is not None:
         lines.append(f'TEMPLATE """{CHATML}"""')
     elif tokenizer.template_source:
         lines.append("# Ollama knows many templates by the one in the file; write others here:")
         lines.append('# TEMPLATE """{{ .System }} {{ .Prompt }}"""')
+    if system:
+        lines.append(f'SYSTEM """{system}"""')
     lines += [f'PARAMETER stop "{tokenizer.decode([i])}"' for i in sorted(tokenizer.stop_ids)]
     return "\n".join(lines) + "\n"
 
 
-def is_chatml(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer writes conversations as CHATML does."""
+def chatml_system(tokenizer: Tokenizer) -> str | None:
+    """Return the system message of a conversation that has none, "" for no such turn. None if the
+    tokenizer does not write conversations as CHATML does."""
     if tokenizer.turn_end_id < 0:
-        return False
-    roles = ("system", "user", "assistant", "user")
+        return None
+    turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
     try:
-        turns = [{"role": role, "content": "a"} for role in roles]
-        ids, _ = tokenizer.render(turns, add_generation_prompt=True)
+        written = [
+            tokenizer.decode(tokenizer.render(some, add_generation_prompt=True)[0])
+            for some in (turns, turns[1:])
+        ]
     except UserError:  # a template without system messages, say
-        return False
-    want = "".join(f"<|im_start|>{role}\na<|im_end|>\n" for role in roles)
-    return tokenizer.decode(ids) == want + "<|im_start|>assistant\n"
+        return None
+    want = [chatml(turns), chatml(turns[1:])]
+    begin, end = "<|im_start|>system\n", "<|im_end|>\n"
+    system = written[1].removesuffix(want[1]).removeprefix(begin).removesuffix(end)
+    right = written == [want[0], (begin + system + end if system else "") + want[1]]
+    return system if right and '"""' not in system else None
+
+
+def chatml(turns: list[dict]) -> str:
+    texts = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns]
+    return "".join(texts) + "<|im_start|>assistant\n"
 
 
 if __name__ == "__main__":

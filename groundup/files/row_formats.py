@@ -187,6 +187,9 @@ def hint_of(row: dict, kind: str) -> str:
         setting = ",".join(filter(None, (f"messages={thread}", names)))
         return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
     if kind == "text":
+        told = (key for key in turns.CONTENT_KEYS if found and isinstance(found[0].get(key), str))
+        if content := next(told, ""):
+            hint += f"; text_key={thread}.{content} makes text of it"
         return hint or "; prepare.py --text_key=KEY reads other names"
     if other in ("chat", "preference"):
         return hint

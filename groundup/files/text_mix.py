@@ -5,23 +5,23 @@ They are documents of several inputs: mixed by weights, or the same share of eac
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from configurator import split_names, split_weight
 from groundup.errors import UserError
 from groundup.files import readers
+from groundup.files.paths import find_files
 from groundup.files.records import Report
 from groundup.files.row_formats import any_text_of
+from groundup.files.sources import BUILT_IN, Source, write_built_in
 from groundup.files.text_keys import columns_of
 from groundup.files.untrusted import scrub
-
-if TYPE_CHECKING:
-    from groundup.text.recipe import Source
 
 MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges
 
@@ -37,23 +37,31 @@ class Part(NamedTuple):
     encoding: str = ""
 
 
-def parts_of(sources: Sequence["Source"], find: Callable[[str], list[str]]) -> list[Part]:
-    """Return the parts of `input`; a file that several of them name belongs to the first.
+def parts_of(sources: Sequence[Source], folder: Path) -> list[Part]:
+    """Return the parts of `input`; a file that several of them name belongs to the first. Built-in
+    sources become files in `folder`.
 
-    sources: what prepare.py reads in it; without names it is split here: a=0.7,b=0.3. find(names)
-    returns files. Raise UserError."""
+    sources: of `parse_sources`; without names their input is split here: a=0.7,b=0.3. Raise
+    UserError."""
     if not sources[0].name:
         sources = split_source(sources[0])
     parts, taken = [], set()
     for one in sources:
-        found = [file for name in filter(None, split_names(one.input)) for file in find(name)]
+        names = filter(None, split_names(one.input))
+        found = [file for name in names for file in files_of(name, folder)]
         files = [file for file in found if file not in taken]
         taken.update(files)
         parts.append(Part(one.name, files, one.weight, one.text_key, one.txt_split, one.encoding))
     return parts
 
 
-def split_source(source: "Source") -> list["Source"]:
+def files_of(name: str, folder: Path) -> list[str]:
+    if name in BUILT_IN:
+        return [str(write_built_in(name, "text", folder))]
+    return find_files(name, "input")
+
+
+def split_source(source: Source) -> list[Source]:
     """Return a source for each part of an `input` without names. Raise UserError."""
     parts, weights = [], []
     for piece in filter(None, split_names(source.input)):

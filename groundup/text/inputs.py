@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
@@ -19,14 +18,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from configurator import split_names
-from groundup.demo.bilingual import demo_rows
-from groundup.demo.debug_data import write_rows
-from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.paths import find_files, shown_name
+from groundup.files.sources import BUILT_IN, Source, write_built_in
 from groundup.files.untrusted import LFS_POINTER, POINTER_HINT
-from groundup.text.recipe import Source
 from groundup.tokens.token_files import file_sha256
 
 UNITS = 16  # parts of a file, for as many workers; none is smaller or larger than this:
@@ -41,11 +37,6 @@ LOOKS_LIKE = {  # what begins so, and what to do if its markup is not meant
         "HTML or XML",
         "if its text is meant, take that out first, as with pandoc or trafilatura",
     ),
-}
-BUILT_IN = {  # sources that need no files
-    "python-docs": docs_rows,
-    "demo-en": partial(demo_rows, "en"),
-    "demo-zh": partial(demo_rows, "zh"),
 }
 
 
@@ -90,9 +81,7 @@ def files_of(source: Source, number: int, work: Path, kind: str) -> Iterator[Inp
             for path in find_files(name, "input"):
                 yield look(path, shown_name(path), number, source)
             continue
-        made = spool_stdin(work) if name == "-" else work / f"{name}.jsonl"
-        if name != "-":
-            write_rows(BUILT_IN[name](kind), made)
+        made = spool_stdin(work) if name == "-" else write_built_in(name, kind, work)
         # Each run writes it again, so its time says nothing.
         yield look(str(made), name, number, source)._replace(stamp=file_sha256(made))
 

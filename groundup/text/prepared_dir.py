@@ -12,9 +12,10 @@ from configurator import script_of
 from groundup.errors import UserError, naming
 from groundup.files.directories import lock_directory
 from groundup.files.disk import clear_name
+from groundup.files.sources import Source
 from groundup.text import inputs
 from groundup.text.inputs import UNIT_BYTES
-from groundup.text.recipe import VERSION, Source
+from groundup.text.recipe import VERSION
 from groundup.text.unit import read_json
 from groundup.text.workers import WorkerLost, wait_for_workers
 from groundup.tokens.text_tokenizer import FILES

@@ -1,4 +1,4 @@
-"""What prepare.py is asked to do: its settings, and the sources named in `input`."""
+"""What prepare.py is asked to do: its settings."""
 
 import hashlib
 import math
@@ -8,18 +8,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import split_names
 from groundup.errors import UserError, refuse
 from groundup.files.encodings import check_codec
 from groundup.files.paths import find_files
+from groundup.files.sources import Source, parse_sources
 from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
-from groundup.tokens.mixture import parse_number
 from groundup.tokens.training import SMALLEST
 
 VERSION = 15  # of what the settings give; a directory of another version differs
-NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
 CUT = "cut:"  # decontaminate='cut: files'
 CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
 LEAST = {"vocab_size": SMALLEST, "near": -1}  # of other numbers 0
@@ -33,24 +31,6 @@ KINDS_OF = {
     "vocab_size": (("text",), 32_768),
     "pattern": (("text",), "qwen"),
 }
-
-
-@dataclass(frozen=True)
-class Source:
-    """A named part of the input with settings of its own."""
-
-    name: str = ""  # "" if the input is one source
-    input: str = ""
-    weight: float = 0.0  # in a mixture; 0 = not given
-    text_key: str = ""
-    txt_split: str = "file"
-    encoding: str = ""  # of lines that are not UTF-8; "" = found
-    quality: str = "curated"
-    rules: str = ""
-
-
-# Settings that each source may have of its own.
-SOURCE_KEYS = [item.name for item in fields(Source) if item.name not in ("name", "input")]
 
 
 @dataclass(frozen=True)
@@ -135,56 +115,6 @@ def outside_range(values: tuple[float, ...], scores: list[Score]) -> str:
         if not in_percent and not least <= value <= most:
             return f"{key} {value:.4g} is outside {least:g}..{most:g}"
     return ""
-
-
-# ---- sources -------------------------------------------------------------------------------------
-
-
-def parse_sources(config: dict) -> tuple[Source, ...]:
-    """Return the sources named in `input` with their settings, or one without a name. Raise
-    UserError."""
-    general = {key: config[key] for key in SOURCE_KEYS if key in config}
-    parts = [part for part in config["input"].split(";") if part.strip()]
-    matches = [NAMED.fullmatch(part) for part in parts]
-    if not any(matches):
-        return (Source(input=config["input"], **general),)
-    for part, match in zip(parts, matches, strict=True):
-        form = "'name: files, key=value, ...'"
-        refuse(not match, f"input: {part.strip()!r} is not of the form {form}")
-    sources = tuple(make_source(*match.groups(), general) for match in matches)
-    names = [source.name for source in sources]
-    same = len(set(names)) < len(names)
-    refuse(same, f"input: two sources have the same name: {', '.join(names)}")
-    weighed = {source.weight > 0 for source in sources}
-    refuse(len(weighed) > 1, "input: give a weight to every source, or to none")
-    n_stdin = sum("-" in source.input.split(",") for source in sources)
-    refuse(n_stdin > 1, "input: standard input (-) can be read once only")
-    return sources
-
-
-def make_source(name: str, text: str, general: dict) -> Source:
-    """Return a source of 'files, key=value, ...'; its own settings win over the general ones. A
-    comma ends a setting, so + stands for the commas within one. Raise UserError."""
-    files, settings = [], dict(general)
-    for item in filter(None, split_names(text)):
-        key, _, value = map(str.strip, item.partition("="))
-        if key == "weight":
-            settings[key] = parse_number(value)
-            what = f"{key}={value} of source {name} is not a number above 0"
-            refuse(settings[key] is None, f"input: {what}")
-        elif key in SOURCE_KEYS:
-            settings[key] = value.replace("+", ",")
-        elif re.fullmatch(r"[a-z_]+", key) and value and not is_path(item):
-            known = ", ".join(SOURCE_KEYS)
-            refuse(True, f"input: source {name} has a setting {key!r}; a source has {known}")
-        else:
-            files.append(item)
-    refuse(not files, f"input: source {name} names no files")
-    return Source(name, ",".join(files), **settings)
-
-
-def is_path(text: str) -> bool:
-    return bool(re.search(r"[/*?\[]", text)) or Path(text).exists()
 
 
 def non_negative(text: str) -> float | None:

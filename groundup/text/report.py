@@ -242,9 +242,10 @@ def summary(info: dict) -> list[str]:
     for reason, n in documents["lost_lines"].items():
         lines.append(f"lost: {n:,} {reason} within texts that are kept")
     if info["marked"]:
-        hint = "it stays text, so a model would learn to write it as words"
+        hint = "they stay text, so a model would learn to write them as words"
         hint += "; if these are conversations, use kind=chat"
-        lines.append(f"warning: {info['marked']:,} documents hold <|im_start|>: {hint}")
+        what = "hold names of special tokens, as <|im_start|> or <s> at the beginning"
+        lines.append(f"warning: {info['marked']:,} documents {what}: {hint}")
     if info["unread"]:
         lines.append(f"keys not read: {describe_unread(Counter(info['unread']))}")
     if evals := info.get("decontaminate"):

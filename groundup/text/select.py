@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.errors import UserError
+from groundup.files.sources import Source
 from groundup.files.splits import SPLITS, are_few, are_held_out, assign, cut_places
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
-from groundup.text.recipe import Recipe, Source, parse_score
+from groundup.text.recipe import Recipe, parse_score
 from groundup.text.unit import EXACT, KEPT, NEAR, ROW, SCORE, Unit
 from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype
 from groundup.tokens.token_writer import (

@@ -16,6 +16,7 @@ units/000012.tokens    ids end to end, and .lengths, ids per document; of conver
 import hashlib
 import json
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,12 +34,13 @@ from groundup.errors import UserError
 from groundup.files import readers, row_formats, text_keys, turns, untrusted
 from groundup.files.paths import find_files
 from groundup.files.records import PIECE_CHARS, Report, piece_end, read_records
+from groundup.files.sources import Source
 from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
 from groundup.files.text_keys import as_score
 from groundup.text import clean, dedup, quality
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import Input
-from groundup.text.recipe import VERSION, Recipe, Source, outside_range, parse_score
+from groundup.text.recipe import VERSION, Recipe, outside_range, parse_score
 from groundup.tokens.token_files import token_dtype
 from groundup.tokens.token_writer import write_json
 from tokenizer import Tokenizer
@@ -47,7 +49,7 @@ GROUP_BYTES = 2**22  # small files share a unit up to this size: 100,000 files a
 BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slow on few numbers
 HUGE_CHARS = PIECE_CHARS  # a longer document is cut into several, at paragraphs if it has any
 SHOWN = 20  # problems that are printed, and samples of each reason in the report
-TURN_MARK = "<|im_start|>"
+SPECIAL = re.compile(r"<\|[a-z]\w*\|>")  # how special tokens are spelled; Haskell has <|>
 PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, Knuth's multiplicative hashing
 PAIR_NUMBERS = ("margin", "difficulty", "score")  # of a pair's row, kept with it
 ANSWER_PLACE = "@answers"  # in a pair that answer_pairs.py made: [line, byte] of its line
@@ -158,7 +160,7 @@ class Counts:
     bytes_read: int = 0  # of text in UTF-8
     bytes_cleaned: int = 0  # of it, removed by cleaning
     bytes_cut: int = 0  # of it, removed because an evaluation file has it
-    marked: int = 0  # records whose text holds the marker of a turn
+    marked: int = 0  # records whose text spells a special token
     input_bytes: int = 0  # of the files, unpacked
     lost_bytes: Counter[str] = field(default_factory=Counter)  # of them, by file
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
@@ -510,7 +512,9 @@ class Inspector:
             self.problems.write(f"{name}\t\t{offset}\tempty\tno text, or none after cleaning\n")
             return 0
         counts.mended["unanswered_turns_cut"] += item.trimmed
-        counts.marked += TURN_MARK in item.text
+        # "in" is forty times as fast as the expression
+        has_name = "<|" in item.text and SPECIAL.search(item.text)
+        counts.marked += bool(has_name) or item.text.startswith("<s>")
         counts.unread.update(f"{self.source_name}{key}" for key in item.unread)
         pieces = pieces_of(item.text) if self.recipe.kind == "text" else [item.text]
         counts.mended["split_huge"] += len(pieces) - 1

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configurator import parse_number
 from groundup.errors import UserError, counted
 from groundup.tokens import IGNORE
 from groundup.tokens.mixture import (
     Mixture,
     Sampler,
     parse_data_dir,
-    parse_number,
     parse_weights,
     quotas,
     window_sampler,

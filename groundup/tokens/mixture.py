@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configurator import split_names, split_weight
+from configurator import parse_number, split_names, split_weight
 from groundup.errors import UserError
 
 CYCLE = 1024  # samples within which the sources have their exact proportions
@@ -103,15 +103,6 @@ def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, floa
         problem = f"{bare[0]!r} in {key}={spec!r} has no weight but others have"
         raise UserError(f"data: {problem}; weigh all or none")
     return weights
-
-
-def parse_number(text: str) -> float | None:
-    """Return the finite number above 0 that `text` is, or None."""
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if 0 < number < math.inf else None
 
 
 # ---- one source ------------------------------------------------------------------------------

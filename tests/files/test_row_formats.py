@@ -762,3 +762,16 @@ def test_an_answer_that_is_no_text_is_a_bad_row_whatever_stands_beside_it(conten
     answer = {"role": "assistant", "content": content} | beside
     messages, problem = messages_of({"messages": [{"role": "user", "content": "2 + 2?"}, answer]})
     assert messages == [] and problem == f"a turn (assistant) holds {type(content).__name__}, not text"
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "conversations.value"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages.content"),
+    ],
+)
+def test_a_chat_where_text_is_wanted_has_a_text_key(row, key):
+    why = row_formats.document_of(row)[1]
+    assert "of kind='chat'" in why and f"; text_key={key} makes text of it; " in why
+    assert row_formats.document_of(row, key) == ("a\nb", "")

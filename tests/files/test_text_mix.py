@@ -9,13 +9,12 @@ import pytest
 
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.files.paths import find_files
+from groundup.files.sources import parse_sources
 from groundup.files.text_mix import Part, check_parts, mix_texts, parts_of, size_of, texts_of
-from groundup.text.recipe import parse_sources
 
 
 def parts(spec: str, text_key: str = "") -> list[Part]:
-    return parts_of(parse_sources({"input": spec, "text_key": text_key}), find_files)
+    return parts_of(parse_sources({"input": spec, "text_key": text_key}), Path())
 
 
 def test_a_mixture_follows_its_weights(capsys):

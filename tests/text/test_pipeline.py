@@ -506,10 +506,15 @@ def test_texts_with_markers_of_turns_are_warned_of(tmp_path, tok, capsys):
     path = write_rows(tmp_path / "x.jsonl", [{"text": text} for text in (*texts, "A text without any of them.")])
     run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.0)
     printed = capsys.readouterr().out
-    assert printed.count("warning: 9 documents hold <|im_start|>: it stays text") == 1
-    other = write_rows(tmp_path / "y.jsonl", [{"text": "Quite another text, without."}])
+    named = "documents hold names of special tokens, as <|im_start|> or <s> at the beginning: they stay text"
+    assert printed.count(f"warning: 9 {named}") == 1
+    old = ("<s>An older form of it.</s>", "A line of <|user|> and more.", "It ends here.<|endoftext|>")
+    run(tmp_path / "old", input=write_rows(tmp_path / "o.jsonl", [{"text": text} for text in old]), tokenizer_dir=tok)
+    assert f"warning: 3 {named}" in capsys.readouterr().out
+    plain = ("Quite another text, without.", "Parsers of Haskell: a <|> b, f <| g |> h.", "struck <s>out</s>")
+    other = write_rows(tmp_path / "y.jsonl", [{"text": text} for text in plain])
     run(tmp_path / "none", input=other, tokenizer_dir=tok)
-    assert "im_start" not in capsys.readouterr().out
+    assert "special tokens" not in capsys.readouterr().out
 
 
 def test_an_unknown_format_is_said_once(tmp_path, tok, capsys):

@@ -257,6 +257,31 @@ def test_a_checkpoint_that_makes_no_whole_file_leaves_none(change, dtype, messag
     assert [one.name for one in tmp_path.iterdir()] == ["hf"]
 
 
+DEFAULT = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nDEFAULT<|im_end|>\\n' }}{% endif %}"
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("begin", "system"),
+    [
+        (DEFAULT.replace("DEFAULT", "You are Qwen.\\nBe brief."), "You are Qwen.\nBe brief."),  # as Qwen2.5, SmolLM
+        ("", ""),
+        (DEFAULT.replace("DEFAULT", 'a \\"\\"\\" b'), None),  # which a Modelfile cannot quote
+        (DEFAULT.replace("system\\n", "developer\\n"), None),
+        ("{{ 'Hello' }}", None),
+    ],
+)
+def test_the_modelfile_has_the_default_system_message(begin, system, tokenizer):
+    """Without it Ollama asks a tuned model something else than it learned to answer."""
+    files = dict(tokenizer.files)
+    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": begin + TURNS + ASK}
+    other = Tokenizer(files | {"tokenizer_config.json": to_json(config)})
+    written = to_gguf.modelfile(other, "m.gguf")
+    assert ('\nTEMPLATE """{{- range .Messages }}' in written) is (system is not None)
+    assert (f'\nSYSTEM """{system}"""\n' in written) is bool(system) and ("SYSTEM" in written) is bool(system)
+
+
 def test_a_name_that_the_modelfile_would_take_is_refused(tmp_path, tokenizer):
     make("llama", tmp_path / "hf", tokenizer)
     words = error_of("tools/to_gguf.py", f"--init_from={tmp_path}/hf", f"--out={tmp_path}/m.Modelfile")
