@@ -516,8 +516,9 @@ def test_win_rate_of_the_first_prompts_that_both_answer(run, base, tmp_path):
 def test_a_reward_model_whose_tokenizer_has_no_padding(run, base, tmp_path):
     """As public ones come: what is scored is never padding, so none is needed."""
     shutil.copytree(base / "reward", tmp_path / "bare")
-    for path in (tmp_path / "bare").glob("token*.json"):
-        content = path.read_text(encoding="utf-8").replace("<|pad|>", "<|other|>").replace('"pad_token"', '"other"')
+    for path in (tmp_path / "bare").glob("*.json"):
+        content = path.read_text(encoding="utf-8").replace("<|pad|>", "<|other|>")
+        content = content.replace('"pad_token"', '"other"').replace('"pad_token_id"', '"other_id"')
         path.write_text(content, encoding="utf-8")
     assert Tokenizer.load(tmp_path / "bare").pad_id == -1
     pairs = [{"prompt": "Q", "chosen": "a " * n, "rejected": "b"} for n in (1, 5, 9)]
