@@ -58,11 +58,11 @@ DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
 BUSY = "The server is busy; try again soon"
 BODY_S = 20  # for a client to send its body
-# Prices of what could keep the engine waiting, see Pace: some 20 times the CPU time that it takes
+# Prices of what could keep the engine waiting, see Pace: some 30 times the CPU time that it takes
 BIG_BODY = 2**16  # bytes; smaller bodies have no price
-BYTE_S = 5e-7  # of a byte of a big body, which takes up to 3e-8 s to parse and encode
+BYTE_S = 1e-6  # of a byte of a big body, which takes up to 3e-8 s to parse and encode
 ERROR_S = 0.05  # of an answer that is an error, which takes up to 2e-3 s
-BURST_S = 1  # credit of one that asked for nothing
+BURST_S = 0.25  # credit of one that asked for nothing
 BODY_WAIT_S, ERROR_WAIT_S = 10, 1  # a body that would wait longer is refused, an error sent at once
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
