@@ -1406,6 +1406,20 @@ def test_a_prompt_that_a_chat_template_wrote_is_refused(prompt: str) -> None:
     assert messages_of({"prompt": asked, "response": "4"}) == ([u(asked), a("4")], "")
 
 
+@pytest.mark.parametrize("nothing", [None, "", []])
+def test_a_table_joined_from_sets_of_several_kinds(nothing) -> None:
+    """Hugging Face's datasets gives every row all columns, with null in those of other sets."""
+    empty = dict.fromkeys(("messages", "prompt", "response", "text", "chosen", "rejected"), nothing)
+    empty["rejected_messages"] = nothing
+    for row in ({"messages": [u("2 + 2?"), a("4")]}, {"prompt": "2 + 2?", "response": "4"}):
+        assert messages_of(empty | row) == (ASKED, "")
+        assert document_of(empty | row)[0] == document_of(row)[0]
+    assert document_of(empty | {"text": "A text."}) == ("A text.", "")
+    pair, problem = pair_of(empty | {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
+    assert (pair, problem) == (Pair([u("2 + 2?")], "4", "5"), "")
+    assert messages_of(empty | {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})[1]
+
+
 @pytest.mark.parametrize("arguments", ["", "null", "{}", None, {}])
 def test_a_call_without_arguments_has_an_empty_object(arguments) -> None:
     written = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
