@@ -265,8 +265,8 @@ def format_of(row: dict, kind: str) -> RowFormat | None:
     (A table joined from several sets has the columns of all, empty where a row's own set has none.)
     If there is none, return the first whose keys are there, so that what is missing is reported.
     A pair is no chat to learn, but for hh-rlhf's: its better side is a whole dialogue."""
-    two_sides = "rejected" in row and ("chosen" in row or "messages" in row)
-    if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
+    worse = row.get("rejected") or row.get("rejected_messages")
+    if kind in ("text", "chat") and worse and ("chosen" in row or "messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
     known = formats_with(tuple(row), kind)
     for one in known:

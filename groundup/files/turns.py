@@ -121,8 +121,11 @@ SYSTEM_KEYS += ("systemInstruction", "system_instruction")  # Gemini
 TOOL_KEYS = ("tools", "functions")
 BESIDE_TURNS = {*SYSTEM_KEYS, *TOOL_KEYS, "chat_template_kwargs"}
 MOST_PYTHON = 2**20  # characters of objects in Python's notation, as pandas writes them to CSV
-# a text, or the end of an object in an array of NumPy, which has no commas
-NUMPY_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}(?=\s+\{)""")
+# What pandas writes of arrays: objects without commas, array([...], dtype=object), nan; or a text
+NUMPY = re.compile(
+    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}(?=\s+\{)|\barray\((?=\[)|,\s*dtype=\w+\)|\bnan\b"""
+)
+IN_PYTHON = {"}": "},", "nan": "None"}
 NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where there is none
 
 
@@ -139,8 +142,8 @@ def unpacked(value: object) -> object:
         pass
     if value.startswith(("[{'", "{'")) and len(value) < MOST_PYTHON:
         with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            with_commas = NUMPY_GAP.sub(lambda found: found[1] or "},", value)
-            return json.loads(json.dumps(ast.literal_eval(with_commas)))
+            plain = NUMPY.sub(lambda found: found[1] or IN_PYTHON.get(found[0], ""), value)
+            return json.loads(json.dumps(ast.literal_eval(plain)))
     return value
 
 

@@ -5,6 +5,7 @@ hand. `PYTHONPATH=. python tests/files/test_layouts.py` prints all of it as a ta
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -1404,6 +1405,40 @@ def test_a_prompt_that_a_chat_template_wrote_is_refused(prompt: str) -> None:
         assert pair_of(row)[1].replace("([", "(<").startswith(said)
     asked = f"What is this? {prompt}" if "extra_id" not in prompt else "What is <extra_id_1>?"
     assert messages_of({"prompt": asked, "response": "4"}) == ([u(asked), a("4")], "")
+
+
+def test_turns_that_pandas_has_written_to_csv(tmp_path: Path) -> None:
+    """As parquet gives them: arrays of objects, an object of arrays, NaN for null."""
+    pandas, numpy = pytest.importorskip("pandas"), pytest.importorskip("numpy")
+    texts = ["it's nan, array([1], dtype=int) " + "x y " * 40, 'say "hi" } { ' + "z " * 90]
+    wanted = [u(texts[0]), a(texts[1])]
+
+    def array(*items: object) -> object:
+        return numpy.array([*items, None], dtype=object)[:-1]
+
+    for turns in (
+        array(*(turn | {"weight": math.nan} for turn in wanted)),
+        array(wanted[0], wanted[1] | {"tool_calls": array(), "name": None}),
+        {"from": array("human", "gpt"), "value": array(*texts)},
+        wanted,
+    ):
+        pandas.DataFrame({"conversations": [turns]}).to_csv(tmp_path / "a.csv", index=False)
+        (row,) = records.read_records(str(tmp_path / "a.csv"))
+        assert messages_of(row.value) == (wanted, "")
+
+
+@pytest.mark.parametrize("nothing", [None, "", []])
+def test_a_table_joined_from_sets_of_several_kinds(nothing) -> None:
+    """Hugging Face's datasets gives every row all columns, with null in those of other sets."""
+    empty = dict.fromkeys(("messages", "prompt", "response", "text", "chosen", "rejected"), nothing)
+    empty["rejected_messages"] = nothing
+    for row in ({"messages": [u("2 + 2?"), a("4")]}, {"prompt": "2 + 2?", "response": "4"}):
+        assert messages_of(empty | row) == (ASKED, "")
+        assert document_of(empty | row)[0] == document_of(row)[0]
+    assert document_of(empty | {"text": "A text."}) == ("A text.", "")
+    pair, problem = pair_of(empty | {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
+    assert (pair, problem) == (Pair([u("2 + 2?")], "4", "5"), "")
+    assert messages_of(empty | {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})[1]
 
 
 @pytest.mark.parametrize("arguments", ["", "null", "{}", None, {}])
