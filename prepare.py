@@ -271,7 +271,8 @@ def next_command(kind: str, out_dir: Path, tokenizer_dir: str) -> str:
     flags |= {key: str(out_dir), "out_dir": f"out/my_{out_dir.name}" if name in owned else name}
     written = " ".join(f"--{key}={shlex.quote(value)}" for key, value in flags.items())
     command = f"python {script} config/{published if has_model else small}.py {written}"
-    return command if has_model else f"{command} (on a GPU: config/{large}.py)"
+    # on a line of its own, so that the command can be copied
+    return command if has_model else f"{command}\n(on a GPU with config/{large}.py)"
 
 
 def make_out_dir(

@@ -1079,19 +1079,19 @@ def test_a_damaged_list_of_inputs_is_no_traceback(tmp_path, tok, capsys, damage)
     ("text", "data/field", "", "pretrain.py config/continue.py --init_from=path/to/llama --data_dir=data/field"),
     # data of one's own
     ("text", "data/my x", "",
-     "pretrain.py config/demo.py --data_dir='data/my x' --out_dir='out/my x' (on a GPU: config/small.py)"),
-    ("text", "/x/real_sft", "out/run", "pretrain.py config/demo.py --data_dir=/x/real_sft --out_dir=out/my_real_sft "
-     "(on a GPU: config/small.py)"),
+     "pretrain.py config/demo.py --data_dir='data/my x' --out_dir='out/my x'\n(on a GPU with config/small.py)"),
+    ("text", "/x/real_sft", "out/run", "pretrain.py config/demo.py --data_dir=/x/real_sft --out_dir=out/my_real_sft\n"
+     "(on a GPU with config/small.py)"),
     ("text", "data/x", "out/smollm2",
      "pretrain.py config/continue.py --init_from=out/smollm2 --data_dir=data/x --out_dir=out/x"),
-    ("chat", "data/x", "data/demo", "sft.py config/demo_sft.py --init_from=MODEL --data=data/x --out_dir=out/x "
-     "(on a GPU: config/sft.py)"),
-    ("chat", "data/x", "out/run", "sft.py config/demo_sft.py --init_from=out/run --data=data/x --out_dir=out/x "
-     "(on a GPU: config/sft.py)"),
+    ("chat", "data/x", "data/demo", "sft.py config/demo_sft.py --init_from=MODEL --data=data/x --out_dir=out/x\n"
+     "(on a GPU with config/sft.py)"),
+    ("chat", "data/x", "out/run", "sft.py config/demo_sft.py --init_from=out/run --data=data/x --out_dir=out/x\n"
+     "(on a GPU with config/sft.py)"),
     ("chat", "data/demo_chat", "out/smollm2",
      "sft.py config/real_sft.py --init_from=out/smollm2 --data=data/demo_chat --out_dir=out/demo_chat"),
-    ("preference", "data/x", "", "dpo.py config/demo_dpo.py --init_from=MODEL --data=data/x --out_dir=out/x "
-     "(on a GPU: config/dpo.py)"),
+    ("preference", "data/x", "", "dpo.py config/demo_dpo.py --init_from=MODEL --data=data/x --out_dir=out/x\n"
+     "(on a GPU with config/dpo.py)"),
 ])  # fmt: skip
 def test_the_next_command_fits_the_data(tmp_path, monkeypatch, kind, out_dir, tokenizer_dir, command):
     """A config's own command would refuse to run where another run has taken its out_dir."""
