@@ -677,8 +677,10 @@ class DDP:
             raise UserError(f"ddp: overlap_step='backward': {text}")
         # Forward needs buckets from the last index down. Go through all from the last one, not from
         # this one: a rank's forward may skip a block, yet all ranks must fetch in one order. What
-        # is current already is left alone.
-        first = max(self._next, bucket.index - ahead)  # those below _next have left in this step
+        # is current already is left alone. Activation checkpointing runs a block again in backward:
+        # then buckets below _next have left, and may be updated at any time; they are for the next
+        # forward to fetch.
+        first = max(self._next, bucket.index - ahead)
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)
         if bucket.state is State.STALE and bucket.work is not None:

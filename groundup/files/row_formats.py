@@ -51,7 +51,7 @@ class RowFormat(NamedTuple):
 
 
 def document_of(row: object, text_key: str = "") -> tuple[str, str]:
-    """Return (text, "") or ("", what is wrong). text_key: see `parse_text_key`; "" = by the keys.
+    """Return (text, "") or ("", what is wrong). text_key: see text_keys.py; "" = by the keys.
 
     Raise UserError for a malformed text_key only.
     """
@@ -97,7 +97,8 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
         return None, problem.detail or problem.reason
 
 
-EMPTY = ("empty answer", "empty answer")  # reason and detail of a BadRow
+# Reason and detail of a BadRow. The detail marks a reason under which rows are counted.
+EMPTY = ("empty answer", "empty answer")
 
 
 def read_pair(row: object) -> Pair:
@@ -816,6 +817,7 @@ def winner(key: str, row: dict) -> float:
 
 
 # ---- the formats: the first that fits is taken -----------------------------------------------
+# "a,b?" is a text_key (see text_keys.py): the text under a, and below it that under b, if any.
 
 
 def asked_keys(question: str) -> str:

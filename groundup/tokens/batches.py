@@ -156,7 +156,7 @@ class Corpus:
         train         the training data of each; they have a fingerprint
         stages        [(first step, weight of each source)]
         val           {name: validation data}
-        val_weights   {name: weight}, {} unless the user gave some
+        val_weights   {name: weight}, {} without val_data
         few_val       whether there are too few validation rows to trust their loss
     and defines
         sampler(source, seed, samples_per_step)     the order of one source
@@ -236,7 +236,8 @@ class Corpus:
     def val_shares(self) -> list[float]:
         """Return the weight of each of `val` in the validation loss, adding up to 1.
 
-        They are the user's weights, else those of the last training stage."""
+        With val_data they are the weights given there, or the numbers of tokens or labels. Without
+        it they are the weights of the last training stage."""
         # the last stage is what the finished model is meant for
         last = dict(zip(self.names, self.stages[-1][1], strict=True))
         weights = list(self.val_weights.values()) or [last[name] for name in self.val]

@@ -89,8 +89,8 @@ def usable_pair(row: object) -> turns.Pair:
     try:
         pair = row_formats.read_pair(row)
     except BadRow as problem:
-        # See BadRow. With a detail: keep the short reason, such as "equal answers", which many rows
-        # share. Without one the reason is a sentence about this row: the detail of STRANGE.
+        # With a detail (which says no more) the reason is one to count, such as "equal answers".
+        # Without one it is a sentence about this row, the detail of STRANGE.
         if problem.detail:
             raise BadRow(problem.reason) from None
         raise BadRow(STRANGE, problem.reason) from None
@@ -249,12 +249,12 @@ class LengthSampler(Sampler):
     (eight values) and cut into steps, which come in a seeded order, so that long and short ones
     alternate. Every epoch has each pair once, in other steps.
 
-    columns: (n,) int64, T of each pair. pairs_per_step: also if the run has several sources, and a
-    step so takes fewer from this one.
+    columns: (n,) int64, T of each pair. pairs_per_step: of the run. Where several sources share a
+    step, it takes fewer from this one; a "step" here is so many numbers of this source all the same.
 
-    Example: 10 pairs, 4 in a step. Steps end after the numbers 4, 8, 12, .. of this source, and
-    epoch 1 has the numbers 10 to 19: it begins with 2 pairs for the step 8 to 11, and ends with a
-    whole step. So its stretch has groups of 2, 4 and 4 pairs.
+    Example: 10 pairs, 4 in a step. Steps end before the numbers 4, 8, 12, .., and epoch 1 has the
+    numbers 10 to 19: it begins with 2 pairs for the step 8 to 11, and ends with a whole step. So
+    its stretch has groups of 2, 4 and 4 pairs.
     """
 
     def __init__(self, columns: np.ndarray, pairs_per_step: int, seed: int, source: int) -> None:

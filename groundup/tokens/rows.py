@@ -6,7 +6,7 @@ One word for each thing, on the way from a file to a batch:
     row      its content, such as a JSON object (files/row_formats.py)
     item     what training takes from a row: a tokenized conversation or pair, or a prompt
     sample   what the order of samples counts (mixture.py): one or more items, a row of a batch;
-             n_rows is how many there are
+             n_rows is how many there are, and `rows` of a corpus are their numbers
 
 A `RowReader` makes items of rows and counts those that it cannot use, with the reason. A raw file
 has no validation split of its own: a hash of the text decides which items are held out, as in
@@ -242,8 +242,9 @@ class RowCorpus(Corpus):
         return read_source(path, self.reader(), val_fraction, setting)
 
     def with_validation(self, sources: list[Source]) -> list[Source]:
-        """Return the sources with a row for validation; `read_source` has seen to it."""
-        return sources  # conversations.py learns only later what is too long
+        """Return the sources with a row for validation. `read_source` has seen to it, but not for
+        conversations: of these it shows later which are too long, so their corpus overrides this."""
+        return sources
 
     def _open_train(self) -> None:
         self.paths = paths_of(self.data)

@@ -557,8 +557,8 @@ class Saver:
     """Write checkpoints in a thread while training goes on.
 
     All ranks make a Saver together and call the same methods. Rank 0 alone writes. If it cannot, it
-    says so, and `saved` is False on all ranks until a later save succeeds. A run without any
-    checkpoint ends: the first save is waited for, and raises UserError if it fails.
+    says so, and `saved` is False on all ranks until a later save succeeds. If the very first save
+    of a run fails, the run ends with a UserError; so that save is waited for.
 
     config, data_record: as for `find`; every checkpoint holds them. base: directory of
     the frozen weights that LoRA adapters need. model_format: the module with `stored_weights` and
@@ -938,7 +938,8 @@ def repair(out: Path) -> None:
         if found and found[2] == "old" and not (out / found[1]).exists():
             path.rename(out / found[1])  # a step that was about to be replaced
         elif found:
-            shutil.rmtree(path, ignore_errors=True)
+            with housekeeping("remove what a killed save has left"):
+                discard(path)
 
 
 def link_again(link: Path) -> None:

@@ -356,8 +356,9 @@ def sums_by_source(
     """Add sums up over the ranks. Return {"": average of the sources, "/wiki": of one, ...}.
 
     sums: {name: (sources,) float64} of the validation data. The average is weighted by the sources'
-    shares and divided by the sum called `per`; the sources' own entries are sums, so what counts is
-    a ratio of two of an entry. One source has no entry of its own. The keys are suffixes of names.
+    shares and divided by the sum called `per`; the sources' own entries are plain sums. So divide
+    numbers of one entry by each other: nats / tokens. One source has no entry of its own. The keys
+    are suffixes of names.
     """
     whole = ranks.all_reduce_sum(torch.stack(list(sums.values()), dim=1))  # (sources, names)
     n = whole[:, list(sums).index(per)]  # (sources,) what each source's sums are divided by
