@@ -252,13 +252,16 @@ def next_command(kind: str, out_dir: Path, tokenizer_dir: str) -> str:
     out_dir as its data, or a general one, whose own out_dir is that of no config."""
     script, small, large, published = NEXT[kind]
     key = "data_dir" if kind == "text" else "data"
-    has_model = bool(tokenizer_dir) and Path(tokenizer_dir, "config.json").exists()
-    is_run = bool(tokenizer_dir) and Path(tokenizer_dir, "log.jsonl").exists()
+    directory = Path(tokenizer_dir or os.devnull)
+    is_run = any((place / "log.jsonl").exists() for place in (directory, directory.parent))
+    has_model = (directory / "config.json").exists() and not is_run  # a published one
     owned = set()
     for path in sorted(CONFIGS.glob("*.py")):
         settings, text = defaults_of(path), path.read_text(encoding="utf-8")
         owned.add(settings.get("out_dir"))
-        command = re.search(rf"python {script} config/{path.name}[^\\#\n]*", text)
+        command = re.search(rf"python {script} config/{path.name}[^#\n]*", text)
+        if command and re.search(r"path/|plan_only|\\", command[0]):  # needs more, or only plans
+            command = None
         is_its_data = os.path.abspath(settings.get(key) or os.devnull) == os.path.abspath(out_dir)
         other_model = has_model and settings.get("init_from") != tokenizer_dir.rstrip("/")
         if command and is_its_data and not other_model:

@@ -100,7 +100,8 @@ def end_in_one_line() -> None:
 
     # OpenMP's threads spin while they wait, for which torch reads this when it is imported. Beside
     # other busy processes the usual spinning makes a step take several times as long.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
     # A shell's background job ignores Ctrl-C, and so it stays.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -1076,7 +1076,11 @@ def test_a_damaged_list_of_inputs_is_no_traceback(tmp_path, tok, capsys, damage)
     ("chat", "data/demo_chat", "data/demo", "sft.py config/demo_sft.py --epochs=2.2"),
     ("chat", "data/real_chat", "out/smollm2/", "sft.py config/real_sft.py"),
     ("preference", "data/demo_pairs", "", "dpo.py config/demo_dpo.py"),
-    ("text", "data/field", "", "pretrain.py config/continue.py --init_from=path/to/llama --data_dir=data/field"),
+    # a config whose command has a place for a path, or only plans
+    ("text", "data/field", "", "pretrain.py config/demo.py --data_dir=data/field --out_dir=out/field\n"
+     "(on a GPU with config/small.py)"),
+    ("text", "data/llama_1b", "", "pretrain.py config/demo.py --data_dir=data/llama_1b --out_dir=out/my_llama_1b\n"
+     "(on a GPU with config/small.py)"),
     # data of one's own
     ("text", "data/my x", "",
      "pretrain.py config/demo.py --data_dir='data/my x' --out_dir='out/my x'\n(on a GPU with config/small.py)"),
@@ -1088,6 +1092,8 @@ def test_a_damaged_list_of_inputs_is_no_traceback(tmp_path, tok, capsys, damage)
      "(on a GPU with config/sft.py)"),
     ("chat", "data/x", "out/run", "sft.py config/demo_sft.py --init_from=out/run --data=data/x --out_dir=out/x\n"
      "(on a GPU with config/sft.py)"),
+    ("chat", "data/x", "out/run/latest", "sft.py config/demo_sft.py --init_from=out/run/latest --data=data/x "
+     "--out_dir=out/x\n(on a GPU with config/sft.py)"),
     ("chat", "data/demo_chat", "out/smollm2",
      "sft.py config/real_sft.py --init_from=out/smollm2 --data=data/demo_chat --out_dir=out/demo_chat"),
     ("preference", "data/x", "", "dpo.py config/demo_dpo.py --init_from=MODEL --data=data/x --out_dir=out/x\n"
@@ -1096,7 +1102,8 @@ def test_a_damaged_list_of_inputs_is_no_traceback(tmp_path, tok, capsys, damage)
 def test_the_next_command_fits_the_data(tmp_path, monkeypatch, kind, out_dir, tokenizer_dir, command):
     """A config's own command would refuse to run where another run has taken its out_dir."""
     monkeypatch.chdir(tmp_path)
-    for name in ("out/smollm2/config.json", "out/run/log.jsonl", "data/demo/tokenizer.json"):
-        Path(name).parent.mkdir(parents=True)
+    files = ("out/smollm2/config.json", "out/run/log.jsonl", "out/run/latest/config.json", "data/demo/tokenizer.json")
+    for name in files:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}", encoding="utf-8")
     assert prepare.next_command(kind, Path(out_dir), tokenizer_dir) == f"python {command}"

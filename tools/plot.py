@@ -112,12 +112,16 @@ class Panel(NamedTuple):
 
 def find_logs(runs: str) -> dict[str, str]:
     """Return {log file: name that `runs` gives it or ""}. Raise UserError if one has no log."""
-    newest = sorted(glob("out/*/log.jsonl"), key=os.path.getmtime)[-1:]
-    found = dict.fromkeys(newest if not runs else [], "")
+    found = {}
+    if not runs:
+        logs = filter(os.path.exists, glob("out/*/log.jsonl"))  # not a link to nowhere
+        found = dict.fromkeys(sorted(logs, key=os.path.getmtime)[-1:], "")
     for part in filter(None, split_names(runs)):
-        name, equals, path = part.partition("=")
-        if not equals or "/" in name or os.path.exists(part):  # "=" belongs to the path: out/lr=0.1
+        name, equals, path = map(str.strip, part.partition("="))
+        if not equals or "/" in name or glob(part):  # "=" belongs to the path: out/lr=0.1
             name, path = "", part
+        if name in found.values() and name:
+            raise UserError(f"plot: two runs are called {name!r}")
         log = path if path.endswith(".jsonl") else path.rstrip("/") + "/log.jsonl"
         logs = [log] if os.path.exists(log) else sorted(glob(log, recursive=True))
         if not logs:
@@ -315,7 +319,8 @@ def draw(
         raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib") from None
     n_columns = min(columns, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
-    names = list(map(shortened, names))
+    short = list(map(shortened, names))
+    names = short if len({*short}) == len({*names}) else names
     keys = [key for panel in panels for key in panel.keys]
     fonts, lack = fonts_for("".join([*names, *keys]))
     with matplotlib.rc_context({"font.family": fonts}):

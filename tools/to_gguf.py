@@ -268,7 +268,7 @@ def chatml_system(tokenizer: Tokenizer) -> str | None:
     begin, end = "<|im_start|>system\n", "<|im_end|>\n"
     system = written[1].removesuffix(want[1]).removeprefix(begin).removesuffix(end)
     right = written == [want[0], (begin + system + end if system else "") + want[1]]
-    return system if right and '"""' not in system else None
+    return system if right and '"""' not in system + '"' else None
 
 
 def chatml(turns: list[dict]) -> str:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -239,14 +240,14 @@ def fixed_logits(cfg: ModelConfig) -> tuple[float, ...]:
     known = {*SIZES.values(), "rope_theta", "rope_scaling", "tie_embeddings", "dropout"}
     known |= {"qk_norm", "qkv_bias", "model_type"}  # see below
     added = {key: value for key, value in vars(cfg).items() if key not in known}
-    return logits_of(cfg.model_type, json.dumps(added))
+    return logits_of(cfg.model_type, tuple(added.items()))
 
 
 @functools.cache
-def logits_of(kind: str, added: str) -> tuple[float, ...]:
-    """Compute `fixed_logits`. Random generators are left as they were. added: fields, as JSON."""
+def logits_of(kind: str, added: tuple[tuple[str, Any], ...]) -> tuple[float, ...]:
+    """Compute `fixed_logits`. Random generators are left as they were. added: fields, values."""
     biases = {"qk_norm": kind == "qwen3", "qkv_bias": kind == "qwen2", "model_type": kind}
-    cfg = replace(SMALL, **biases, **json.loads(added))
+    cfg = replace(SMALL, **biases, **dict(added))
     no_autocast = torch.autocast("cpu", enabled=False)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), no_autocast, torch.no_grad():
         model = Transformer(cfg).eval()

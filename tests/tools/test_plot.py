@@ -169,6 +169,23 @@ def test_names_are_given_or_tell_runs_apart():
     assert plot.names_of({"x/one.jsonl": "", "x/two.jsonl": ""}) == ["one", "two"]
     assert plot.names_of({"log.jsonl": ""}) == [Path.cwd().name]
     assert plot.shortened("short") == "short"
+
+
+def test_an_equals_sign_is_of_a_name_or_of_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run in ("lr=1", "lr=2", "out/a"):
+        Path(run).mkdir(parents=True)
+        Path(run, "log.jsonl").touch()
+    Path("out/dangling").mkdir()
+    Path("out/dangling/log.jsonl").symlink_to("gone")
+    assert plot.find_logs("lr=*") == {"lr=1/log.jsonl": "", "lr=2/log.jsonl": ""}
+    assert plot.find_logs(" mine = out/a ,lr=2") == {"out/a/log.jsonl": "mine", "lr=2/log.jsonl": ""}
+    assert plot.find_logs("") == {"out/a/log.jsonl": ""}
+    with pytest.raises(UserError, match="two runs are called 'n'"):
+        plot.find_logs("n=out/a,n=lr=1")
+
+
+def test_a_long_name_loses_its_middle():
     assert plot.shortened("a" * 20 + "b" * 20) == "a" * 14 + "..." + "b" * 15
 
 
