@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import re
+import selectors
 import socket
 import sys
 import threading
@@ -101,24 +102,108 @@ def alone(directory):
     return call
 
 
-@pytest.mark.parametrize("kind", ["big", "wrong", "small"])
-def test_errors_and_big_bodies_are_paced(directory, monkeypatch, kind):
-    """So the engine keeps its time, whatever a client sends; others are not held up."""
+@pytest.mark.parametrize("kind", ["big", "wrong"])
+def test_errors_and_big_bodies_wait(directory, monkeypatch, kind):
+    """So the engine keeps its time, whatever a client sends; small requests go on meanwhile."""
     httpx = library("httpx")
-    monkeypatch.setattr(web, "BURST_S", 0)
-    monkeypatch.setattr(web, "BYTE_S", 0.2 / web.BIG_BODY)
-    monkeypatch.setattr(web, "ERROR_S", 0.2)
-    changes = {"big": {"x": "x" * web.BIG_BODY}, "wrong": {"temperature": -1}, "small": {}}[kind]
+    # A price of half a second each: of a body no more, however large it is
+    for name, value in {"BURST_S": 0, "BYTE_S": 1, "BODY_MOST_S": 0.5, "ERROR_S": 0.5, "ERROR_WAIT_S": 9}.items():
+        monkeypatch.setattr(web, name, value)
+    changes = {"big": {"x": "x" * web.BIG_BODY}, "wrong": {"temperature": -1}}[kind]
     with serving(directory) as (url, _), ThreadPoolExecutor(4) as pool:
         url += "/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         httpx.post(url, json=body, timeout=60)
         began = time.monotonic()
-        answers = pool.map(lambda _: httpx.post(url, json=body | changes, timeout=60), range(4))
-        beside = httpx.post(url, json=body, timeout=60).status_code, time.monotonic() - began
-        assert {answer.status_code for answer in answers} == {400 if kind == "wrong" else 200}
-        assert (time.monotonic() - began > 0.6) == (kind != "small")
-        assert beside[0] == 200 and beside[1] < 0.6
+        asked = [pool.submit(httpx.post, url, json=body | changes, timeout=60) for _ in range(4)]
+        assert httpx.post(url, json=body, timeout=60).status_code == 200
+        assert not all(one.done() for one in asked)
+        assert {one.result().status_code for one in asked} == {400 if kind == "wrong" else 200}
+        assert 1.5 < time.monotonic() - began < 60
+
+
+class JumpingClock(selectors.DefaultSelector):
+    """Waits for no time: its clock jumps to the end of each wait."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        self.now += timeout or 0
+        return super().select(0)
+
+
+def at_once(main):
+    """Run `main`, a coroutine, by a clock that jumps; return its result."""
+    clock = JumpingClock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now
+    with contextlib.closing(loop):
+        return loop.run_until_complete(main)
+
+
+@pytest.mark.parametrize("n_clients", [1, 20, 24, 64, 200])
+def test_the_number_of_connections_bounds_the_errors(n_clients):
+    """20 a second, and at most one more of each connection; also while a big body is paid for."""
+    config = {key: getattr(serve, key) for key in KEYS}
+    server = web.Server({}, config)
+    guard, scope = server.app(), {"type": "http", "method": "GET", "path": "/x", "headers": [(b"host", b"evil")]}
+    sent = 0
+
+    async def send(message: dict) -> None:
+        nonlocal sent
+        sent += message["type"] == "http.response.start"
+
+    async def client() -> None:
+        while asyncio.get_running_loop().time() < 10:
+            await guard(scope, None, send)
+
+    async def main() -> None:
+        await server.big_bodies.pay(99, 1)
+        await asyncio.gather(*(client() for _ in range(n_clients)))
+
+    at_once(main())
+    assert 20 * 10 <= sent <= (20 + n_clients) * 11
+
+
+class StubRequest:
+    """A request whose client stays for so many seconds."""
+
+    def __init__(self, stays: float) -> None:
+        self.stays, self.gone = stays, False
+
+    async def receive(self) -> dict:
+        await asyncio.sleep(self.stays)
+        self.gone = True
+        return {"type": "http.disconnect"}
+
+    async def is_disconnected(self) -> bool:
+        return self.gone
+
+
+def test_big_bodies_wait_in_turn():
+    config = {key: getattr(serve, key) for key in KEYS} | {"max_queue": 3, "max_seconds": 5}
+    server, ends = web.Server({}, config), {}
+
+    async def ask(name: str, price: float, arrival: float = 0, stays: float = 1e6) -> None:
+        await asyncio.sleep(arrival)
+        status = 200
+        try:
+            await server.take_turn(StubRequest(stays), price)
+        except Refused as error:
+            status = error.status
+        ends[name] = status, asyncio.get_running_loop().time()
+
+    async def main() -> None:
+        await ask("first", 1)
+        asks = ask("second", 1), ask("gone", 99, stays=0.5), ask("third", 1), ask("too many", 1)
+        later = ask("fourth", 9, arrival=0.6), ask("too long", 1, arrival=3.5)
+        await asyncio.gather(*asks, *later)
+
+    at_once(main())
+    want = {"first": (200, 0), "second": (200, 1), "third": (200, 2), "fourth": (200, 3)}
+    want |= {"too many": (429, 0), "gone": (400, 0.5), "too long": (429, 8.5)}  # they have no price
+    for name, (status, end) in want.items():
+        assert ends[name] == (status, pytest.approx(end, abs=1e-3)), name
 
 
 def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):

@@ -62,8 +62,9 @@ BODY_S = 20  # for a client to send its body
 BIG_BODY = 2**16  # bytes; smaller bodies have no price
 BYTE_S = 1e-6  # of a byte of a big body, which takes up to 3e-8 s to parse and encode
 ERROR_S = 0.05  # of an answer that is an error, which takes up to 2e-3 s
-BURST_S = 0.25  # credit of one that asked for nothing
-BODY_WAIT_S, ERROR_WAIT_S = 10, 1  # a body that would wait longer is refused, an error sent at once
+BODY_MOST_S = 10  # the highest price of a body
+BURST_S = 0.25  # credit for time in which nothing had to be paid for
+ERROR_WAIT_S = 1  # an error that waited so long is sent, whatever the price of those before it
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
 KEEP_S = 30
@@ -294,7 +295,8 @@ class Server:
         self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
-        self.pace = Pace()
+        self.errors, self.big_bodies = Pace(), Pace()
+        self.n_big_bodies = 0  # that wait for their turn
         for model in models.values():
             model.card["defaults"] = self.defaults
 
@@ -317,7 +319,7 @@ class Server:
         # From the inside out: routes and their errors, who may ask, pages of other sites
         inner = Starlette(routes=routes, exception_handlers=handlers)
         paths = {route.path for route in routes}
-        guarded = Guard(inner, paths, self.config, self.metrics, self.pace)
+        guarded = Guard(inner, paths, self.config, self.metrics, self.errors)
         origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         cors["allow_private_network"] = True  # what a browser asks before a site reaches 127.0.0.1
@@ -426,10 +428,25 @@ class Server:
         except ClientDisconnect:
             raise Refused(400, "the client went away") from None
         if len(raw) >= BIG_BODY:
-            await self.pace.pay(len(raw) * BYTE_S, BODY_WAIT_S)
-            if await http.is_disconnected():  # meanwhile
-                raise Refused(400, "the client went away")
+            await self.take_turn(http, min(len(raw) * BYTE_S, BODY_MOST_S))
         return bytes(raw)
+
+    async def take_turn(self, http: Any, price: float) -> None:
+        """Wait until it is the turn of a big body. Raise Refused if max_queue others wait already,
+        after max_seconds, and if the client goes away."""
+        busy = Refused(429, BUSY, None, "rate_limit_exceeded")
+        if self.n_big_bodies >= self.config["max_queue"]:
+            raise busy
+        self.n_big_bodies += 1
+        turn = self.big_bodies.pay(price, self.config["max_seconds"])
+        try:
+            await or_disconnect(turn, http.receive)
+        except TimeoutError:
+            raise busy from None
+        finally:
+            self.n_big_bodies -= 1
+        if await http.is_disconnected():
+            raise Refused(400, "the client went away")
 
     def admit(self, asked: ParsedRequest) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
@@ -574,22 +591,23 @@ async def error_response(http: Any, error: Exception) -> Response:
 
 
 class Pace:
-    """Keeps time for the engine: whatever clients send, errors and big bodies get a small share of
-    it. Each has a price in seconds, for which those behind it wait (a leaky bucket)."""
+    """Keeps time for the engine: errors, or big bodies, get a small share of it, whatever clients
+    send. Each has a price in seconds, for which the next one waits (a leaky bucket); they come
+    through in the order in which they came."""
 
     def __init__(self) -> None:
-        self.paid_at = 0.0  # when the last price is paid, by the clock `monotonic`
+        self.turn = asyncio.Lock()  # wakes the one that waits longest
+        self.paid_at = 0.0  # when the last price is paid, by the clock of the event loop
 
     async def pay(self, price: float, most: float) -> None:
-        """Wait until all earlier prices are paid; this one is for the next to wait for. Raise
-        Refused, and charge nothing, if it would wait for more than `most` seconds."""
-        now = time.monotonic()
-        # Time in which nothing had to be paid for is credit, up to BURST_S.
-        begin = max(self.paid_at, now - BURST_S)
-        if begin > now + most:
-            raise Refused(429, BUSY, None, "rate_limit_exceeded")
-        self.paid_at = begin + price
-        await asyncio.sleep(max(0, begin - now))
+        """Wait until all earlier prices are paid; this one is for the next to wait for. After
+        `most` seconds raise TimeoutError, and charge nothing; nor if the wait is cancelled."""
+        async with asyncio.timeout(most), self.turn:
+            now = asyncio.get_running_loop().time()
+            # Time in which nothing had to be paid for is credit, up to BURST_S.
+            begin = max(self.paid_at, now - BURST_S)
+            await asyncio.sleep(begin - now)
+            self.paid_at = begin + price
 
 
 # ---- who may ask ---------------------------------------------------------------------------------
@@ -616,10 +634,10 @@ class Guard:
     """An ASGI application that checks who asks, and counts and paces the answers of another."""
 
     def __init__(
-        self, inner: Any, paths: set[str], config: dict, metrics: "Metrics", pace: "Pace"
+        self, inner: Any, paths: set[str], config: dict, metrics: "Metrics", errors: Pace
     ) -> None:
         self.inner, self.paths, self.config = inner, paths, config
-        self.metrics, self.pace = metrics, pace
+        self.metrics, self.errors = metrics, errors
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -631,8 +649,9 @@ class Guard:
                 path = scope["path"] if scope["path"] in self.paths else "other"
                 self.metrics.requests[path, message["status"]] += 1
                 if message["status"] >= 400:
-                    with contextlib.suppress(Refused):  # too many wait already
-                        await self.pace.pay(ERROR_S, ERROR_WAIT_S)
+                    # Each connection has waited, so their number bounds the errors too.
+                    with contextlib.suppress(TimeoutError):
+                        await self.errors.pay(ERROR_S, ERROR_WAIT_S)
             await send(message)
 
         error = auth_error(scope, self.config)
