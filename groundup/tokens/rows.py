@@ -37,7 +37,7 @@ from tokenizer import Tokenizer
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
 TRIED = 200  # texts on which the tokenizer is tried
-TRIED_CHARS = 5_000  # of each of them: a million characters take 0.3 s
+TRIED_CHARS = 5_000  # of each of them: a million characters take half a second
 
 
 class ItemList(list):
