@@ -510,6 +510,6 @@ if __name__ == "__main__":
     kind = f"{tokenizer.backend}, {tokenizer.vocab_size:,} ids"
     print(f"in {seconds:.1f} s, {out_dir}: {kind}, {tokenizer.fingerprint()[:16]}")
     for part in parts:
-        if part.files != ["-"]:  # standard input cannot be read again
+        if "-" not in part.files:  # standard input cannot be read again
             shown = text_mix.first_of(text_mix.read(part, Report()), SHOWN_MB * 1_000_000)
             print(f"{part.name}: {measure(tokenizer, shown)}")

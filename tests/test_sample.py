@@ -949,6 +949,13 @@ def test_a_prompt_on_each_line_of_a_txt_file(tmp_path):
     for name in ("a.txt", "a.txt.gz"):
         found = read_prompts(str(tmp_path / name))
         prompts = [parse(found[k])["prompt"] for k in (0, 2, 3, 4, 5, 6)]
-        assert prompts == ["你好，世界", "a", "b", "12", '{"broken', "[1, 2]"]
+        assert prompts == ["你好，世界", "a", '"b"', "12", '{"broken', "[1, 2]"]
+    plain = ['"To be or not"', '{"a":1}', '{"name": "x", "age": 3}', "null", "{}", '["prompt"]']
+    (tmp_path / "b.txt").write_text("\n".join(plain), "utf-8")
+    assert [parse(line)["prompt"] for line in read_prompts(str(tmp_path / "b.txt")).values()] == plain
+    asked = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {"text": "a"}]
+    asked += [{"question": "a", "answer": "b"}, {"instruction": "a"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    (tmp_path / "b.txt").write_text("\n".join(map(json.dumps, asked)), "utf-8")
+    assert [parse(line) for line in read_prompts(str(tmp_path / "b.txt")).values()] == asked
     with pytest.raises(ValueError, match="not JSON: .* or plain text in a .txt"):
         parse(read_prompts(str(tmp_path / "a.jsonl"))[0])

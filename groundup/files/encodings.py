@@ -350,12 +350,6 @@ def ate_a_letter(found: re.Match) -> bool:
 class LostByte(UnicodeDecodeError):
     """A line that can be decoded, but looks as if a byte were missing."""
 
-    def __init__(self, codec: str, raw: bytes, before: str, place: int) -> None:
-        where = f"before {before!r}, byte {place + 1} of the line"
-        how = f"convert the file: iconv -f {codec.replace('_', '-')} -t UTF-8"
-        why = f"it looks as if a byte was lost {where}; if the line is right, {how}"
-        super().__init__(codec, raw, place, place + 1, why)
-
     def __str__(self) -> str:
         return self.reason
 
@@ -412,7 +406,10 @@ class Decoder:
             odd = itertools.chain(odd, filter(ate_a_letter, GLUED.finditer(text)))
         if found := next(odd, None) or self.stray.search(text):
             place = len(text[: found.start()].encode(self.other))
-            raise LostByte(self.other, raw, found[0], place)
+            where = f"before {found[0]!r}, byte {place + 1} of the line"
+            how = f"convert the file: iconv -f {self.other.replace('_', '-')} -t UTF-8"
+            why = f"it looks as if a byte was lost {where}; if the line is right, {how}"
+            raise LostByte(self.other, raw, place, place + 1, why)
         return text
 
     def reads(self, raw: bytes) -> bool:

@@ -98,7 +98,7 @@ def list_directory(top: str) -> list[str]:
         shown = ", ".join(others[:10]) + (", ..." if len(others) > 10 else "")
         what = f"passed over {len(others):,} that are no data by name: {shown}"
         hint = f"of a directory only {' '.join(DATA_SUFFIXES)} are read, also packed"
-        hint += "; name other files, or give a glob"
+        hint += ", and no folders that begin with _; name other files, or give a glob"
         print(f"data: {shown_name(top)}: {what}; {hint}")
     return [os.path.join(top, file) for file in sorted(files, key=os.fsencode)]
 

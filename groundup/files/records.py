@@ -188,7 +188,7 @@ def records_of(
             next(lines)
         dialect = dialect_of(kind, head)
         if dialect and is_escaped(head, dialect):
-            lines = map(with_doubled_quotes, lines)
+            lines = map(without_escapes, lines)
         yield from csv_records(lines, names, dialect) if dialect else plain_rows(lines, names)
     elif kind == "blank":
         yield from decoded(paragraphs(stream, begin, end), decoder)
@@ -420,21 +420,27 @@ SEPARATOR = re.compile(rb"(?:\xef\xbb\xbf)?\"?sep=[^\r\n]\"?\r?\n", re.IGNORECAS
 
 
 def is_escaped(head: bytes, dialect: dict) -> bool:
-    """Return whether quotes within fields have a backslash before them, as Spark and MySQL write
-    them, instead of being doubled: more of the first rows are a table so."""
+    """Return whether quotes and backslashes within fields have a backslash before them, as Spark
+    writes them, instead of quotes being doubled: more of the first rows are a table so."""
     if b'\\"' not in head:
         return False
     mark, is_cut = dialect["delimiter"], len(head) >= streams.READ_BYTES
     plain = widths_of(head, mark, is_cut)[0]
-    escaped = widths_of(head.replace(b'\\"', b'""'), mark, is_cut)[0]
+    doubled = with_doubled_quotes(head.decode("latin-1")).encode("latin-1")
+    escaped = widths_of(doubled, mark, is_cut)[0]
     was_table, is_table = len({*plain} - {0}) == 1, len({*escaped} - {0}) == 1
     return is_table and len(escaped) >= len(plain) + was_table
 
 
-def with_doubled_quotes(line: Record) -> Record:
+def without_escapes(line: Record) -> Record:
     if not line.problem:
-        line.value = line.value.replace('\\"', '""')
+        line.value = with_doubled_quotes(line.value)
     return line
+
+
+def with_doubled_quotes(text: str) -> str:
+    """Return a text of CSV in which quotes and backslashes have no backslash before them."""
+    return re.sub(r'\\(["\\])', lambda found: '""' if found[1] == '"' else "\\", text)
 
 
 def widths_of(head: bytes, delimiter: str, is_cut: bool) -> tuple[list[int], bool]:

@@ -872,7 +872,7 @@ CHATS = (
         asking("turns and their answer (Dolphin R1, AceMath)", "messages", key)._replace(
             fits=partial(waits_for_answer, key)
         )
-        for key in ("answer", "response", "completion", "output")
+        for key in ("response", "completion", "output", "answer")  # the last may be a result alone
     ),
     talking("messages (OpenAI)", "messages"),
     talking("conversations (ShareGPT)", "conversations"),

@@ -14,6 +14,7 @@ from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import refuse
+from groundup.files.encodings import check_codec
 
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
 BUILT_IN = {  # names in `input` that need no files
@@ -37,6 +38,7 @@ class Source:
     rules: str = ""
 
 
+CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}
 # Settings that each source may have of its own.
 SOURCE_KEYS = [item.name for item in fields(Source) if item.name not in ("name", "input")]
 
@@ -82,6 +84,14 @@ def make_source(name: str, text: str, general: dict) -> Source:
             files.append(item)
     refuse(not files, f"input: source {name} names no files")
     return Source(name, ",".join(files), **settings)
+
+
+def check_reading(source: Source) -> None:
+    """Raise UserError if a setting that has a few values only, or the encoding, is invalid."""
+    for key, allowed in CHOICES.items():
+        value = getattr(source, key)
+        refuse(value not in allowed, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
+    check_codec(source.encoding)
 
 
 def is_path(text: str) -> bool:

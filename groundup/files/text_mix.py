@@ -14,12 +14,12 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from configurator import split_names, split_weight
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.files import readers
 from groundup.files.paths import find_files
 from groundup.files.records import Report
 from groundup.files.row_formats import any_text_of
-from groundup.files.sources import BUILT_IN, Source, write_built_in
+from groundup.files.sources import BUILT_IN, Source, check_reading, write_built_in
 from groundup.files.text_keys import columns_of
 from groundup.files.untrusted import scrub
 
@@ -41,17 +41,24 @@ def parts_of(sources: Sequence[Source], folder: Path) -> list[Part]:
     """Return the parts of `input`; a file that several of them name belongs to the first. Built-in
     sources become files in `folder`.
 
-    sources: of `parse_sources`; without names their input is split here: a=0.7,b=0.3. Raise
-    UserError."""
+    sources: of `parse_sources`; without names their input is split here: a=0.7,b=0.3. One that is
+    left without files is no part; print that. Raise UserError."""
     if not sources[0].name:
         sources = split_source(sources[0])
     parts, taken = [], set()
     for one in sources:
+        check_reading(one)
+        unused = one.quality != Source.quality or one.rules
+        refuse(unused, f"input: {one.name}: quality and rules are prepare.py's; leave them out")
         names = filter(None, split_names(one.input))
         found = [file for name in names for file in files_of(name, folder)]
         files = [file for file in found if file not in taken]
         taken.update(files)
-        parts.append(Part(one.name, files, one.weight, one.text_key, one.txt_split, one.encoding))
+        part = Part(one.name, files, one.weight, one.text_key, one.txt_split, one.encoding)
+        if files:
+            parts.append(part)
+        else:
+            print(f"tokenizer: {one.name}: all its files belong to earlier parts")
     return parts
 
 
@@ -82,7 +89,7 @@ def check_parts(parts: list[Part]) -> None:
     """Raise UserError if a part of `input` has no text, before a tokenizer is trained without it."""
     for part in parts:
         report = Report()
-        if part.files == ["-"] or any(read(part, report)):  # which cannot be read again
+        if "-" in part.files or any(read(part, report)):  # which cannot be read again
             continue
         first = "".join(f": {path}:{line}: {why}" for path, line, _, why in report.places[:1])
         hint = "name its text with text_key=KEY, or leave it out; no tokenizer is written"

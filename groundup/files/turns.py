@@ -123,7 +123,7 @@ BESIDE_TURNS = {*SYSTEM_KEYS, *TOOL_KEYS, "chat_template_kwargs"}
 MOST_PYTHON = 2**20  # characters of objects in Python's notation, as pandas writes them to CSV
 # What pandas writes of arrays: objects without commas, array([...], dtype=object), nan; or a text
 NUMPY = re.compile(
-    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}(?=\s+\{)|\barray\((?=\[)|,\s*dtype=\w+\)|\bnan\b"""
+    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}(?=\s+\{)|\barray\((?=\[)|,\s*dtype=[^()]{1,40}\)|\bnan\b"""
 )
 IN_PYTHON = {"}": "},", "nan": "None"}
 NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where there is none
@@ -679,12 +679,17 @@ SPEAKERS |= dict.fromkeys(("Assistant", "ASSISTANT", "MOSS"), "assistant")
 
 
 RENDERED = re.compile(  # how a prompt begins that a chat template has written
-    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
-    r"(?:<[|\uff5c][\w\u2581]+[|\uff5c]>|\[INST\].*\[/INST\]|<start_of_turn>)",
-    re.DOTALL,
+    r"\s*(?:<(?:s|bos|BOS_TOKEN|\|begin_of_text\||\uff5cbegin\u2581of\u2581sentence\uff5c)>\s*)?"
+    r"(?:<[|\uff5c](?:im_start|im_user|im_system|start_header_id|header_start|start_of_role|"
+    r"start_of_turn_token|system|user|prompter|human|assistant)[|\uff5c]>|"
+    r"<\|start\|>(?=\w+<\|)|\[INST\].*\[/INST\]|<start_of_turn>)",
+    re.DOTALL | re.IGNORECASE,
 )
-# how one may end, and what then stands before: Alpaca's, Vicuna's
-OPENS_ANSWER = {"### Response:": "### Instruction:", "ASSISTANT:": "USER:"}
+# how one may end, and what then stands before, where a line or sentence begins: Alpaca's, Vicuna's
+OPENS_ANSWER = {
+    "### Response:": re.compile("^### Instruction:", re.MULTILINE),
+    "ASSISTANT:": re.compile(r"(?:^|[.!?\u3002]\s*)USER:", re.MULTILINE),
+}
 LATER_TURN = re.compile("<extra_id_1>(?=(?:User|Assistant)\n)")  # HelpSteer's
 
 
@@ -694,7 +699,8 @@ def question_turns(text: str) -> list[dict]:
     Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
     found = RENDERED.match(text) or LATER_TURN.search(text)
     end = text.rstrip()
-    ends = (mark for mark, before in OPENS_ANSWER.items() if end.endswith(mark) and before in text)
+    pairs = OPENS_ANSWER.items()
+    ends = (mark for mark, before in pairs if end.endswith(mark) and before.search(text))
     if mark := found[0].strip() if found else next(ends, ""):
         how = "give its turns as messages"
         raise BadRow(f"the prompt is written by a chat template ({mark}); {how}")

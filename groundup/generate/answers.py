@@ -1,9 +1,10 @@
 """Answers to a file of prompts: written as they finish, continued after an interruption.
 
-A line of prompts is plain text in a .txt file, or a JSON string, {"prompt": text or messages},
-{"text": text to continue}, or a row in any format of groundup/files/row_formats.py, read as in
-training: what stands before the assistant's last answer is asked. The answer is the same line with
-its number (from 0) as "index" and with "completions" (format: groundup/files/answer_files.py).
+A line of prompts is {"prompt": text or messages}, {"text": text to continue}, or a row in any format
+of groundup/files/row_formats.py, read as in training: what stands before the assistant's last answer
+is asked. In a .txt file any other line is plain text; elsewhere it may be a JSON string. The answer
+is the same line with its number (from 0) as "index" and with "completions" (format:
+groundup/files/answer_files.py).
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from groundup.files.answer_files import check_settings, continued_text, conversa
 from groundup.files.disk import lock
 from groundup.files.encodings import Decoder
 from groundup.files.paths import check_replaceable
+from groundup.files.row_formats import recognise
 from groundup.files.streams import Record
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import loads, mended
@@ -268,8 +270,8 @@ def context_ended(
 def read_prompts(path: str) -> dict[int, Record]:
     """Return {number from 0: decoded line} of the lines that are not blank. Raise UserError.
 
-    The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16. A line of plain
-    text becomes JSON."""
+    The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16. In a .txt file a
+    line of plain text becomes JSON."""
     with streams.open_stream(path) as stream:
         # Numbers are those of the file, blank lines included.
         lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
@@ -277,16 +279,21 @@ def read_prompts(path: str) -> dict[int, Record]:
         if stream.raw.damage:
             raise UserError(f"sample: cannot read {path}: {stream.raw.damage[1]}")
     for line in found.values():
-        if records.suffix_of(path) == ".txt" and not line.problem and not is_json(line.value):
+        if records.suffix_of(path) == ".txt" and not line.problem and not is_row(line.value):
             line.value = json_line({"prompt": line.value.strip()})
     return found
 
 
-def is_json(text: str) -> bool:
-    """Return whether a line is a prompt or a row in JSON. A number alone is a prompt."""
-    with contextlib.suppress(ValueError):
-        return isinstance(loads(text), str | dict)
-    return False
+def is_row(text: str) -> bool:
+    """Return whether a line is an object in JSON that holds a prompt. Any other is a prompt itself."""
+    try:
+        fields = loads(text)
+    except ValueError:
+        return False
+    if not isinstance(fields, dict):
+        return False
+    kinds = ("question", "chat", "preference")
+    return "text" in fields or any(recognise(fields, kind) for kind in kinds)
 
 
 def parse(line: Record) -> dict:

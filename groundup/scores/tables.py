@@ -267,8 +267,11 @@ def read_others(beside: str, wanted: Mapping[str, str], config: Mapping) -> dict
             raise UserError(f"config: beside: {path} has no results of {', '.join(missing)}")
         for task, source in wanted.items():
             check_columns(task, results[task], path)
-            if data.get(task) != source:
-                what = f"was measured with data={data.get(task)!r}, not {source!r}"
+            if task not in data:
+                what = "does not say on which data; write it again with this version"
+                raise UserError(f"config: beside: {path} {what}")
+            if data[task] != source:
+                what = f"was measured with data={data[task]!r}, not {source!r}"
                 raise UserError(f"config: beside: {path} {what}")
         for key in SAME_SETTINGS:
             if settings.get(key) != config[key]:

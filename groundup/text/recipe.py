@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from groundup.errors import UserError, refuse
-from groundup.files.encodings import check_codec
 from groundup.files.paths import find_files
-from groundup.files.sources import Source, parse_sources
+from groundup.files.sources import Source, check_reading, parse_sources
 from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
@@ -19,7 +18,6 @@ from groundup.tokens.training import SMALLEST
 
 VERSION = 15  # of what the settings give; a directory of another version differs
 CUT = "cut:"  # decontaminate='cut: files'
-CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
 LEAST = {"vocab_size": SMALLEST, "near": -1}  # of other numbers 0
 # Settings of some kinds only, with the value that means "not used".
 KINDS_OF = {
@@ -212,16 +210,13 @@ def check_numbers(config: dict) -> None:
 
 def check_source(source: Source, kind: str) -> None:
     """Raise UserError if a setting of a source is invalid."""
-    for key, allowed in CHOICES.items():
-        value = getattr(source, key)
-        refuse(value not in allowed, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
+    check_reading(source)
     unused = kind == "text" and parse_rules(source.rules).question_length
     refuse(unused, "rules: question_length has no effect with kind=text; leave it out")
     unused = kind != "text" and source.weight
     refuse(unused, f"input: weight has no effect with kind={kind}; weigh when you train")
     if source.text_key:
         (parse_text_key if kind == "text" else parse_names)(source.text_key)
-    check_codec(source.encoding)
 
 
 def files_digest(config: dict, sources: Sequence[Source]) -> str:

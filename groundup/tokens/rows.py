@@ -37,6 +37,7 @@ from tokenizer import Tokenizer
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
 TRIED = 200  # texts on which the tokenizer is tried
+TRIED_CHARS = 5_000  # of each of them: a million characters take half a second
 
 
 class ItemList(list):
@@ -72,7 +73,7 @@ class RowReader:
         # Rows by their keys that hold content and are not read
         self.unread: Counter[str] = Counter()
         self.n_read = 0
-        self.texts: list[str] = []  # the first ones, for `unfamiliar`
+        self.texts: list[str] = []  # beginnings of the first ones, for `unfamiliar`
         self.trimmed = 0  # conversations that lost turns after the assistant's last one
         self.not_written: Counter[str] = Counter()  # parts of rows, by the chat template
 
@@ -95,7 +96,8 @@ class RowReader:
                     raise BadRow("not rendered", str(error)) from None
                 for key in row_formats.unread_keys(row, *(self.kinds or (self.kind,))):
                     self.unread[key] += 1
-                self.texts += [found[0]] if len(self.texts) < TRIED else []
+                if len(self.texts) < TRIED:
+                    self.texts.append(found[0][:TRIED_CHARS])
                 yield found
             except BadRow as problem:
                 self._leave_out(problem, place)

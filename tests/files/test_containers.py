@@ -328,6 +328,36 @@ def test_quotes_with_backslashes_in_a_long_table(tmp_path: Path) -> None:
     assert read(path)[:2] == ['"a" C:\\', "x\n\\"] and len(read(path)) == 200_001
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ends, C:\\",
+        "C:\\new\\",
+        '\\"',
+        '"\\',
+        "a\\\\b",
+        "\\\\",
+        '{"a": "b\\"c", "d": "\\\\"}',
+        "two\nlines\\\nof it\\",
+        "$\\alpha \\\\ \\beta$, \\N",
+        'he said "yes", \\"',
+    ],
+)
+def test_fields_with_backslashes_as_spark_writes_them(tmp_path: Path, text: str) -> None:
+    """Within quotes it puts a backslash before each quote and each backslash."""
+    path = tmp_path / "a.csv"
+
+    def written(field: str) -> str:
+        return '"' + field.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+    texts = ['a "quoted", word', text, "plain", text + ', and "more"'] * 3
+    path.write_text("text,n\n" + "".join(f"{written(one)},1\n" for one in texts), "utf-8")
+    report = Report()
+    rows = records.read_records(str(path), report=report)
+    assert [row.value["text"] for row in rows] == texts
+    assert not report.problems
+
+
 @pytest.mark.parametrize("key", ["data", "train", "rows"])
 def test_rows_within_an_object_are_named(tmp_path: Path, key: str) -> None:
     """As in SQuAD's files and many exports: no kind reads them, and the reason is not another kind."""

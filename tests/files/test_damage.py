@@ -6,6 +6,7 @@ encoding_battery.py does the same by hand, with real pages in many languages and
 import gzip
 import json
 import os
+import pickle
 import random
 import zlib
 from pathlib import Path
@@ -457,6 +458,7 @@ def test_of_a_directory_only_data_files_are_read_and_the_others_are_named(tmp_pa
     (top / "deep" / "_temporary" / "0" / "part-1.json").write_bytes(b"x")
     assert find_files(str(top)) == [str(top / name) for name in data]
     assert "passed over 9 that" in (said := capsys.readouterr().out) and "deep/_temporary/" in said
+    assert "no folders that begin with _" in said
     for log in ("_delta_log", ".hoodie"):
         (tmp_path / log / log).mkdir(parents=True)
         (tmp_path / log / "part-0.parquet").write_bytes(b"x")
@@ -508,3 +510,8 @@ def test_what_looks_like_a_lost_byte_is_said_as_that(tmp_path: Path, line: str, 
     where = f"it looks as if a byte was lost before '{letter}', byte {byte} of the line"
     assert number == 31 and len(rows) == 30
     assert why == f"bad_encoding: {where}; if the line is right, convert the file: iconv -f gb18030 -t UTF-8"
+    with pytest.raises(encodings.LostByte) as raised:  # which a process may hand to another
+        encodings.Decoder(encodings.Verdict("gb18030")).decode(line.encode("gb18030"))
+    error = raised.value
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error) and again.args == error.args

@@ -935,11 +935,20 @@ RENDERED = (
     "Hi\n<extra_id_1>Assistant\nHello\n<extra_id_1>User\n2 + 2?",  # HelpSteer
     "<|prompter|>Hi<|endoftext|><|assistant|>",  # OpenAssistant
     "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜>",
+    "<｜User｜>Hi<｜Assistant｜>",
+    "<|begin_of_text|><|header_start|>user<|header_end|>\n\nHi<|eot|>",  # Llama 4
+    "<BOS_TOKEN><|START_OF_TURN_TOKEN|><|USER_TOKEN|>Hi",  # Command R
+    "<|start|>user<|message|>Hi<|end|>",  # gpt-oss
+    "<|start_of_role|>user<|end_of_role|>Hi",  # Granite
+    "<|im_user|>user<|im_middle|>Hi<|im_end|>",  # Kimi
+    "<|system|>\nHi<|user|>\nHi<|assistant|>",
 )
 # and those that only their end shows: MosaicML's dolly_hhrlhf, Vicuna's
 OPENED = (
     "Below is an instruction.\n\n### Instruction:\nHi\n\n### Response:\n",
     "A chat. USER: Hi ASSISTANT:",
+    "USER: Hi ASSISTANT:",
+    "A chat\nUSER: Hi\nASSISTANT:",
 )
 
 # name: (row, the contents of answers that are learned, "" if the row is left out)
@@ -1407,6 +1416,24 @@ def test_a_prompt_that_a_chat_template_wrote_is_refused(prompt: str) -> None:
     assert messages_of({"prompt": asked, "response": "4"}) == ([u(asked), a("4")], "")
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Finish it: USER: a, what does ASSISTANT:",
+        "What stands between ### Instruction: and ### Response:",
+        "<|endoftext|> \u662f\u4ec0\u4e48\uff1f",
+        "<|endoftext|> ends a text. Why?",
+        "<|word|>",
+        "<|begin_of_text|>, what is it?",
+        "<|fim_prefix|>def f(",
+        "<\uff5cword\uff5c>",
+        "<|username|> says hi",
+    ],
+)
+def test_an_ordinary_prompt_that_speaks_of_marks_is_kept(prompt: str) -> None:
+    assert messages_of({"prompt": prompt, "response": "4"}) == ([u(prompt), a("4")], "")
+
+
 def test_turns_that_pandas_has_written_to_csv(tmp_path: Path) -> None:
     """As parquet gives them: arrays of objects, an object of arrays, NaN for null."""
     pandas, numpy = pytest.importorskip("pandas"), pytest.importorskip("numpy")
@@ -1420,11 +1447,17 @@ def test_turns_that_pandas_has_written_to_csv(tmp_path: Path) -> None:
         array(*(turn | {"weight": math.nan} for turn in wanted)),
         array(wanted[0], wanted[1] | {"tool_calls": array(), "name": None}),
         {"from": array("human", "gpt"), "value": array(*texts)},
+        {"from": numpy.array(["human", "gpt"]), "value": array(*texts)},
+        {"from": numpy.array(["human", "gpt"], dtype="S5").astype(str), "value": texts},
         wanted,
     ):
         pandas.DataFrame({"conversations": [turns]}).to_csv(tmp_path / "a.csv", index=False)
         (row,) = records.read_records(str(tmp_path / "a.csv"))
         assert messages_of(row.value) == (wanted, "")
+    begun = time.monotonic()
+    for part in (", dtype=", ", dtype=x", "array(", "array(["):
+        messages_of({"conversations": "[{'from': " + part * 50_000})
+    assert time.monotonic() - begun < 4
 
 
 @pytest.mark.parametrize("nothing", [None, "", []])
@@ -1455,7 +1488,7 @@ def test_a_prompt_that_ends_as_a_chat_template_opens_an_answer_is_refused(prompt
     for asked in (prompt + " x", prompt.replace("USER", "user").replace("Instruction", "Words")):
         assert messages_of({"prompt": asked, "response": "4"}) == ([u(asked), a("4")], "")
     begun = time.monotonic()
-    for part in (prompt, prompt.split("Hi")[0], prompt.split("Hi")[1]):
+    for part in (prompt, prompt.split("Hi")[0], prompt.split("Hi")[1], "\n"):
         messages_of({"prompt": part * 20_000, "response": "4"})
     assert time.monotonic() - begun < 2
 

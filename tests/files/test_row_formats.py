@@ -646,6 +646,15 @@ def test_a_question_beside_an_answer_that_is_a_number_is_a_prompt() -> None:
     assert prompt_of(row) == row["messages"]
 
 
+@pytest.mark.parametrize("key", ["response", "completion", "output"])
+def test_a_short_answer_to_check_is_not_learned_in_place_of_the_whole_one(key: str) -> None:
+    row = {"messages": [user("3 + 4?")], "answer": "7", key: "Three and four are 7."}
+    messages, problem = row_formats.messages_of(row)
+    assert not problem and messages[-1]["content"] == row[key]
+    del row[key]
+    assert row_formats.messages_of(row)[0][-1]["content"] == "7"
+
+
 def test_every_format_has_a_golden_row() -> None:
     golden = {"text": DOCUMENTS, "chat": CHATS | test_layouts.CHATS, "preference": PAIRS | test_layouts.PAIRS}
     for kind, rows in golden.items():

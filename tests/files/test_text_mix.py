@@ -1,7 +1,9 @@
 """text_mix.py: whose turn it is, by hand."""
 
+import io
 import json
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -110,3 +112,48 @@ def test_sources_have_settings_of_their_own_as_in_prepare(tmp_path: Path) -> Non
         match=r"a has no text: .*a.jsonl:1: bad_field: no text under 'z' .*; name its text",
     ):
         check_parts(parts(f"b: {tmp_path}/b.txt, encoding=gb18030; a: {a}, text_key=z"))
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ("encoding=foo", "encoding='foo' is not known"),
+        ("encoding=utf-16", "encoding='utf-16' does not hold ASCII"),
+        ("txt_split=lines", "txt_split must be one of file, blank, line, got 'lines'"),
+        ("quality=foo", "quality must be one of curated, web, got 'foo'"),
+        ("quality=web", "x: quality and rules are prepare.py's; leave them out"),
+        ("rules=bar", "x: quality and rules are prepare.py's; leave them out"),
+    ],
+)
+def test_settings_of_a_source_that_cannot_be_used_are_refused(
+    tmp_path: Path, settings: str, says: str
+) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a text\n", "utf-8")
+    with pytest.raises(UserError, match=says):
+        parts(f"x: {tmp_path}/a.txt, {settings}; y: {tmp_path}/b.txt")
+
+
+@pytest.mark.parametrize("weights", [("", ""), ("=0.7", "=0.3")])
+def test_a_part_whose_files_belong_to_earlier_ones_is_none(
+    tmp_path: Path, capsys, weights: tuple[str, str]
+) -> None:
+    b = write(tmp_path / "b.jsonl", {"text": "one"})
+    found = parts(f"{b}{weights[0]},{tmp_path}/b*.jsonl{weights[1]}")
+    assert [part.files for part in found] == [[str(b)]]
+    assert "b*.jsonl: all its files belong to earlier parts" in capsys.readouterr().out
+    check_parts(found)
+    assert list(texts_of(found, 1)) == ["one"]
+
+
+@pytest.mark.parametrize("spec", ["-", "x: -", "x: {a}, -", "x: -, {a}", "x: {a}; y: -", "{a},-"])
+def test_standard_input_is_read_once_also_beside_files(
+    tmp_path: Path, monkeypatch, spec: str
+) -> None:
+    a = write(tmp_path / "a.jsonl", {"text": "one"})
+    raw = io.BytesIO(b'{"text": "two"}\n')
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="utf-8"))
+    found = parts(spec.format(a=a))
+    check_parts(found)
+    texts = "".join(texts_of(found, 1))
+    assert "two" in texts and ("one" in texts) == ("{a}" in spec)

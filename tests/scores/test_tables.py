@@ -156,6 +156,14 @@ def test_a_file_of_several_tasks_is_compared_by_the_data_of_each(tmp_path):
         tables.read_others(str(tmp_path / "x.json"), {"preference": "q.jsonl"}, same)
 
 
+def test_a_file_that_does_not_say_on_which_data_is_to_be_written_again(tmp_path):
+    of = {"documents": 1, "bytes": 2, "bits_per_byte": 1.0}
+    run = {"results": {"perplexity": {"domains": {"x": of}, "all": of}}, "settings": {}}
+    (tmp_path / "x.json").write_text(json.dumps(run), encoding="utf-8")
+    with pytest.raises(UserError, match="x.json does not say on which data; write it again with this version"):
+        tables.read_others(str(tmp_path / "x.json"), {"perplexity": "x"}, {})
+
+
 def test_answers_that_cannot_be_compared_are_refused(tmp_path):
     run = {"results": {"generation": {"answers": [{"answer": "x"}]}}}
     (tmp_path / "x.json").write_text(json.dumps(run), encoding="utf-8")

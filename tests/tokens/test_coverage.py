@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from groundup.tokens.conversations import ChatCorpus
+from groundup.tokens.conversations import ChatCorpus, ChatReader
 from groundup.tokens.coverage import unfamiliar
 from groundup.tokens.pairs import PairCorpus
 from groundup.tokens.prompts import PromptCorpus
@@ -45,6 +45,17 @@ def test_characters_that_become_unknown_ids_are_counted():
     assert unfamiliar(["你好你好"], Letters()) == ""
     said = unfamiliar(["你好你吗"], Letters())
     assert said.startswith("the tokenizer does not know 25.0 % of the characters, such as '吗'")
+
+
+def test_of_long_texts_only_the_beginnings_are_kept_and_looked_at(english, tmp_path):
+    rows = [{"question": f"{i}", "answer": CHINESE[0] * 2_000} for i in range(200)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "chat.jsonl").write_text("".join(lines), encoding="utf-8")
+    reader = ChatReader(english, 512)
+    assert len(list(reader.read(str(tmp_path / "chat.jsonl")))) == 200
+    assert len(reader.texts) == 200 and 900_000 < sum(map(len, reader.texts)) <= 1_000_000
+    for _ in range(2):  # at the start and for the card
+        assert any("not trained on such text" in line for line in reader.report("chat"))
 
 
 def test_the_trainers_say_it(english, tmp_path):
