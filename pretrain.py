@@ -361,7 +361,7 @@ if __name__ == "__main__":
             shares = ", ".join(
                 f"{100 * share:.1f} % {name}" for name, share in new_shares[step].items()
             )
-            log.print(f"step {step:6d}/{max_steps} | samples from here on: {shares}")
+            log.print(f"step {step:6d}/{max_steps} | training data from here on: {shares}")
 
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # of all ranks; Batches counts steps from 0

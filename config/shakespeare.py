@@ -27,5 +27,5 @@ min_lr = 0.0
 schedule = "linear"
 eval_every = 50
 eval_steps = 0
-save_every = 900
+save_every = 300
 log_every = 50

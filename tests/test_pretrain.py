@@ -311,7 +311,7 @@ def test_a_staged_mixture_takes_and_logs_exact_shares(run, tmp_path, mixed, take
     assert last["val_loss"] == pytest.approx((last["val_loss/even"] + 4 * last["val_loss/odd"]) / 5)
     assert last["val_loss/even"] < last["val_loss/odd"]
     text = capsys.readouterr().out
-    assert "step     10/10 | samples from here on: 20.0 % even, 80.0 % odd" in text
+    assert "step     10/10 | training data from here on: 20.0 % even, 80.0 % odd" in text
     assert re.search(r"batch .* epochs of [\d,]+ \(even\), [\d.]+ epochs of [\d,]+ \(odd\)", text)
     assert re.search(r"step +14/14 \| val loss .* \| even [\d.]+, [\d.]+ \| odd [\d.]+, [\d.]+\n", text)
 

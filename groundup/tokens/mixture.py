@@ -153,7 +153,9 @@ def window_sampler(
     if per_epoch < 1:
         few = f"{n_tokens} training tokens{f' of {name}' if name else ''} are too few"
         need = f"for block_size={block_size}, which needs {2 * block_size + 1}"
-        raise UserError(f"data: {few} {need}; prepare more text or lower block_size")
+        how = "prepare more text, lower block_size"
+        how += ", or prepare it as one source with the others" if name else ""
+        raise UserError(f"data: {few} {need}; {how}")
     return Sampler(per_epoch, seed, source, stride=block_size)
 
 

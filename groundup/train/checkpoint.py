@@ -274,6 +274,8 @@ def choose(config: dict) -> Path | None:
     if path is None:
         refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
         check_nothing_foreign(out)
+        if (out / "log.jsonl").exists():
+            print(f"{out} has no checkpoint yet: the run begins anew (save_every)", flush=True)
     return path
 
 

@@ -29,7 +29,13 @@ from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
 from groundup.tokens.text_tokenizer import TextTokenizer
 from groundup.train import lora, ranks
-from groundup.train.config_json import from_hf_config, is_plain, to_hf_config, write_json
+from groundup.train.config_json import (
+    from_hf_config,
+    is_plain,
+    read_config,
+    to_hf_config,
+    write_json,
+)
 from groundup.train.device import SkipInit
 from groundup.train.lora import LoRAConfig, lora_config_of
 from model import ModelConfig, Transformer
@@ -113,7 +119,8 @@ def check_saves(cfg: ModelConfig, tokenizer: TextTokenizer) -> None:
     # Write them, read them, compare: this also covers what an edited model.py or tokenizer adds.
     with tempfile.TemporaryDirectory() as directory:
         write_settings(Path(directory), cfg, tokenizer, torch.float32, base="")
-        read = from_hf_config(Path(directory, "config.json"))
+        path = Path(directory, "config.json")
+        read = read_config(read_json(path), path)
         wanted = replace(cfg, dropout=0.0)  # dropout is of a training run, not of the model
         if read != wanted:
             found = vars(wanted).items()
