@@ -405,9 +405,12 @@ def steps_of(
     flags[key] = config[key] * per_smaller_step // per_step
     epochs = math.ceil(4 * FEW_STEPS * per_smaller_step / max(1, n_rows))
     flags["epochs"] = max(config["epochs"], epochs)
-    more = " ".join(f"--{name}={value:g}" for name, value in flags.items())
+    new = {name: value for name, value in flags.items() if value != config[name]}
+    more = " ".join(f"--{name}={value:g}" for name, value in new.items())
     few = f"{n_rows:,} {noun} make {counted(steps, 'step')} of {key}={config[key]}"
-    how = f"smaller steps and more epochs: {more}"
+    how = (
+        f"more epochs: {more}" if [*new] == ["epochs"] else f"smaller steps and more epochs: {more}"
+    )
     if config.get("pack"):  # measured on a hundred conversations: smaller steps alone did not do
         epochs = max(20, 2 * config["epochs"])
         how = f"one conversation per row and more epochs: --pack=no --epochs={epochs:g}"

@@ -63,12 +63,17 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
-        y = F.linear(x, self.weight, self.bias)
         if not self.enabled:
-            return y
-        x = F.dropout(x, self.cfg.dropout, self.training)
-        thin = self.lora_A(x) * self.scale  # (..., r): scale here, where it is cheapest
-        return y.add_(self.lora_B(thin))  # in place: y is not used elsewhere
+            return F.linear(x, self.weight, self.bias)
+        dropped = F.dropout(x, self.cfg.dropout, self.training)
+        thin = self.lora_A(dropped) * self.scale  # (..., r): scale here, where it is cheapest
+        delta = self.lora_B(thin)
+        if self.bias is not None:
+            delta = delta + self.bias
+        # W x is added to it within the product, and rounded once. In bfloat16 W x alone would be
+        # rounded before, and a delta of less than half a unit would always vanish.
+        y = torch.addmm(delta.flatten(0, -2), x.flatten(0, -2), self.weight.t())
+        return y.view(delta.shape)
 
     @torch.no_grad()
     def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -213,6 +213,24 @@ LLAMA2 = ModelConfig(
 )
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_small_adapters_are_not_rounded_away_in_bfloat16(bias: bool) -> None:
+    """A delta of less than half a unit in the last place of W x would vanish if it were added to the rounded W x."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(256, 256) * 0.05, requires_grad=False)
+    layer = lora.LoRALinear(weight, LoRAConfig(rank=8), nn.Parameter(torch.randn(256) * 0.01) if bias else None)
+    nn.init.normal_(layer.lora_B.weight, std=1e-4)
+    x, outputs = torch.randn(4, 128, 256), {}
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+                for layer.enabled in (False, True):
+                    outputs[dtype, layer.enabled] = layer(x).float()
+    exact, rounded = (outputs[dtype, True] - outputs[dtype, False] for dtype in (torch.float32, torch.bfloat16))
+    kept = (rounded * exact).sum() / exact.square().sum()
+    assert kept.item() == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("modules", "n_trained", "n_all"),
     [(("q_proj", "v_proj"), 1_002_176_512, 7_478_448_128), ((), 1_017_970_688, 7_494_242_304)],
