@@ -408,9 +408,8 @@ def steps_of(
     new = {name: value for name, value in flags.items() if value != config[name]}
     more = " ".join(f"--{name}={value:g}" for name, value in new.items())
     few = f"{n_rows:,} {noun} make {counted(steps, 'step')} of {key}={config[key]}"
-    how = (
-        f"more epochs: {more}" if [*new] == ["epochs"] else f"smaller steps and more epochs: {more}"
-    )
+    ways = ["smaller steps"] * bool(new.keys() - {"epochs"}) + ["more epochs"] * ("epochs" in new)
+    how = f"{' and '.join(ways)}: {more}" if ways else "give more"
     if config.get("pack"):  # measured on a hundred conversations: smaller steps alone did not do
         epochs = max(20, 2 * config["epochs"])
         how = f"one conversation per row and more epochs: --pack=no --epochs={epochs:g}"
