@@ -678,8 +678,8 @@ class DDP:
         # Forward needs buckets from the last index down. Go through all from the last one, not from
         # this one: a rank's forward may skip a block, yet all ranks must fetch in one order. What
         # is current already is left alone. Activation checkpointing runs a block again in backward:
-        # then buckets below _next have left, and may be updated at any time; they are for the next
-        # forward to fetch.
+        # then buckets below _next have left. Which of them are updated by now depends on timing, so
+        # to fetch them here could happen in another order on another rank.
         first = max(self._next, bucket.index - ahead)
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)

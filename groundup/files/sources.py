@@ -1,4 +1,4 @@
-"""The sources that `input` names, with settings of their own: what prepare.py and tokenizer.py read.
+"""The sources that `input` names, with settings of their own, for prepare.py and tokenizer.py.
 
 --input='corpus/*.jsonl,more/'
 --input='wiki: wiki/, weight=2; c: c.jsonl, text_key=a.b, weight=1'

@@ -86,7 +86,7 @@ def split_source(source: Source) -> list[Source]:
 
 
 def check_parts(parts: list[Part]) -> None:
-    """Raise UserError if a part of `input` has no text, before a tokenizer is trained without it."""
+    """Raise UserError if a part of `input` has no text: a tokenizer would lack it."""
     for part in parts:
         report = Report()
         if "-" in part.files or any(read(part, report)):  # which cannot be read again

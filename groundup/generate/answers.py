@@ -1,10 +1,10 @@
 """Answers to a file of prompts: written as they finish, continued after an interruption.
 
-A line of prompts is {"prompt": text or messages}, {"text": text to continue}, or a row in any format
-of groundup/files/row_formats.py, read as in training: what stands before the assistant's last answer
-is asked. In a .txt file any other line is plain text; elsewhere it may be a JSON string. The answer
-is the same line with its number (from 0) as "index" and with "completions" (format:
-groundup/files/answer_files.py).
+A line of prompts is {"prompt": text or messages}, {"text": text to continue}, or a row in any
+format of groundup/files/row_formats.py, read as in training: what stands before the assistant's
+last answer is asked. In a .txt file any other line is plain text; elsewhere it may be a JSON
+string. The answer is the same line with its number (from 0) as "index" and with "completions"
+(format: groundup/files/answer_files.py).
 """
 
 import contextlib
@@ -270,8 +270,8 @@ def context_ended(
 def read_prompts(path: str) -> dict[int, Record]:
     """Return {number from 0: decoded line} of the lines that are not blank. Raise UserError.
 
-    The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16. In a .txt file a
-    line of plain text becomes JSON."""
+    The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16. In a .txt file
+    a line of plain text becomes JSON."""
     with streams.open_stream(path) as stream:
         # Numbers are those of the file, blank lines included.
         lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
@@ -285,7 +285,7 @@ def read_prompts(path: str) -> dict[int, Record]:
 
 
 def is_row(text: str) -> bool:
-    """Return whether a line is an object in JSON that holds a prompt. Any other is a prompt itself."""
+    """Return whether a line is an object in JSON that holds a prompt. Others are prompts."""
     try:
         fields = loads(text)
     except ValueError:

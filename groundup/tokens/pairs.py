@@ -250,7 +250,7 @@ class LengthSampler(Sampler):
     alternate. Every epoch has each pair once, in other steps.
 
     columns: (n,) int64, T of each pair. pairs_per_step: of the run. Where several sources share a
-    step, it takes fewer from this one; a "step" here is so many numbers of this source all the same.
+    step, it takes fewer from this one; here a "step" is always so many numbers of this source.
 
     Example: 10 pairs, 4 in a step. Steps end before the numbers 4, 8, 12, .., and epoch 1 has the
     numbers 10 to 19: it begins with 2 pairs for the step 8 to 11, and ends with a whole step. So

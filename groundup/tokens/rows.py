@@ -245,7 +245,7 @@ class RowCorpus(Corpus):
 
     def with_validation(self, sources: list[Source]) -> list[Source]:
         """Return the sources with a row for validation. `read_source` has seen to it, but not for
-        conversations: of these it shows later which are too long, so their corpus overrides this."""
+        conversations: which of them are too long shows later, so their corpus overrides this."""
         return sources
 
     def _open_train(self) -> None:

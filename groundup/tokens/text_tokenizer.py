@@ -283,7 +283,7 @@ def find_tokenizer(directory: Path) -> Path:
 
 
 def ids_of_model(directory: Path) -> bytes:
-    """Return what generation_config.json would say of special tokens, from a model's config.json."""
+    """Return what generation_config.json would say of special tokens, from config.json."""
     # transformers takes them from there, too
     path = directory / "config.json"
     config = read_json(path, "tokenizer") if path.exists() else {}

@@ -275,7 +275,7 @@ def choose(config: dict) -> Path | None:
         refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
         check_nothing_foreign(out)
         if (out / "log.jsonl").exists():
-            print(f"{out} has no checkpoint yet: the run begins anew (save_every)", flush=True)
+            print(f"{out} has no checkpoint, so the run begins anew", flush=True)
     return path
 
 

@@ -462,7 +462,7 @@ def keep_events_until(path: Path, step: int) -> None:
         elif event["event"] == "save":
             if event.pop("crc32", None) == save_sum(event, found_crc):
                 # The event of step 200 may come after the line of step 210, because a run trains on
-                # while it saves. A resume drops that line, so the event gets the CRC-32 of what stays.
+                # while it saves. A resume drops that line; so the event gets the sum of what stays.
                 new = json.dumps(event | {"crc32": save_sum(event, kept_crc)}).encode()
             else:
                 changed.append(number)
