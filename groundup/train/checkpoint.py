@@ -70,6 +70,8 @@ OWN_FILES = re.compile(
     r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
     r"|\.?latest|\.?best2?|\.?step_\d+)(\.(tmp|old)\d*)?"
 )
+# In the directory of a model, or of prepared data. All other names may stay beside a run.
+NOT_OF_A_RUN = ("adapter_config.json", "config.json", "manifest.json")
 # Users have files of these names too. A run's own have this in their first line.
 FIRST_LINES = {"config.py": b"'Resolved configuration", "README.md": b": a run of "}
 HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see clear_name
@@ -105,10 +107,11 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
     # A bad disk, or a copy that was cut short, costs the newest one; then the one before is used.
     paths = step_dirs(Path(out_dir))
     for path in reversed(paths):
-        problem = damage(path)
-        if not problem:
+        try:
+            check_bytes(path)
             return path
-        report(f"{problem}; trying the checkpoint before it")
+        except UserError as error:
+            report(f"{error}; trying the checkpoint before it")
     # Not None: a new run would overwrite what may still be rescued.
     if paths:
         fail(f"all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir")
@@ -130,15 +133,6 @@ def check_bytes(step_dir: Path) -> None:
             fail(f"cannot read {path}: {error.strerror}")
         if found != expected:
             fail(f"{path} is damaged, its checksum is not the one in checksums.json")
-
-
-def damage(step_dir: Path) -> str:
-    """Return what check_bytes finds, "" if the checkpoint is whole."""
-    try:
-        check_bytes(step_dir)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 @ranks.on_rank_0
@@ -251,6 +245,7 @@ def choose(config: dict) -> Path | None:
     if (out / ".lock").exists() or (out / "log.jsonl").exists():
         lock(out)
     used = bool(run_files(out))
+    path = None
     if resume == "never":
         # The run that is there is deleted. The user says so, and this run does not start from it.
         text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
@@ -259,23 +254,19 @@ def choose(config: dict) -> Path | None:
         inside = source and Path(source).resolve().is_relative_to(out.resolve())
         text = f"init_from={source!r} lies in the out_dir that overwrite=True deletes"
         refuse(used and inside, text)
-        check_nothing_foreign(out)
-        return None
-
-    # Another stage's run, or files of the user, are not ours to continue.
-    path = None
-    if used:
-        check_stage(out, Path(sys.argv[0]).resolve().name)
-        repair(out)
-    if step and not is_restarted():
-        path = find_step(out, step, config["overwrite"])
-    elif used:
-        path = find_latest(out)
-    if path is None:
-        refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
-        check_nothing_foreign(out)
-        if (out / "log.jsonl").exists():
+    else:
+        script, other = Path(sys.argv[0]).resolve().name, script_of(out / "config.py")
+        text = f"{out} is a run of {other}; use another out_dir for {script}"
+        refuse(used and other and other != script, text)
+        if used:
+            repair(out)
+        is_chosen = step and not is_restarted()
+        path = find_step(out, step, config["overwrite"]) if is_chosen else find_latest(out)
+        refuse(resume == "must" and not path, f"resume='must' but {out} has no checkpoint")
+        if not path and (out / "log.jsonl").exists():
             print(f"{out} has no checkpoint, so the run begins anew", flush=True)
+    if not path:
+        check_nothing_foreign(out)
     return path
 
 
@@ -349,13 +340,9 @@ def check_continues(
     path: Path, state: dict, config: dict, model_config: ModelConfig, data_record: dict
 ) -> None:
     """Raise UserError unless the run can continue exactly."""
-    # The same samples, ...
     check_data(path, state["data"], data_record, state["step"])
-    # ... the same model.py, ...
-    check_same_computation(path)
-    # ... the same model (another corpus may have brought another vocab_size), ...
-    check_architecture(path, model_config)
-    # ... the same parameters, and adapters of the same size.
+    check_model(path, model_config)
+    # The same parameters, and adapters of the same size
     before = state["config"]
     keys = ["trainable"]
     if "lora" in config["trainable"]:
@@ -381,22 +368,19 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
     refuse(differ, f"{path} was trained with {', '.join(details)}; {ways}")
 
 
-def check_same_computation(path: Path) -> None:
-    """Raise UserError unless model.py computes what it did when this checkpoint was saved."""
+def check_model(path: Path, wanted: ModelConfig) -> None:
+    """Raise UserError unless model.py and the settings make the model of a checkpoint."""
     file = huggingface.config_path(path)
-    saved = read_json(file)
-    if not is_as_saved(saved, read_config(saved, file)):
+    values = read_json(file)
+    saved = read_config(values, file)
+    if not is_as_saved(values, saved):
         what = f"{path} is of a model.py that computed something else; put that model.py back"
         fail(f"{what}, use another out_dir, or {START_OVER}")
-
-
-def check_architecture(path: Path, wanted: ModelConfig) -> None:
-    """Raise UserError unless the checkpoint has the architecture that the settings ask for."""
-    # Name all sizes that differ, not the first one alone.
-    saved, differ = huggingface.load_config(path), []
+    # Name all sizes that differ, not the first one alone. Another corpus may have brought another
+    # vocab_size. Dropout holds no weights, so it may change.
+    differ = []
     for field in dataclasses.fields(wanted):
         was, asked = getattr(saved, field.name), getattr(wanted, field.name)
-        # Dropout holds no weights, so it may change.
         if field.compare and field.name != "dropout" and was != asked:
             differ.append(f"{field.name}={was} (asked {asked})")
     text = f"{path} has another architecture: {', '.join(differ)}"
@@ -888,11 +872,17 @@ def discard(directory: Path) -> None:
 
 
 def run_files(out: Path) -> list[str]:
-    """Return the names in `out` that a run writes."""
-    # A config.py or README.md in the way counts only if its first line is a run's.
-    names = os.listdir(out) if out.exists() else []
-    own = [name for name in names if OWN_FILES.fullmatch(name)]
-    return sorted(name for name in own if name not in FIRST_LINES or made_by_a_run(out / name))
+    """Return the names in `out` that are a run's; the others are the user's."""
+    names = [name for name in os.listdir(out) if OWN_FILES.fullmatch(name)] if out.exists() else []
+    # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
+    # other files; if there are none of these, even a step_* or a latest is somebody else's.
+    begun = made_by_a_run(out / "config.py") or (out / "log.jsonl").exists()
+    if not (begun or any(out.glob("step_*/checksums.json"))):
+        # A killed run has left what is hidden or temporary. A reference may be a copy, so that it
+        # is not computed again: dpo.py checks it.
+        left = re.compile(r"\..*|.*\.tmp|reference\.safetensors")
+        names = [name for name in names if left.fullmatch(name)]
+    return sorted(name for name in names if name not in FIRST_LINES or made_by_a_run(out / name))
 
 
 def made_by_a_run(path: Path) -> bool:
@@ -903,31 +893,12 @@ def made_by_a_run(path: Path) -> bool:
         return FIRST_LINES[path.name] in file.readline(1000)
 
 
-def check_stage(out: Path, script: str) -> None:
-    """Raise UserError if another script's run is in `out`."""
-    other = script_of(out / "config.py")
-    if other and other != script:
-        raise UserError(f"config: {out} is a run of {other}; use another out_dir for {script}")
-
-
 def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
-    # Of a model, of prepared data, or the user's own under a name that a run writes. All other
-    # names may stay.
-    suspects = ["adapter_config.json", "config.json", "manifest.json"]
-    suspects += [name for name in FIRST_LINES if not made_by_a_run(out / name)]
-    # If no run has begun here, even a step_* or a latest is somebody else's. (A run begins with
-    # config.py; a kill during the deletions of overwrite=True may leave only other files.)
-    begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
-    if not (begun or (out / "log.jsonl").exists()):
-        # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
-        # that it is not computed again: dpo.py checks it.
-        own = [name for name in run_files(out) if name[0] != "." and not name.endswith(".tmp")]
-        suspects += [name for name in own if name != "reference.safetensors"]
-    foreign = [name for name in sorted(suspects) if (out / name).exists()]
-    if foreign:
-        text = f"{out} holds {foreign[0]!r}, which no run made; use another out_dir"
-        raise UserError(f"config: {text}")
+    own = run_files(out)
+    for name in sorted(os.listdir(out)) if out.exists() else ():
+        is_foreign = name in NOT_OF_A_RUN or (OWN_FILES.fullmatch(name) and name not in own)
+        refuse(is_foreign, f"{out} holds {name!r}, which no run made; use another out_dir")
 
 
 def repair(out: Path) -> None:
@@ -945,28 +916,21 @@ def repair(out: Path) -> None:
 
 
 def link_again(link: Path) -> None:
-    """Replace a copy of a checkpoint by a link to it: `cp -rL` and object stores copy what links
-    lead to.
+    """Put a copy of a checkpoint in the place of its step, and a link to it where the copy was.
 
-    If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
-    stays."""
-    sums = link / "checksums.json"
-    if link.is_symlink() or not sums.is_file():
+    `cp -rL` and object stores copy what links lead to. A copy that is damaged stays."""
+    if link.is_symlink() or not (link / "checksums.json").is_file():
         return
-    # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
-    with suppress(UserError, KeyError, TypeError):
+    # A state without a step is of no run; the step of this number may be of another one.
+    with suppress(ValueError, KeyError, TypeError):  # a UserError is a ValueError
+        check_bytes(link)
         step = step_path(link.parent, read_state(link / "train_state.pt")["step"])
-        original = step / sums.name
-        same = original.is_file() and original.read_bytes() == sums.read_bytes()
-        if step.exists() and not same:  # of another run, perhaps
-            return
-        if step.exists() and not damage(step):
-            discard(link)
-        else:
-            check_bytes(link)
-            if step.exists():
-                discard(step)
-            link.rename(step)
+        if step.exists():
+            sums = [(path / "checksums.json").read_bytes() for path in (step, link)]
+            if sums[0] != sums[1]:
+                return
+            discard(step)
+        link.rename(step)
         link.symlink_to(step.name, target_is_directory=True)
 
 
