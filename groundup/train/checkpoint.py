@@ -653,7 +653,7 @@ class Saver:
         """Wait for what the thread has to do."""
         # All ranks have the same work under way, in the same order.
         while self.pending:
-            ranks.wait_together(self.pending[0], self.config["timeout_s"])
+            ranks.wait_together(self.pending[0])
             # raises what `_write` raised: LostRank, or UserError if the first save failed
             self.pending.pop(0).result()
 

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 import uuid
 import zlib
@@ -30,7 +29,6 @@ import torch.distributed as dist
 # after init() that would keep the group's threads alive at exit, and they would abort the process.
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 from groundup.errors import LostRank, Stopped, UserError
 from groundup.train.device import choose_device
@@ -177,21 +175,14 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
 def open_store(world_size: int, is_host: bool, timeout_s: float) -> dist.Store:
     """Return the store at MASTER_ADDR and MASTER_PORT."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    result: futures.Future = futures.Future()
-
-    def connect() -> None:
-        wait = timedelta(seconds=timeout_s)
-        try:
-            # meeting_place waits for the others, and knows who is missing
-            store = dist.TCPStore(address, port, world_size, is_host, wait, wait_for_workers=False)
-            result.set_result(store)
-        except Exception as error:
-            result.set_exception(error)
-
+    wait = timedelta(seconds=timeout_s)
     # In a thread, because another program at this port may never answer, and torch would wait.
-    threading.Thread(target=connect, daemon=True).start()
+    # meeting_place, not torch, waits for the other ranks, and knows who is missing.
+    thread = futures.ThreadPoolExecutor(1)
+    args = (address, port, world_size, is_host, wait)
+    store = thread.submit(dist.TCPStore, *args, wait_for_workers=False)
     try:
-        return result.result(timeout_s + 1)
+        return store.result(timeout_s + 1)
     except (TimeoutError, RuntimeError) as error:
         # torch's own words, if this rank could not listen
         if is_host and str(error):
@@ -249,15 +240,15 @@ def on_rank_0(function: Callable) -> Callable:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return run_on(rank() == 0, function, args, kwargs)[0]
+        return run_on(rank() == 0, function, *args, **kwargs)
 
     return call
 
 
-def run_on(runs_here: bool, function: Callable, args: tuple, kwargs: dict) -> list[Any]:
-    """Call function(*args, **kwargs) on the ranks where `runs_here`; return the results by rank.
+def run_on(runs_here: bool, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call function(*args, **kwargs) on the ranks where `runs_here`; all return rank 0's result.
 
-    The result of the other ranks is None. All ranks call it; if one raises a UserError, all do."""
+    All ranks call it; if one raises a UserError, all do."""
     result, problem = None, ""
     if runs_here:
         try:
@@ -269,7 +260,7 @@ def run_on(runs_here: bool, function: Callable, args: tuple, kwargs: dict) -> li
     for _, problem in outcomes:
         if problem:
             raise UserError(problem)
-    return [result for result, _ in outcomes]
+    return outcomes[0][0]
 
 
 # ---- collectives: all ranks call them, in the same order -----------------------------------------
@@ -405,28 +396,16 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
     return check
 
 
-def wait_together(future: futures.Future, timeout_s: float) -> None:
-    """Wait for work in a thread, such as a save, that every rank waits for.
+def wait_together(future: futures.Future) -> None:
+    """Wait for work in a thread, such as a save, on every rank. It may take any time.
 
-    It may take any time. Raise LostRank if for `timeout_s` seconds another rank has given no sign
-    that it waits, too."""
-    # Every rank posts its clock in the store. Clocks of machines differ, so what counts is how long
-    # a rank's entry has not changed, by our clock.
-    last_seen: dict[int, tuple[bytes, float]] = {}  # {rank: (what it posted last, our clock)}
-    pause_s = min(1, timeout_s / 4)
-    while dist.is_initialized() and not futures.wait([future], timeout=pause_s).done:
-        now = time.monotonic()
-        with named_errors("wait for a save"):
-            store = _get_default_store()
-            store.set(f"ddp/waiting/{rank()}", str(now))
-            for other in range(world_size()):
-                key = f"ddp/waiting/{other}"
-                posted = store.get(key) if store.check([key]) else b""
-                if other not in last_seen or last_seen[other][0] != posted:
-                    last_seen[other] = posted, now
-                if now - last_seen[other][1] > timeout_s:
-                    raise RuntimeError(f"rank {other} has not been seen for {timeout_s:.0f} s")
-    futures.wait([future])
+    Raise LostRank if another rank does not come to wait, or no longer does."""
+    # Ask again and again: the work may take longer than a collective waits for a rank.
+    all_done = False
+    while not all_done:
+        futures.wait([future], timeout=0.25)  # seconds
+        n_waiting = all_reduce_sum(torch.tensor(int(not future.done())), "wait for a save")
+        all_done = n_waiting.item() == 0
 
 
 # ---- errors and signals --------------------------------------------------------------------------
