@@ -598,32 +598,13 @@ class Saver:
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
-        content = self._content(step, model, ddp, opt, scaler, extra or {})
-        copied = self.memory.copy(content, next(model.parameters()).device)
-        # From here on training may change all tensors: the thread writes the copies, and reads of
-        # the model only its architecture.
-        self.pending.append(self.pool.submit(self._write, step, model, copied))
-        # A run that cannot save ends now, not at its second save.
-        if not self.newest_step:
-            self.wait()
-
-    def _content(
-        self,
-        step: int,
-        model: Transformer,
-        ddp: Any,
-        opt: Any,
-        scaler: torch.amp.GradScaler,
-        extra: dict,
-    ) -> dict[str, dict]:
-        """Return what this rank saves, not copied: weights, state (on rank 0), rank_state."""
         # Rank 0 writes the model and the training state. With FSDP and ZeRO-1 the others send it
         # their parts, so all ranks make these calls.
-        is_main = ranks.rank() == 0
-        content: dict[str, dict] = {}
+        is_main, device = ranks.rank() == 0, next(model.parameters()).device
         sharded = isinstance(ddp, fsdp.FSDP)
         weights = ddp.whole_weights() if sharded else self.model_format.stored_weights(model)
         optimizer = opt.state_dict(keep=is_main)
+        content: dict[str, dict] = {}
         if is_main:
             content["weights"] = weights
             content["train_state"] = {
@@ -635,14 +616,21 @@ class Saver:
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
                 "scaler": scaler.state_dict(),
-                **extra,
+                **(extra or {}),
             }
         # Each rank has its own random generators and, with PowerSGD, compression errors.
-        content["rank_state"] = {"rng": rng_state(next(model.parameters()).device)}
+        content["rank_state"] = {"rng": rng_state(device)}
         hook = getattr(ddp, "hook", None)
         if isinstance(hook, PowerSGD):
             content["rank_state"]["powersgd"] = hook.state_dict()
-        return content
+
+        # Once copied, training may change all tensors: the thread writes the copies, and reads of
+        # the model only its architecture.
+        copied = self.memory.copy(content, device)
+        self.pending.append(self.pool.submit(self._write, step, model, copied))
+        # A run that cannot save ends now, not at its second save.
+        if not self.newest_step:
+            self.wait()
 
     def tidy(self) -> None:
         """Update links and remove steps by the evaluations in the log. Call after an evaluation."""
@@ -686,10 +674,7 @@ class Saver:
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
-            if ranks.rank() > 0:
-                own = [copied["rank_state"]]
-                ranks.issue("send state", dist.send_object_list, own, 0, group=self.group)
-            for _ in rank_states:  # after an error: receive what the others send all the same
+            for _ in rank_states:  # send to rank 0, which receives all of it after an error too
                 pass
             problem = ranks.gather_objects(problem, self.group)[0]
 
@@ -724,9 +709,10 @@ class Saver:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
 
     def _rank_states(self, own: dict) -> Iterator[dict]:
-        """Yield the state of each rank, on rank 0. The others send theirs in `_write`."""
+        """Yield the state of each rank, on rank 0. The others send theirs and yield nothing."""
         # One after the other: with PowerSGD each is as large as the gradients.
         if ranks.rank() > 0:
+            ranks.issue("send state", dist.send_object_list, [own], 0, group=self.group)
             return
         yield own
         for other in range(1, ranks.world_size()):
@@ -755,25 +741,26 @@ class HostMemory:
 
         device: the model's."""
         last, self.buffers = iter(self.buffers), []
-        return self._copy(value, last, device)
 
-    def _copy(self, value: Any, last: Iterator[Tensor], device: torch.device) -> Any:
-        if isinstance(value, dict):
-            return {key: self._copy(item, last, device) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)([self._copy(item, last, device) for item in value])
-        # Of a model on a GPU a tensor in host memory was made for this save: gathered, or a random
-        # state. Of a model on a CPU it may be the weights, which training goes on to change.
-        is_copy = isinstance(value, Tensor) and device.type != "cpu" and value.device.type == "cpu"
-        if is_copy or not isinstance(value, Tensor):
-            return value
-        # The memory of the tensor that had this place last time. From a GPU page-locked memory is
-        # several times faster.
-        buffer = next(last, None)
-        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        self.buffers.append(buffer)
-        return buffer.copy_(value)
+        def copy_of(item: Any) -> Any:
+            if isinstance(item, dict):
+                return {key: copy_of(value) for key, value in item.items()}
+            if isinstance(item, list | tuple):
+                return type(item)(map(copy_of, item))
+            # Of a model on a GPU a tensor in host memory was made for this save: gathered, or a
+            # random state. Of a model on a CPU it may be the weights, which training changes.
+            in_use = isinstance(item, Tensor) and device.type in ("cpu", item.device.type)
+            if not in_use:
+                return item
+            # The memory of the tensor that had this place last time. From a GPU page-locked memory
+            # is several times faster.
+            buffer = next(last, None)
+            if buffer is None or (buffer.shape, buffer.dtype) != (item.shape, item.dtype):
+                buffer = torch.empty(item.shape, dtype=item.dtype, pin_memory=item.is_cuda)
+            self.buffers.append(buffer)
+            return buffer.copy_(item)
+
+        return copy_of(value)
 
 
 # ---- the files of a save -------------------------------------------------------------------------
