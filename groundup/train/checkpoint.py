@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
@@ -74,7 +75,6 @@ OWN_FILES = re.compile(
 NOT_OF_A_RUN = ("adapter_config.json", "config.json", "manifest.json")
 # Users have files of these names too. A run's own have this in their first line.
 FIRST_LINES = {"config.py": b"'Resolved configuration", "README.md": b": a run of "}
-HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see clear_name
 
 # ---- checkpoints on the disk ---------------------------------------------------------------------
 # Three functions choose one: `resolve` by the setting init_from, `newest_run` if it is empty
@@ -465,17 +465,14 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
 def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
     """Delete what overwrite=True gives up. `find` has looked at what is there."""
     # With resume='never' it is the run ...
-    for name in run_files(out) if resume_mode(config) == "never" else ():
-        path = out / name
-        if path.is_dir() and not path.is_symlink():
-            discard(path)
-        else:
-            path.unlink()
+    if resume_mode(config) == "never":
+        for name in run_files(out):
+            discard(out / name)
     # ... and with resume_from the steps after it, with the card that tells of them.
-    later = [path for path in step_dirs(out) if steps_done and step_of(path) > steps_done]
-    if later and config["resume_from"] and not is_restarted():
-        if made_by_a_run(out / "README.md"):
-            (out / "README.md").unlink()
+    elif config["resume_from"] and not is_restarted():
+        later = [path for path in step_dirs(out) if step_of(path) > steps_done]
+        if later and made_by_a_run(out / "README.md"):
+            discard(out / "README.md")
         for path in reversed(later):
             print(f"deleting {path}, a step after resume_from", flush=True)
             discard(path)
@@ -516,24 +513,20 @@ def restore(
             scaler.load_state_dict(state["scaler"])
         ddp.n_updates = state["n_updates"]
         ddp.skipped.copy_(torch.tensor(state["skipped"]))
-        restore_rank(path, model, getattr(ddp, "hook", None))
+
+        # What is a rank's own. One that the saved run did not have keeps its seed from above.
+        own_file, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
+        if own_file.exists():
+            set_rng_state(read_state(own_file)["rng"], next(model.parameters()).device)
+        # With another number of ranks each takes the mean of all errors, see powersgd.py.
+        if isinstance(hook := getattr(ddp, "hook", None), PowerSGD):
+            same = len(saved_ranks) == ranks.world_size()
+            states = [read_state(file) for file in ([own_file] if same else saved_ranks)]
+            hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in states])
 
     # What exists now stays until the end: the garbage collector need not look at it again.
     gc.collect()
     gc.freeze()
-
-
-def restore_rank(path: Path, model: Transformer, hook: Any) -> None:
-    """Restore what differs between ranks: random generators, and the errors of PowerSGD."""
-    own_file, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
-    # A rank that the saved run did not have keeps the seed that `restore` gave it.
-    if own_file.exists():
-        set_rng_state(read_state(own_file)["rng"], next(model.parameters()).device)
-    # With another number of ranks each takes the mean of all errors, see powersgd.py.
-    if isinstance(hook, PowerSGD):
-        same = len(saved_ranks) == ranks.world_size()
-        states = [read_state(file) for file in ([own_file] if same else saved_ranks)]
-        hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in states])
 
 
 # ---- save ----------------------------------------------------------------------------------------
@@ -787,9 +780,8 @@ def commit(temp: Path, final: Path) -> None:
     # On the disk before it has the name, or a power cut could leave empty files with it.
     for path in (*temp.rglob("*"), temp):
         sync(path)
-    # If there is a step of this number it is damaged: the run was resumed from an earlier one
-    # and has come to it again. After a kill between the two renames `repair` puts the
-    # old one back.
+    # If there is a step of this number it is damaged: the run was resumed from an earlier one, and
+    # has come to it again.
     old = final.rename(clear_name(final, "old")) if final.exists() else None
     temp.rename(final)
     sync(final.parent)
@@ -818,8 +810,7 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
     best = (forgotten + ranking)[: len(BEST)]
     with housekeeping("put the log on the disk"):
         sync(out / "log.jsonl")  # what is removed below follows from it
-    absent = [None] * (len(BEST) - len(best))
-    for link, target in zip(LINKS, [steps[-1], *best, *absent], strict=True):
+    for link, target in zip_longest(LINKS, [steps[-1], *best]):
         with housekeeping("update the links latest, best and best2"):
             point(out / link, target)
     for path in steps[:-keep_last] if keep_last else []:
@@ -843,14 +834,13 @@ def point(link: Path, target: Path | None) -> None:
         raise
 
 
-def discard(directory: Path) -> None:
-    """Remove a directory of a run, of a link to one on another disk the link."""
-    if directory.is_symlink():
-        directory.unlink()
+def discard(path: Path) -> None:
+    """Remove a file or directory of a run; of a link to a step on another disk only the link."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
         return
     # Renamed first: a half removed step must not look finished.
-    hidden = directory.name.startswith(".")
-    temp = directory if hidden else directory.rename(clear_name(directory, "tmp"))
+    temp = path if path.name.startswith(".") else path.rename(clear_name(path, "tmp"))
     with housekeeping("remove old checkpoints"):
         shutil.rmtree(temp)
 
@@ -893,13 +883,10 @@ def repair(out: Path) -> None:
     for name in LINKS:
         with housekeeping("turn copies of checkpoints into links again"):
             link_again(out / name)
-    for path in list(out.iterdir()):
-        found = HIDDEN.fullmatch(path.name)
-        if found and found[2] == "old" and not (out / found[1]).exists():
-            path.rename(out / found[1])  # a step that was about to be replaced
-        elif found:
+    for name in os.listdir(out):
+        if name.startswith(".") and OWN_FILES.fullmatch(name):  # see clear_name
             with housekeeping("remove what a killed save has left"):
-                discard(path)
+                discard(out / name)
 
 
 def link_again(link: Path) -> None:
