@@ -23,6 +23,7 @@ Opening a checkpoint never runs code: weights are safetensors, state is plain da
 
 import dataclasses
 import gc
+import math
 import os
 import re
 import shutil
@@ -146,22 +147,20 @@ def resolve(directory: str | Path, key: str = "init_from") -> Path:
     if not path.is_dir():
         fail(f"{key}={str(directory)!r}: {why_no_model(path, key)}")
 
-    # A model directory itself, or else a run.
+    # A model directory itself, or else a run
+    unchecked = [path]
     model_files = ("adapter_config.json", "config.json", "checksums.json")
-    if any((path / name).exists() for name in model_files):
-        unchecked = [path]
-    else:
-        unchecked = []  # find_latest compares checksums
-        path = find_latest(path)
+    if not any((path / name).exists() for name in model_files):
+        unchecked, path = [], find_latest(path)  # which compares checksums
         if path is None:
             hint = "".join(f"; give {p}" for p in Path(directory).glob("snapshots/*"))  # of the hub
             fail(f"{directory} holds no checkpoint: no config.json, no step_*{hint}")
 
-    # An adapter without its base should show now.
+    # An adapter without its base should show now. Models of other programs have no checksums.
     if huggingface.is_adapter(path):
         unchecked.append(huggingface.base_of(path))
     for part in unchecked:
-        if (part / "checksums.json").exists():  # not of other programs
+        if (part / "checksums.json").exists():
             check_bytes(part)
     return path
 
@@ -185,16 +184,13 @@ def why_no_model(path: Path, key: str) -> str:
 
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
     """Return the run below `root` that saved last: of models of text, or of reward models."""
-    # {run: when it saved last}. Checksums are written at the end of a save.
-    saved = {}
-    # A reward model's config.json names its kind. An adapter, which writes text, has none.
-    for sums in Path(root).glob("[!.]*/step_*/checksums.json"):
+    saves = Path(root).glob("[!.]*/step_*/checksums.json")  # written at the end of a save
+    for sums in sorted(saves, key=lambda path: path.stat().st_mtime, reverse=True):
+        # A reward model's config.json names its kind. An adapter, which writes text, has none.
         config = huggingface.config_path(sums.parent)
         if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:
-            saved[sums.parent.parent] = max(sums.stat().st_mtime, saved.get(sums.parent.parent, 0))
-    if not saved:
-        fail(f"no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR")
-    return max(saved, key=saved.get)
+            return sums.parent.parent
+    fail(f"no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR")
 
 
 def read_state(path: Path) -> dict:
@@ -797,17 +793,15 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
     steps = [path for path in step_dirs(out) if step_of(path) <= newest_step]
     if not steps:
         return
-    # Which two are the best?
-    evaluated = [path for path in steps if step_of(path) in val_losses]
-    # Sorting is stable: of equal losses the earlier is better.
-    ranking = sorted(evaluated, key=lambda path: val_losses[step_of(path)])
+    losses = {path: val_losses[step_of(path)] for path in steps if step_of(path) in val_losses}
     # Losing the log must not lose the best checkpoint: its link still names it.
-    linked = (out / BEST[0]).resolve().name
-    forgotten = [path for path in steps if path.name == linked and path not in evaluated]
-    for path in forgotten:
-        text = f"log.jsonl has no evaluation of {path.name}, so {out}/best stays there"
+    linked = out / (out / BEST[0]).resolve().name
+    if linked in steps and linked not in losses:
+        text = f"log.jsonl has no evaluation of {linked.name}, so {out}/best stays there"
         say(f"warning: {text}; remove this link to choose by the log")
-    best = (forgotten + ranking)[: len(BEST)]
+        losses[linked] = -math.inf
+    # Sorting is stable: of equal losses the earlier is better.
+    best = sorted(losses, key=losses.get)[: len(BEST)]
     with housekeeping("put the log on the disk"):
         sync(out / "log.jsonl")  # what is removed below follows from it
     for link, target in zip_longest(LINKS, [steps[-1], *best]):
