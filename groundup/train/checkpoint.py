@@ -68,9 +68,10 @@ NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for thi
 START_OVER = "start over with --resume=never --overwrite=True"
 
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
+HIDDEN = re.compile(r"\.(latest|best2?|step_\d+)\.(tmp|old)\d*")  # left by a kill, see clear_name
 OWN_FILES = re.compile(
-    r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
-    r"|\.?latest|\.?best2?|\.?step_\d+)(\.(tmp|old)\d*)?"
+    r"(config\.py|log\.jsonl|reference\.safetensors|README\.md)(\.tmp)?|events\.out\.tfevents.*"
+    rf"|latest|best2?|step_\d+|{HIDDEN.pattern}"
 )
 # In the directory of a model, or of prepared data. All other names may stay beside a run.
 NOT_OF_A_RUN = ("adapter_config.json", "config.json", "manifest.json")
@@ -256,8 +257,10 @@ def choose(config: dict) -> Path | None:
         refuse(used and other and other != script, text)
         if used:
             repair(out)
-        is_chosen = step and not is_restarted()
-        path = find_step(out, step, config["overwrite"]) if is_chosen else find_latest(out)
+        if step and not is_restarted():
+            path = find_step(out, step, config["overwrite"])
+        else:
+            path = find_latest(out)
         refuse(resume == "must" and not path, f"resume='must' but {out} has no checkpoint")
         if not path and (out / "log.jsonl").exists():
             print(f"{out} has no checkpoint, so the run begins anew", flush=True)
@@ -878,7 +881,7 @@ def repair(out: Path) -> None:
         with housekeeping("turn copies of checkpoints into links again"):
             link_again(out / name)
     for name in os.listdir(out):
-        if name.startswith(".") and OWN_FILES.fullmatch(name):  # see clear_name
+        if HIDDEN.fullmatch(name):
             with housekeeping("remove what a killed save has left"):
                 discard(out / name)
 

@@ -131,13 +131,11 @@ def interface_to(address: str) -> str:
     table = Path("/proc/net/route")  # Linux: a line per route, with net and mask in hexadecimal
     lines = table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []
     target = int.from_bytes(socket.inet_aton(address), "little")
-    # As the system routes a packet: of all nets that hold the address, by the narrowest.
-    best, interface = -1, ""
+    routes = []  # (bits of the mask, interface) of all nets that hold the address
     for name, net, *_, mask, _, _, _ in map(str.split, lines):
-        n_bits = int(mask, 16).bit_count()
-        if target & int(mask, 16) == int(net, 16) and n_bits > best:
-            best, interface = n_bits, name
-    return interface
+        if target & int(mask, 16) == int(net, 16):
+            routes.append((int(mask, 16).bit_count(), name))
+    return max(routes, default=(0, ""))[1]  # the narrowest net, as the system routes a packet
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
@@ -157,18 +155,16 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
         store.set(f"ddp/confirmed/{prefix}/{world.rank}", "")
         return dist.PrefixStore(prefix, store)
 
-    # A word may be a dead rank's until the new one posts its own, so answer again and again.
     deadline = time.monotonic() + timeout_s
-    missing = list(range(1, world.world_size))
-    while missing:
-        for other in missing:
+    for other in range(1, world.world_size):
+        # Its word may be a dead rank's until the new one posts its own, so answer again and again.
+        while not store.check([f"ddp/confirmed/{word}/{other}"]):
             if store.check([f"ddp/word/{other}"]):
                 their_word = store.get(f"ddp/word/{other}").decode()
                 store.set(f"ddp/prefix/{their_word}", word)
-        time.sleep(0.01)  # seconds
-        missing = [other for other in missing if not store.check([f"ddp/confirmed/{word}/{other}"])]
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"rank {missing[0]} has not come within {timeout_s:.0f} s")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {other} has not come within {timeout_s:.0f} s")
+            time.sleep(0.005)  # seconds
     return dist.PrefixStore(word, store)
 
 
