@@ -261,11 +261,11 @@ def choose(config: dict) -> Path | None:
             path = find_step(out, step, config["overwrite"])
         else:
             path = find_latest(out)
-        refuse(resume == "must" and not path, f"resume='must' but {out} has no checkpoint")
-        if not path and (out / "log.jsonl").exists():
-            print(f"{out} has no checkpoint, so the run begins anew", flush=True)
-    if not path:
+    if path is None:
+        refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
         check_nothing_foreign(out)
+        if resume != "never" and (out / "log.jsonl").exists():
+            print(f"{out} has no checkpoint, so the run begins anew", flush=True)
     return path
 
 
