@@ -308,11 +308,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def merged(mine: dict) -> dict:
-    """Return the entries of all ranks' dicts in one dict."""
-    return {key: value for theirs in gather_objects(mine) for key, value in theirs.items()}
-
-
 def check_equal(mine: dict) -> None:
     """Raise UserError on all ranks, naming a key whose value differs from rank 0's.
 
