@@ -666,7 +666,8 @@ class Saver:
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
-            for _ in rank_states:  # send to rank 0, which receives all of it after an error too
+            # The others send their state here. After an error rank 0 receives what is still sent.
+            for _ in rank_states:
                 pass
             problem = ranks.gather_objects(problem, self.group)[0]
 
