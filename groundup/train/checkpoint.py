@@ -825,11 +825,7 @@ def point(link: Path, target: Path | None) -> None:
     temp = clear_name(link, "tmp")
     # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
-    try:
-        temp.replace(link)
-    except OSError:
-        temp.unlink()
-        raise
+    temp.replace(link)
 
 
 def discard(path: Path) -> None:
