@@ -206,12 +206,9 @@ def wide_marks(text: str) -> str:
     written = "".join(value for value in values if not os.path.exists(value))
     if text.startswith("data: no file matches"):
         written += text
-    found: dict[str, list[str]] = {}  # {what is meant: what is written}
-    for wide in dict.fromkeys(WIDE.findall(text)):
-        if wide in written:
-            found.setdefault(narrow(wide), []).append(wide)
-    questions = [f"{' and '.join(wide)} for {mark}" for mark, wide in found.items()]
-    return f" (is {', '.join(questions)} intended?)" if questions else ""
+    found = [wide for wide in dict.fromkeys(WIDE.findall(text)) if wide in written]
+    questions = ", ".join(f"{wide} for {narrow(wide)}" for wide in found)
+    return f" (is {questions} intended?)" if questions else ""
 
 
 def narrow(wide: str) -> str:

@@ -931,7 +931,5 @@ def lock(out: Path) -> None:
 def is_locked_here(out: Path) -> bool:
     """Return whether `out` is the directory that this process has locked."""
     # Not a new one in its place: a user may have moved the run.
-    if out.resolve() not in LOCKS or not out.exists():
-        return False
-    _, directory = LOCKS[out.resolve()]
-    return os.path.samestat(directory, os.stat(out))
+    _, directory = LOCKS.get(out.resolve(), (None, None))
+    return bool(directory) and out.exists() and os.path.samestat(directory, os.stat(out))

@@ -433,11 +433,11 @@ class StopSignal:
     # Before `begin` a signal ends the process at once, and so does a second Ctrl-C. (A save that is
     # being written is completed.)
     def __init__(self) -> None:
-        self.begun = self.received = False
+        self.begun = False
         # 128 + the signal's number, as shells have it. SIGTERM's for a rank that stops because
         # another one received a signal.
         self.exit_code = 128 + signal.SIGTERM
-        self._received_at = 0.0
+        self.received_at: float | None = None  # seconds, the first one
         for name in self.NAMES:
             number = getattr(signal, name, None)
             if number is None:
@@ -448,7 +448,7 @@ class StopSignal:
 
     def __call__(self) -> bool:
         """Return whether this rank has received a signal."""
-        return self.received
+        return self.received_at is not None
 
     def begin(self) -> None:
         """Let signals wait for a step to end, from now on."""
@@ -459,12 +459,11 @@ class StopSignal:
             raise Stopped(number)
         # A terminal sends Ctrl-C to every process and torchrun sends it again, so a second one
         # counts only after two seconds.
-        if not self.received:
-            self.received, self.exit_code = True, 128 + number
-            self._received_at = time.monotonic()
+        if self.received_at is None:
+            self.received_at, self.exit_code = time.monotonic(), 128 + number
             if number == signal.SIGINT and rank() == 0:
                 # Not print, which must not run within another print. Ctrl-C ends a `| tee`, too.
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
-        elif number == signal.SIGINT and time.monotonic() - self._received_at > 2:
+        elif number == signal.SIGINT and time.monotonic() - self.received_at > 2:
             raise KeyboardInterrupt
