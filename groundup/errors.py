@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,18 +26,12 @@ from typing import TextIO
 
 # control characters without tab and newline, and marks that reverse the direction of text
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-WIDE_MARKS = {  # of Chinese typing, and curly quotes: what was meant
-    "\u201c": '"',
-    "\u201d": '"',
-    "\u2018": "'",
-    "\u2019": "'",
-    "\uff0c": ",",
-    "\uff1a": ":",
-    "\uff1b": ";",
-    "\uff1d": "=",
-}
-WIDE_DIGITS = {0xFF10 + digit: str(digit) for digit in range(10)} | {0xFF0E: ".", 0xFF0D: "-"}
-WIDE_NUMBER = re.compile("[\uff0d\uff0e.0-9]*[\uff10-\uff19][\uff0d\uff0e.0-9\uff10-\uff19]*")
+QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")  # curly ones
+# Curly quotes; the marks , : ; = and the numbers of Chinese typing, which are as wide as a letter
+WIDE = re.compile(
+    "[\u201c\u201d\u2018\u2019\uff0c\uff1a\uff1b\uff1d]"
+    "|[\uff0d\uff0e.0-9]*[\uff10-\uff19][\uff0d\uff0e.0-9\uff10-\uff19]*"
+)
 OLDEST_PYTHON = (3, 11)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
@@ -211,15 +206,14 @@ def wide_marks(text: str) -> str:
     written = "".join(value for value in values if not os.path.exists(value))
     if text.startswith("data: no file matches"):
         written += text
-    found: dict[str, list[str]] = {}
-    for wide, mark in WIDE_MARKS.items():
-        if wide in text and wide in written:
-            found.setdefault(mark, []).append(wide)
-    for number in WIDE_NUMBER.findall(text):
-        if number in written:
-            found[number.translate(WIDE_DIGITS)] = [number]
-    questions = [f"{' and '.join(wide)} for {mark}" for mark, wide in found.items()]
-    return f" (is {', '.join(questions)} intended?)" if questions else ""
+    found = [wide for wide in dict.fromkeys(WIDE.findall(text)) if wide in written]
+    questions = ", ".join(f"{wide} for {narrow(wide)}" for wide in found)
+    return f" (is {questions} intended?)" if questions else ""
+
+
+def narrow(wide: str) -> str:
+    """Return the marks and digits of a keyboard without Chinese."""
+    return unicodedata.normalize("NFKC", wide).translate(QUOTES)
 
 
 def json_fault(error: Exception, line: int = 1, begin: int = 0) -> str:
@@ -237,7 +231,7 @@ def json_fault(error: Exception, line: int = 1, begin: int = 0) -> str:
     mark = text[at : at + 1]
     if error.msg.startswith("Unterminated"):  # its end may be a curly quote
         mark = "\u201d" if "\u201d" in text[at:] else ""
-    question = f" (is {mark} for {WIDE_MARKS[mark]} intended?)" if mark in WIDE_MARKS else ""
+    question = f" (is {mark} for {narrow(mark)} intended?)" if WIDE.fullmatch(mark) else ""
     return f"{error.msg.removesuffix(' at')} {place}{question}"
 
 

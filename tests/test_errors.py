@@ -55,7 +55,7 @@ def test_a_mark_of_chinese_typing_is_named(monkeypatch, tmp_path):
         return errors.line_of(errors.UserError(text))
 
     said_of = said("--data_dir=\u201cdata/x\u201d", "data: no directory \u201cdata/x\u201d")
-    assert said_of == 'data: no directory “data/x” (is “ and ” for " intended?)'
+    assert said_of == 'data: no directory “data/x” (is “ for ", ” for " intended?)'
     assert said("--a=x，y", "no file x，y").endswith("no file x，y (is ， for , intended?)")
     assert said("--a=x", "no text x，y") == "no text x，y"  # which the command does not have
     assert said("", "data: no file matches 'x，y'").endswith("(is ， for , intended?)")  # of a config

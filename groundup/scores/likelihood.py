@@ -24,10 +24,10 @@ class Scored(NamedTuple):
 def split_over_ranks(n: int, work: Callable[[range], Iterable]) -> list:
     """Return the results for n items, all of them on all ranks. `work` gets a rank's own items
     and gives theirs."""
-    # Each result keeps its number, so the order is that of the items.
     own = ranks.own_part(n)
-    found = ranks.merged(dict(zip(own, work(own), strict=True)))
-    return [found[i] for i in range(n)]
+    found = dict(zip(own, work(own), strict=True))  # by number, so the order is that of the items
+    of_all = {i: one for theirs in ranks.gather_objects(found) for i, one in theirs.items()}
+    return [of_all[i] for i in range(n)]
 
 
 @torch.no_grad()

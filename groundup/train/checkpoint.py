@@ -23,6 +23,7 @@ Opening a checkpoint never runs code: weights are safetensors, state is plain da
 
 import dataclasses
 import gc
+import math
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
@@ -66,13 +68,15 @@ NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for thi
 START_OVER = "start over with --resume=never --overwrite=True"
 
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
+HIDDEN = re.compile(r"\.(latest|best2?|step_\d+)\.(tmp|old)\d*")  # left by a kill, see clear_name
 OWN_FILES = re.compile(
-    r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
-    r"|\.?latest|\.?best2?|\.?step_\d+)(\.(tmp|old)\d*)?"
+    r"(config\.py|log\.jsonl|reference\.safetensors|README\.md)(\.tmp)?|events\.out\.tfevents.*"
+    rf"|latest|best2?|step_\d+|{HIDDEN.pattern}"
 )
+# In the directory of a model, or of prepared data. All other names may stay beside a run.
+NOT_OF_A_RUN = ("adapter_config.json", "config.json", "manifest.json")
 # Users have files of these names too. A run's own have this in their first line.
 FIRST_LINES = {"config.py": b"'Resolved configuration", "README.md": b": a run of "}
-HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see clear_name
 
 # ---- checkpoints on the disk ---------------------------------------------------------------------
 # Three functions choose one: `resolve` by the setting init_from, `newest_run` if it is empty
@@ -105,10 +109,11 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
     # A bad disk, or a copy that was cut short, costs the newest one; then the one before is used.
     paths = step_dirs(Path(out_dir))
     for path in reversed(paths):
-        problem = damage(path)
-        if not problem:
+        try:
+            check_bytes(path)
             return path
-        report(f"{problem}; trying the checkpoint before it")
+        except UserError as error:
+            report(f"{error}; trying the checkpoint before it")
     # Not None: a new run would overwrite what may still be rescued.
     if paths:
         fail(f"all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir")
@@ -132,15 +137,6 @@ def check_bytes(step_dir: Path) -> None:
             fail(f"{path} is damaged, its checksum is not the one in checksums.json")
 
 
-def damage(step_dir: Path) -> str:
-    """Return what check_bytes finds, "" if the checkpoint is whole."""
-    try:
-        check_bytes(step_dir)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 @ranks.on_rank_0
 def resolve(directory: str | Path, key: str = "init_from") -> Path:
     """Return the model directory that is meant: itself, or a run's newest checkpoint.
@@ -152,22 +148,20 @@ def resolve(directory: str | Path, key: str = "init_from") -> Path:
     if not path.is_dir():
         fail(f"{key}={str(directory)!r}: {why_no_model(path, key)}")
 
-    # A model directory itself, or else a run.
+    # A model directory itself, or else a run
+    unchecked = [path]
     model_files = ("adapter_config.json", "config.json", "checksums.json")
-    if any((path / name).exists() for name in model_files):
-        unchecked = [path]
-    else:
-        unchecked = []  # find_latest compares checksums
-        path = find_latest(path)
+    if not any((path / name).exists() for name in model_files):
+        unchecked, path = [], find_latest(path)  # which compares checksums
         if path is None:
             hint = "".join(f"; give {p}" for p in Path(directory).glob("snapshots/*"))  # of the hub
             fail(f"{directory} holds no checkpoint: no config.json, no step_*{hint}")
 
-    # An adapter without its base should show now.
+    # An adapter without its base should show now. Models of other programs have no checksums.
     if huggingface.is_adapter(path):
         unchecked.append(huggingface.base_of(path))
     for part in unchecked:
-        if (part / "checksums.json").exists():  # not of other programs
+        if (part / "checksums.json").exists():
             check_bytes(part)
     return path
 
@@ -191,16 +185,13 @@ def why_no_model(path: Path, key: str) -> str:
 
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
     """Return the run below `root` that saved last: of models of text, or of reward models."""
-    # {run: when it saved last}. Checksums are written at the end of a save.
-    saved = {}
-    # A reward model's config.json names its kind. An adapter, which writes text, has none.
-    for sums in Path(root).glob("[!.]*/step_*/checksums.json"):
+    saves = Path(root).glob("[!.]*/step_*/checksums.json")  # written at the end of a save
+    for sums in sorted(saves, key=lambda path: path.stat().st_mtime, reverse=True):
+        # A reward model's config.json names its kind. An adapter, which writes text, has none.
         config = huggingface.config_path(sums.parent)
         if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:
-            saved[sums.parent.parent] = max(sums.stat().st_mtime, saved.get(sums.parent.parent, 0))
-    if not saved:
-        fail(f"no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR")
-    return max(saved, key=saved.get)
+            return sums.parent.parent
+    fail(f"no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR")
 
 
 def read_state(path: Path) -> dict:
@@ -251,6 +242,7 @@ def choose(config: dict) -> Path | None:
     if (out / ".lock").exists() or (out / "log.jsonl").exists():
         lock(out)
     used = bool(run_files(out))
+    path = None
     if resume == "never":
         # The run that is there is deleted. The user says so, and this run does not start from it.
         text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
@@ -259,22 +251,20 @@ def choose(config: dict) -> Path | None:
         inside = source and Path(source).resolve().is_relative_to(out.resolve())
         text = f"init_from={source!r} lies in the out_dir that overwrite=True deletes"
         refuse(used and inside, text)
-        check_nothing_foreign(out)
-        return None
-
-    # Another stage's run, or files of the user, are not ours to continue.
-    path = None
-    if used:
-        check_stage(out, Path(sys.argv[0]).resolve().name)
-        repair(out)
-    if step and not is_restarted():
-        path = find_step(out, step, config["overwrite"])
-    elif used:
-        path = find_latest(out)
+    else:
+        script, other = Path(sys.argv[0]).resolve().name, script_of(out / "config.py")
+        text = f"{out} is a run of {other}; use another out_dir for {script}"
+        refuse(used and other and other != script, text)
+        if used:
+            repair(out)
+        if step and not is_restarted():
+            path = find_step(out, step, config["overwrite"])
+        else:
+            path = find_latest(out)
     if path is None:
         refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
         check_nothing_foreign(out)
-        if (out / "log.jsonl").exists():
+        if resume != "never" and (out / "log.jsonl").exists():
             print(f"{out} has no checkpoint, so the run begins anew", flush=True)
     return path
 
@@ -349,13 +339,9 @@ def check_continues(
     path: Path, state: dict, config: dict, model_config: ModelConfig, data_record: dict
 ) -> None:
     """Raise UserError unless the run can continue exactly."""
-    # The same samples, ...
     check_data(path, state["data"], data_record, state["step"])
-    # ... the same model.py, ...
-    check_same_computation(path)
-    # ... the same model (another corpus may have brought another vocab_size), ...
-    check_architecture(path, model_config)
-    # ... the same parameters, and adapters of the same size.
+    check_model(path, model_config)
+    # The same parameters, and adapters of the same size
     before = state["config"]
     keys = ["trainable"]
     if "lora" in config["trainable"]:
@@ -381,22 +367,19 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
     refuse(differ, f"{path} was trained with {', '.join(details)}; {ways}")
 
 
-def check_same_computation(path: Path) -> None:
-    """Raise UserError unless model.py computes what it did when this checkpoint was saved."""
+def check_model(path: Path, wanted: ModelConfig) -> None:
+    """Raise UserError unless model.py and the settings make the model of a checkpoint."""
     file = huggingface.config_path(path)
-    saved = read_json(file)
-    if not is_as_saved(saved, read_config(saved, file)):
+    values = read_json(file)
+    saved = read_config(values, file)
+    if not is_as_saved(values, saved):
         what = f"{path} is of a model.py that computed something else; put that model.py back"
         fail(f"{what}, use another out_dir, or {START_OVER}")
-
-
-def check_architecture(path: Path, wanted: ModelConfig) -> None:
-    """Raise UserError unless the checkpoint has the architecture that the settings ask for."""
-    # Name all sizes that differ, not the first one alone.
-    saved, differ = huggingface.load_config(path), []
+    # Name all sizes that differ, not the first one alone. Another corpus may have brought another
+    # vocab_size. Dropout holds no weights, so it may change.
+    differ = []
     for field in dataclasses.fields(wanted):
         was, asked = getattr(saved, field.name), getattr(wanted, field.name)
-        # Dropout holds no weights, so it may change.
         if field.compare and field.name != "dropout" and was != asked:
             differ.append(f"{field.name}={was} (asked {asked})")
     text = f"{path} has another architecture: {', '.join(differ)}"
@@ -481,17 +464,14 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
 def delete_overwritten(out: Path, config: dict, steps_done: int) -> None:
     """Delete what overwrite=True gives up. `find` has looked at what is there."""
     # With resume='never' it is the run ...
-    for name in run_files(out) if resume_mode(config) == "never" else ():
-        path = out / name
-        if path.is_dir() and not path.is_symlink():
-            discard(path)
-        else:
-            path.unlink()
+    if resume_mode(config) == "never":
+        for name in run_files(out):
+            discard(out / name)
     # ... and with resume_from the steps after it, with the card that tells of them.
-    later = [path for path in step_dirs(out) if steps_done and step_of(path) > steps_done]
-    if later and config["resume_from"] and not is_restarted():
-        if made_by_a_run(out / "README.md"):
-            (out / "README.md").unlink()
+    elif config["resume_from"] and not is_restarted():
+        later = [path for path in step_dirs(out) if step_of(path) > steps_done]
+        if later and made_by_a_run(out / "README.md"):
+            discard(out / "README.md")
         for path in reversed(later):
             print(f"deleting {path}, a step after resume_from", flush=True)
             discard(path)
@@ -532,24 +512,20 @@ def restore(
             scaler.load_state_dict(state["scaler"])
         ddp.n_updates = state["n_updates"]
         ddp.skipped.copy_(torch.tensor(state["skipped"]))
-        restore_rank(path, model, getattr(ddp, "hook", None))
+
+        # What is a rank's own. One that the saved run did not have keeps its seed from above.
+        own_file, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
+        if own_file.exists():
+            set_rng_state(read_state(own_file)["rng"], next(model.parameters()).device)
+        # With another number of ranks each takes the mean of all errors, see powersgd.py.
+        if isinstance(hook := getattr(ddp, "hook", None), PowerSGD):
+            same = len(saved_ranks) == ranks.world_size()
+            states = [read_state(file) for file in ([own_file] if same else saved_ranks)]
+            hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in states])
 
     # What exists now stays until the end: the garbage collector need not look at it again.
     gc.collect()
     gc.freeze()
-
-
-def restore_rank(path: Path, model: Transformer, hook: Any) -> None:
-    """Restore what differs between ranks: random generators, and the errors of PowerSGD."""
-    own_file, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
-    # A rank that the saved run did not have keeps the seed that `restore` gave it.
-    if own_file.exists():
-        set_rng_state(read_state(own_file)["rng"], next(model.parameters()).device)
-    # With another number of ranks each takes the mean of all errors, see powersgd.py.
-    if isinstance(hook, PowerSGD):
-        same = len(saved_ranks) == ranks.world_size()
-        states = [read_state(file) for file in ([own_file] if same else saved_ranks)]
-        hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in states])
 
 
 # ---- save ----------------------------------------------------------------------------------------
@@ -614,32 +590,13 @@ class Saver:
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
-        content = self._content(step, model, ddp, opt, scaler, extra or {})
-        copied = self.memory.copy(content, next(model.parameters()).device)
-        # From here on training may change all tensors: the thread writes the copies, and reads of
-        # the model only its architecture.
-        self.pending.append(self.pool.submit(self._write, step, model, copied))
-        # A run that cannot save ends now, not at its second save.
-        if not self.newest_step:
-            self.wait()
-
-    def _content(
-        self,
-        step: int,
-        model: Transformer,
-        ddp: Any,
-        opt: Any,
-        scaler: torch.amp.GradScaler,
-        extra: dict,
-    ) -> dict[str, dict]:
-        """Return what this rank saves, not copied: weights, state (on rank 0), rank_state."""
         # Rank 0 writes the model and the training state. With FSDP and ZeRO-1 the others send it
         # their parts, so all ranks make these calls.
-        is_main = ranks.rank() == 0
-        content: dict[str, dict] = {}
+        is_main, device = ranks.rank() == 0, next(model.parameters()).device
         sharded = isinstance(ddp, fsdp.FSDP)
         weights = ddp.whole_weights() if sharded else self.model_format.stored_weights(model)
         optimizer = opt.state_dict(keep=is_main)
+        content: dict[str, dict] = {}
         if is_main:
             content["weights"] = weights
             content["train_state"] = {
@@ -651,14 +608,21 @@ class Saver:
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
                 "scaler": scaler.state_dict(),
-                **extra,
+                **(extra or {}),
             }
         # Each rank has its own random generators and, with PowerSGD, compression errors.
-        content["rank_state"] = {"rng": rng_state(next(model.parameters()).device)}
+        content["rank_state"] = {"rng": rng_state(device)}
         hook = getattr(ddp, "hook", None)
         if isinstance(hook, PowerSGD):
             content["rank_state"]["powersgd"] = hook.state_dict()
-        return content
+
+        # Once copied, training may change all tensors: the thread writes the copies, and reads of
+        # the model only its architecture.
+        copied = self.memory.copy(content, device)
+        self.pending.append(self.pool.submit(self._write, step, model, copied))
+        # A run that cannot save ends now, not at its second save.
+        if not self.newest_step:
+            self.wait()
 
     def tidy(self) -> None:
         """Update links and remove steps by the evaluations in the log. Call after an evaluation."""
@@ -669,7 +633,7 @@ class Saver:
         """Wait for what the thread has to do."""
         # All ranks have the same work under way, in the same order.
         while self.pending:
-            ranks.wait_together(self.pending[0], self.config["timeout_s"])
+            ranks.wait_together(self.pending[0])
             # raises what `_write` raised: LostRank, or UserError if the first save failed
             self.pending.pop(0).result()
 
@@ -702,10 +666,8 @@ class Saver:
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
-            if ranks.rank() > 0:
-                own = [copied["rank_state"]]
-                ranks.issue("send state", dist.send_object_list, own, 0, group=self.group)
-            for _ in rank_states:  # after an error: receive what the others send all the same
+            # The others send their state here. After an error rank 0 receives what is still sent.
+            for _ in rank_states:
                 pass
             problem = ranks.gather_objects(problem, self.group)[0]
 
@@ -740,9 +702,10 @@ class Saver:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
 
     def _rank_states(self, own: dict) -> Iterator[dict]:
-        """Yield the state of each rank, on rank 0. The others send theirs in `_write`."""
+        """Yield the state of each rank, on rank 0. The others send theirs and yield nothing."""
         # One after the other: with PowerSGD each is as large as the gradients.
         if ranks.rank() > 0:
+            ranks.issue("send state", dist.send_object_list, [own], 0, group=self.group)
             return
         yield own
         for other in range(1, ranks.world_size()):
@@ -771,25 +734,26 @@ class HostMemory:
 
         device: the model's."""
         last, self.buffers = iter(self.buffers), []
-        return self._copy(value, last, device)
 
-    def _copy(self, value: Any, last: Iterator[Tensor], device: torch.device) -> Any:
-        if isinstance(value, dict):
-            return {key: self._copy(item, last, device) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)([self._copy(item, last, device) for item in value])
-        # Of a model on a GPU a tensor in host memory was made for this save: gathered, or a random
-        # state. Of a model on a CPU it may be the weights, which training goes on to change.
-        is_copy = isinstance(value, Tensor) and device.type != "cpu" and value.device.type == "cpu"
-        if is_copy or not isinstance(value, Tensor):
-            return value
-        # The memory of the tensor that had this place last time. From a GPU page-locked memory is
-        # several times faster.
-        buffer = next(last, None)
-        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        self.buffers.append(buffer)
-        return buffer.copy_(value)
+        def copy_of(item: Any) -> Any:
+            if isinstance(item, dict):
+                return {key: copy_of(value) for key, value in item.items()}
+            if isinstance(item, list | tuple):
+                return type(item)(map(copy_of, item))
+            # Of a model on a GPU a tensor in host memory was made for this save: gathered, or a
+            # random state. Of a model on a CPU it may be the weights, which training changes.
+            in_use = isinstance(item, Tensor) and device.type in ("cpu", item.device.type)
+            if not in_use:
+                return item
+            # The memory of the tensor that had this place last time. From a GPU page-locked memory
+            # is several times faster.
+            buffer = next(last, None)
+            if buffer is None or (buffer.shape, buffer.dtype) != (item.shape, item.dtype):
+                buffer = torch.empty(item.shape, dtype=item.dtype, pin_memory=item.is_cuda)
+            self.buffers.append(buffer)
+            return buffer.copy_(item)
+
+        return copy_of(value)
 
 
 # ---- the files of a save -------------------------------------------------------------------------
@@ -816,9 +780,8 @@ def commit(temp: Path, final: Path) -> None:
     # On the disk before it has the name, or a power cut could leave empty files with it.
     for path in (*temp.rglob("*"), temp):
         sync(path)
-    # If there is a step of this number it is damaged: the run was resumed from an earlier one
-    # and has come to it again. After a kill between the two renames `repair` puts the
-    # old one back.
+    # If there is a step of this number it is damaged: the run was resumed from an earlier one, and
+    # has come to it again.
     old = final.rename(clear_name(final, "old")) if final.exists() else None
     temp.rename(final)
     sync(final.parent)
@@ -834,21 +797,18 @@ def tidy_run_dir(out: Path, newest_step: int, keep_last: int, val_losses: dict[i
     steps = [path for path in step_dirs(out) if step_of(path) <= newest_step]
     if not steps:
         return
-    # Which two are the best?
-    evaluated = [path for path in steps if step_of(path) in val_losses]
-    # Sorting is stable: of equal losses the earlier is better.
-    ranking = sorted(evaluated, key=lambda path: val_losses[step_of(path)])
+    losses = {path: val_losses[step_of(path)] for path in steps if step_of(path) in val_losses}
     # Losing the log must not lose the best checkpoint: its link still names it.
-    linked = (out / BEST[0]).resolve().name
-    forgotten = [path for path in steps if path.name == linked and path not in evaluated]
-    for path in forgotten:
-        text = f"log.jsonl has no evaluation of {path.name}, so {out}/best stays there"
+    linked = out / (out / BEST[0]).resolve().name
+    if linked in steps and linked not in losses:
+        text = f"log.jsonl has no evaluation of {linked.name}, so {out}/best stays there"
         say(f"warning: {text}; remove this link to choose by the log")
-    best = (forgotten + ranking)[: len(BEST)]
+        losses[linked] = -math.inf
+    # Sorting is stable: of equal losses the earlier is better.
+    best = sorted(losses, key=losses.get)[: len(BEST)]
     with housekeeping("put the log on the disk"):
         sync(out / "log.jsonl")  # what is removed below follows from it
-    absent = [None] * (len(BEST) - len(best))
-    for link, target in zip(LINKS, [steps[-1], *best, *absent], strict=True):
+    for link, target in zip_longest(LINKS, [steps[-1], *best]):
         with housekeeping("update the links latest, best and best2"):
             point(out / link, target)
     for path in steps[:-keep_last] if keep_last else []:
@@ -865,21 +825,16 @@ def point(link: Path, target: Path | None) -> None:
     temp = clear_name(link, "tmp")
     # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
-    try:
-        temp.replace(link)
-    except OSError:
-        temp.unlink()
-        raise
+    temp.replace(link)
 
 
-def discard(directory: Path) -> None:
-    """Remove a directory of a run, of a link to one on another disk the link."""
-    if directory.is_symlink():
-        directory.unlink()
+def discard(path: Path) -> None:
+    """Remove a file or directory of a run; of a link to a step on another disk only the link."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
         return
     # Renamed first: a half removed step must not look finished.
-    hidden = directory.name.startswith(".")
-    temp = directory if hidden else directory.rename(clear_name(directory, "tmp"))
+    temp = path if path.name.startswith(".") else path.rename(clear_name(path, "tmp"))
     with housekeeping("remove old checkpoints"):
         shutil.rmtree(temp)
 
@@ -888,11 +843,17 @@ def discard(directory: Path) -> None:
 
 
 def run_files(out: Path) -> list[str]:
-    """Return the names in `out` that a run writes."""
-    # A config.py or README.md in the way counts only if its first line is a run's.
-    names = os.listdir(out) if out.exists() else []
-    own = [name for name in names if OWN_FILES.fullmatch(name)]
-    return sorted(name for name in own if name not in FIRST_LINES or made_by_a_run(out / name))
+    """Return the names in `out` that are a run's; the others are the user's."""
+    names = [name for name in os.listdir(out) if OWN_FILES.fullmatch(name)] if out.exists() else []
+    # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
+    # other files; if there are none of these, even a step_* or a latest is somebody else's.
+    begun = made_by_a_run(out / "config.py") or (out / "log.jsonl").exists()
+    if not (begun or any(out.glob("step_*/checksums.json"))):
+        # A killed run has left what is hidden or temporary. A reference may be a copy, so that it
+        # is not computed again: dpo.py checks it.
+        left = re.compile(r"\..*|.*\.tmp|reference\.safetensors")
+        names = [name for name in names if left.fullmatch(name)]
+    return sorted(name for name in names if name not in FIRST_LINES or made_by_a_run(out / name))
 
 
 def made_by_a_run(path: Path) -> bool:
@@ -903,31 +864,12 @@ def made_by_a_run(path: Path) -> bool:
         return FIRST_LINES[path.name] in file.readline(1000)
 
 
-def check_stage(out: Path, script: str) -> None:
-    """Raise UserError if another script's run is in `out`."""
-    other = script_of(out / "config.py")
-    if other and other != script:
-        raise UserError(f"config: {out} is a run of {other}; use another out_dir for {script}")
-
-
 def check_nothing_foreign(out: Path) -> None:
     """Raise UserError if a new run would write over a file of the user, or into a model."""
-    # Of a model, of prepared data, or the user's own under a name that a run writes. All other
-    # names may stay.
-    suspects = ["adapter_config.json", "config.json", "manifest.json"]
-    suspects += [name for name in FIRST_LINES if not made_by_a_run(out / name)]
-    # If no run has begun here, even a step_* or a latest is somebody else's. (A run begins with
-    # config.py; a kill during the deletions of overwrite=True may leave only other files.)
-    begun = made_by_a_run(out / "config.py") or any(out.glob("step_*/checksums.json"))
-    if not (begun or (out / "log.jsonl").exists()):
-        # A hidden or temporary file is what a killed run has left. A reference may be a copy, so
-        # that it is not computed again: dpo.py checks it.
-        own = [name for name in run_files(out) if name[0] != "." and not name.endswith(".tmp")]
-        suspects += [name for name in own if name != "reference.safetensors"]
-    foreign = [name for name in sorted(suspects) if (out / name).exists()]
-    if foreign:
-        text = f"{out} holds {foreign[0]!r}, which no run made; use another out_dir"
-        raise UserError(f"config: {text}")
+    own = run_files(out)
+    for name in sorted(os.listdir(out)) if out.exists() else ():
+        is_foreign = name in NOT_OF_A_RUN or (OWN_FILES.fullmatch(name) and name not in own)
+        refuse(is_foreign, f"{out} holds {name!r}, which no run made; use another out_dir")
 
 
 def repair(out: Path) -> None:
@@ -935,38 +877,28 @@ def repair(out: Path) -> None:
     for name in LINKS:
         with housekeeping("turn copies of checkpoints into links again"):
             link_again(out / name)
-    for path in list(out.iterdir()):
-        found = HIDDEN.fullmatch(path.name)
-        if found and found[2] == "old" and not (out / found[1]).exists():
-            path.rename(out / found[1])  # a step that was about to be replaced
-        elif found:
+    for name in os.listdir(out):
+        if HIDDEN.fullmatch(name):
             with housekeeping("remove what a killed save has left"):
-                discard(path)
+                discard(out / name)
 
 
 def link_again(link: Path) -> None:
-    """Replace a copy of a checkpoint by a link to it: `cp -rL` and object stores copy what links
-    lead to.
+    """Put a copy of a checkpoint in the place of its step, and a link to it where the copy was.
 
-    If the step itself is absent or damaged, the copy becomes the step. What is no whole checkpoint
-    stays."""
-    sums = link / "checksums.json"
-    if link.is_symlink() or not sums.is_file():
+    `cp -rL` and object stores copy what links lead to. A copy that is damaged stays."""
+    if link.is_symlink() or not (link / "checksums.json").is_file():
         return
-    # Of a damaged train_state.pt, or one without a step, nothing can be said: it stays.
-    with suppress(UserError, KeyError, TypeError):
+    # A state without a step is of no run; the step of this number may be of another one.
+    with suppress(ValueError, KeyError, TypeError):  # a UserError is a ValueError
+        check_bytes(link)
         step = step_path(link.parent, read_state(link / "train_state.pt")["step"])
-        original = step / sums.name
-        same = original.is_file() and original.read_bytes() == sums.read_bytes()
-        if step.exists() and not same:  # of another run, perhaps
-            return
-        if step.exists() and not damage(step):
-            discard(link)
-        else:
-            check_bytes(link)
-            if step.exists():
-                discard(step)
-            link.rename(step)
+        if step.exists():
+            sums = [(path / "checksums.json").read_bytes() for path in (step, link)]
+            if sums[0] != sums[1]:
+                return
+            discard(step)
+        link.rename(step)
         link.symlink_to(step.name, target_is_directory=True)
 
 
@@ -999,7 +931,5 @@ def lock(out: Path) -> None:
 def is_locked_here(out: Path) -> bool:
     """Return whether `out` is the directory that this process has locked."""
     # Not a new one in its place: a user may have moved the run.
-    if out.resolve() not in LOCKS or not out.exists():
-        return False
-    _, directory = LOCKS[out.resolve()]
-    return os.path.samestat(directory, os.stat(out))
+    _, directory = LOCKS.get(out.resolve(), (None, None))
+    return bool(directory) and out.exists() and os.path.samestat(directory, os.stat(out))

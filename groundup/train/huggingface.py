@@ -630,7 +630,7 @@ def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> 
 
     With FSDP it is called on all ranks, because each reads its own rows."""
     runs_here = ranks.rank() == 0 or ranks.is_sharded(model)
-    ranks.run_on(runs_here, load, (model, *args), {})
+    ranks.run_on(runs_here, load, model, *args)
 
 
 @torch.no_grad()

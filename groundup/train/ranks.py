@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 import uuid
 import zlib
@@ -30,7 +29,6 @@ import torch.distributed as dist
 # after init() that would keep the group's threads alive at exit, and they would abort the process.
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 from groundup.errors import LostRank, Stopped, UserError
 from groundup.train.device import choose_device
@@ -133,13 +131,11 @@ def interface_to(address: str) -> str:
     table = Path("/proc/net/route")  # Linux: a line per route, with net and mask in hexadecimal
     lines = table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []
     target = int.from_bytes(socket.inet_aton(address), "little")
-    # As the system routes a packet: of all nets that hold the address, by the narrowest.
-    best, interface = -1, ""
+    routes = []  # (bits of the mask, interface) of all nets that hold the address
     for name, net, *_, mask, _, _, _ in map(str.split, lines):
-        n_bits = int(mask, 16).bit_count()
-        if target & int(mask, 16) == int(net, 16) and n_bits > best:
-            best, interface = n_bits, name
-    return interface
+        if target & int(mask, 16) == int(net, 16):
+            routes.append((int(mask, 16).bit_count(), name))
+    return max(routes, default=(0, ""))[1]  # the narrowest net, as the system routes a packet
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
@@ -159,39 +155,30 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
         store.set(f"ddp/confirmed/{prefix}/{world.rank}", "")
         return dist.PrefixStore(prefix, store)
 
-    # A word may be a dead rank's until the new one posts its own, so answer again and again.
     deadline = time.monotonic() + timeout_s
-    missing = list(range(1, world.world_size))
-    while missing:
-        for other in missing:
+    for other in range(1, world.world_size):
+        # Its word may be a dead rank's until the new one posts its own, so answer again and again.
+        while not store.check([f"ddp/confirmed/{word}/{other}"]):
             if store.check([f"ddp/word/{other}"]):
                 their_word = store.get(f"ddp/word/{other}").decode()
                 store.set(f"ddp/prefix/{their_word}", word)
-        time.sleep(0.01)  # seconds
-        missing = [other for other in missing if not store.check([f"ddp/confirmed/{word}/{other}"])]
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"rank {missing[0]} has not come within {timeout_s:.0f} s")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {other} has not come within {timeout_s:.0f} s")
+            time.sleep(0.005)  # seconds
     return dist.PrefixStore(word, store)
 
 
 def open_store(world_size: int, is_host: bool, timeout_s: float) -> dist.Store:
     """Return the store at MASTER_ADDR and MASTER_PORT."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    result: futures.Future = futures.Future()
-
-    def connect() -> None:
-        wait = timedelta(seconds=timeout_s)
-        try:
-            # meeting_place waits for the others, and knows who is missing
-            store = dist.TCPStore(address, port, world_size, is_host, wait, wait_for_workers=False)
-            result.set_result(store)
-        except Exception as error:
-            result.set_exception(error)
-
+    wait = timedelta(seconds=timeout_s)
     # In a thread, because another program at this port may never answer, and torch would wait.
-    threading.Thread(target=connect, daemon=True).start()
+    # meeting_place, not torch, waits for the other ranks, and knows who is missing.
+    thread = futures.ThreadPoolExecutor(1)
+    args = (address, port, world_size, is_host, wait)
+    store = thread.submit(dist.TCPStore, *args, wait_for_workers=False)
     try:
-        return result.result(timeout_s + 1)
+        return store.result(timeout_s + 1)
     except (TimeoutError, RuntimeError) as error:
         # torch's own words, if this rank could not listen
         if is_host and str(error):
@@ -249,15 +236,15 @@ def on_rank_0(function: Callable) -> Callable:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return run_on(rank() == 0, function, args, kwargs)[0]
+        return run_on(rank() == 0, function, *args, **kwargs)
 
     return call
 
 
-def run_on(runs_here: bool, function: Callable, args: tuple, kwargs: dict) -> list[Any]:
-    """Call function(*args, **kwargs) on the ranks where `runs_here`; return the results by rank.
+def run_on(runs_here: bool, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call function(*args, **kwargs) on the ranks where `runs_here`; all return rank 0's result.
 
-    The result of the other ranks is None. All ranks call it; if one raises a UserError, all do."""
+    All ranks call it; if one raises a UserError, all do."""
     result, problem = None, ""
     if runs_here:
         try:
@@ -269,7 +256,7 @@ def run_on(runs_here: bool, function: Callable, args: tuple, kwargs: dict) -> li
     for _, problem in outcomes:
         if problem:
             raise UserError(problem)
-    return [result for result, _ in outcomes]
+    return outcomes[0][0]
 
 
 # ---- collectives: all ranks call them, in the same order -----------------------------------------
@@ -319,11 +306,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     values = [None] * world_size()  # filled below
     issue("gather_objects", dist.all_gather_object, values, value, group=group)
     return values
-
-
-def merged(mine: dict) -> dict:
-    """Return the entries of all ranks' dicts in one dict."""
-    return {key: value for theirs in gather_objects(mine) for key, value in theirs.items()}
 
 
 def check_equal(mine: dict) -> None:
@@ -405,28 +387,16 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
     return check
 
 
-def wait_together(future: futures.Future, timeout_s: float) -> None:
-    """Wait for work in a thread, such as a save, that every rank waits for.
+def wait_together(future: futures.Future) -> None:
+    """Wait for work in a thread, such as a save, on every rank. It may take any time.
 
-    It may take any time. Raise LostRank if for `timeout_s` seconds another rank has given no sign
-    that it waits, too."""
-    # Every rank posts its clock in the store. Clocks of machines differ, so what counts is how long
-    # a rank's entry has not changed, by our clock.
-    last_seen: dict[int, tuple[bytes, float]] = {}  # {rank: (what it posted last, our clock)}
-    pause_s = min(1, timeout_s / 4)
-    while dist.is_initialized() and not futures.wait([future], timeout=pause_s).done:
-        now = time.monotonic()
-        with named_errors("wait for a save"):
-            store = _get_default_store()
-            store.set(f"ddp/waiting/{rank()}", str(now))
-            for other in range(world_size()):
-                key = f"ddp/waiting/{other}"
-                posted = store.get(key) if store.check([key]) else b""
-                if other not in last_seen or last_seen[other][0] != posted:
-                    last_seen[other] = posted, now
-                if now - last_seen[other][1] > timeout_s:
-                    raise RuntimeError(f"rank {other} has not been seen for {timeout_s:.0f} s")
-    futures.wait([future])
+    Raise LostRank if another rank does not come to wait, or no longer does."""
+    # Ask again and again: the work may take longer than a collective waits for a rank.
+    all_done = False
+    while not all_done:
+        futures.wait([future], timeout=0.25)  # seconds
+        n_waiting = all_reduce_sum(torch.tensor(int(not future.done())), "wait for a save")
+        all_done = n_waiting.item() == 0
 
 
 # ---- errors and signals --------------------------------------------------------------------------
@@ -463,11 +433,11 @@ class StopSignal:
     # Before `begin` a signal ends the process at once, and so does a second Ctrl-C. (A save that is
     # being written is completed.)
     def __init__(self) -> None:
-        self.begun = self.received = False
+        self.begun = False
         # 128 + the signal's number, as shells have it. SIGTERM's for a rank that stops because
         # another one received a signal.
         self.exit_code = 128 + signal.SIGTERM
-        self._received_at = 0.0
+        self.received_at: float | None = None  # seconds, the first one
         for name in self.NAMES:
             number = getattr(signal, name, None)
             if number is None:
@@ -478,7 +448,7 @@ class StopSignal:
 
     def __call__(self) -> bool:
         """Return whether this rank has received a signal."""
-        return self.received
+        return self.received_at is not None
 
     def begin(self) -> None:
         """Let signals wait for a step to end, from now on."""
@@ -489,12 +459,11 @@ class StopSignal:
             raise Stopped(number)
         # A terminal sends Ctrl-C to every process and torchrun sends it again, so a second one
         # counts only after two seconds.
-        if not self.received:
-            self.received, self.exit_code = True, 128 + number
-            self._received_at = time.monotonic()
+        if self.received_at is None:
+            self.received_at, self.exit_code = time.monotonic(), 128 + number
             if number == signal.SIGINT and rank() == 0:
                 # Not print, which must not run within another print. Ctrl-C ends a `| tee`, too.
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
-        elif number == signal.SIGINT and time.monotonic() - self._received_at > 2:
+        elif number == signal.SIGINT and time.monotonic() - self.received_at > 2:
             raise KeyboardInterrupt

@@ -901,6 +901,17 @@ def test_a_file_of_ones_own_beside_a_log_is_neither_replaced_nor_deleted(tmp_pat
     assert (begun / name).read_text(encoding="utf-8") == "mine"
 
 
+def test_a_checkpoint_that_the_user_has_hidden_stays(begun: Path) -> None:
+    """Neither a start nor overwrite=True deletes it, unlike what a killed save has left."""
+    shutil.copytree(begun / "step_000003", begun / ".step_000003")
+    (begun / ".step_000005.tmp").mkdir()
+    assert find(begun) == begun / "step_000003"
+    changes = {"resume": "never", "overwrite": True}
+    assert find(begun, **changes) is None
+    make_run_dir(settings(begun, **changes), None)
+    assert names(begun) == [".step_000003", "config.py"]
+
+
 @pytest.mark.parametrize("left", [["log.jsonl"], ["step_000003"], ["latest", "log.jsonl", "step_000003"]])
 def test_an_overwrite_that_was_killed_goes_on(begun: Path, left: list[str]) -> None:
     (begun / "log.jsonl").write_text("", encoding="utf-8")

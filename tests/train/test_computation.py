@@ -161,10 +161,10 @@ def test_an_edited_model_is_not_saved_as_a_plain_one(tmp_path: Path, monkeypatch
             said = "checkpoint: this model.py computes something else than transformers' llama; only it can open "
             assert capsys.readouterr().err == said + "what is saved\n"
             with pytest.raises(UserError, match="else; put .* with --resume=never --overwrite=True"):
-                checkpoint.check_same_computation(plain)
+                checkpoint.check_model(plain, cfg)
         directory.mkdir()
         huggingface.write_model(directory, Transformer(cfg), tokenizer)
-        checkpoint.check_same_computation(directory)
+        checkpoint.check_model(directory, cfg)
     assert capsys.readouterr().err == ""
     AutoModelForCausalLM.from_pretrained(plain)
     with pytest.raises(ValueError, match="changed_llama"):

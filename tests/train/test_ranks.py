@@ -79,7 +79,7 @@ def test_one_process_is_a_world_of_one(monkeypatch):
     world = ranks.init("cpu")
     assert world == ranks.World(rank=0, local_rank=0, world_size=1) and world.is_main
     assert (ranks.rank(), ranks.world_size(), ranks.own_part(3)) == (0, 1, range(3))
-    assert ranks.merged({"a": 1}) == {"a": 1} and ranks.any_rank(True) and not ranks.any_rank(False)
+    assert ranks.gather_objects(1) == [1] and ranks.any_rank(True) and not ranks.any_rank(False)
     assert ranks.all_reduce_sum(torch.ones(2)).tolist() == [1, 1] and ranks.new_group(1) is None
     ranks.check_equal({"seed": 1})
     ranks.start_agreement("", "step 1")()
@@ -107,12 +107,19 @@ def test_another_file_of_the_project_on_a_rank_is_named(monkeypatch):
     assert {"pretrain.py", "model.py", "groundup/train/optim.py"} <= set(code)
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "gather_objects", lambda mine: [mine, mine | {"pretrain.py": 1}])
-    with pytest.raises(UserError, match="rank 1 has pretrain.py=1, rank 0 has .* the same command, code"):
+    with pytest.raises(
+        UserError, match="rank 1 has pretrain.py=1, rank 0 has .* the same command, code"
+    ):
         ranks.check_equal({"seed": 1})
 
 
 def test_files_that_editors_hide_are_no_code(tmp_path, monkeypatch):
-    for name in ("model.py", "groundup/a.py", "groundup/.#a.py", "groundup/.ipynb_checkpoints/a-checkpoint.py"):
+    for name in (
+        "model.py",
+        "groundup/a.py",
+        "groundup/.#a.py",
+        "groundup/.ipynb_checkpoints/a-checkpoint.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("", encoding="utf-8")
     monkeypatch.setattr(ranks, "__file__", str(tmp_path / "groundup/train/ranks.py"))
@@ -169,10 +176,14 @@ def test_a_port_where_another_program_listens_is_one_line(monkeypatch):
         for name, text in (usual | {"MASTER_PORT": str(port)}).items():
             monkeypatch.setenv(name, text)
         begin = time.monotonic()
-        with pytest.raises(LostRank, match="rank 1: init_process_group failed.*is not rank 0.*GLOO_SOCKET_IFNAME"):
+        with pytest.raises(
+            LostRank, match="rank 1: init_process_group failed.*is not rank 0.*GLOO_SOCKET_IFNAME"
+        ):
             ranks.init("cpu", timeout_s=1)
         assert time.monotonic() - begin < 5
-    with pytest.raises(LostRank, match=f"rank 0 cannot be reached at .*127.0.0.1:{port}: "):  # nobody listens
+    with pytest.raises(
+        LostRank, match=f"rank 0 cannot be reached at .*127.0.0.1:{port}: "
+    ):  # nobody listens
         ranks.init("cpu", timeout_s=1)
 
 
