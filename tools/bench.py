@@ -79,12 +79,12 @@ def attempted(row: str, options: Options) -> Iterator[Line]:
     options.folder.mkdir()
     try:
         yield from getattr(importlib.import_module(MODULES[row]), f"{row}_row")(options)
-    except (UserError, ImportError) as error:
-        yield Line(row, note=f"failed: {' '.join(str(error).split())[:300]}", failed=True)
     except Exception as error:
-        traceback.print_exception(error)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        yield Line(row, note=f"failed: {reason}", failed=True)
+        said = str(error)
+        if not isinstance(error, UserError | ImportError):
+            traceback.print_exception(error)
+            said = f"{type(error).__name__}: {error}"
+        yield Line(row, note=f"failed: {' '.join(said.split())[:300]}", failed=True)
 
 
 def main(config: dict) -> int:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,8 +134,8 @@ def test_each_way_of_ours_has_its_peer(monkeypatch):
 
 def a_side(library: str) -> tuple[Callable[[], int], str]:
     importlib.import_module(library)
-    turns = iter((os.getpid, lambda: int("x")))
-    return lambda: next(turns, lambda: os._exit(3))(), f"has {library}"
+    turns = iter((os.getpid, lambda: int("x"), lambda: os._exit(3)))
+    return lambda: next(turns)(), f"has {library}"
 
 
 @pytest.mark.slow
@@ -143,8 +144,8 @@ def test_a_side_in_a_process_of_its_own(capfd):
         assert capfd.readouterr().out == "no_such_library is left out: No module named 'no_such_library'\n"
         ((call, about),) = made.values()
         assert about == "has json" and call() != os.getpid()
-        for message in ("json: ValueError: invalid literal", "json: its process ended"):
-            with pytest.raises(UserError, match=message):
+        for kind in (ValueError, BrokenProcessPool):
+            with pytest.raises(kind):
                 call()
 
 
