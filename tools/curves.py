@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -208,7 +208,7 @@ def compare(own: Sequence[dict], reference: Reference) -> list[str]:
     """
     logs, about = (own, reference.events), reference.about
     head = f"reference: {reference.name} ({about['command']}; {about['machine']})"
-    if text := another_text(own, reference):
+    if text := starts_apart(own, reference):
         return [head, text]
     # Tokens, because a run may take larger or smaller steps than its reference.
     axis = "tokens" if all(any("tokens" in e for e in log) for log in logs) else "steps"
@@ -236,7 +236,7 @@ def compare(own: Sequence[dict], reference: Reference) -> list[str]:
         line += f"; by more than the usual {100 * MARGIN:.0f} % from {since:,.0f} {axis} on"
         lines = ["usual causes, the likeliest first:"]
         lines += [f"  {cause}" for cause in causes(own, reference, mine, word, axis, key)]
-    return [head, line, *lines, *speed(own, reference)]
+    return [head, line, *lines]
 
 
 def first_bpb(events: Sequence[dict]) -> float:
@@ -246,21 +246,15 @@ def first_bpb(events: Sequence[dict]) -> float:
 
 
 def starts_apart(own: Sequence[dict], reference: Reference) -> str:
-    """Return the bits per byte of both before the first step; "" if they are alike or unknown."""
+    """Return why the losses cannot be compared; "" if the runs start alike, or nobody knows."""
     ours, other = first_bpb(own), first_bpb(reference.events)
     if not ours or not other or abs(ours / other - 1) <= SAME_START:
         return ""
-    return f"{ours:.3g} before the first step, the reference's {other:.3g}"
-
-
-def another_text(own: Sequence[dict], reference: Reference) -> str:
-    """Return why the losses cannot be compared: another text or tokenizer. "" if they can."""
-    apart, differ = starts_apart(own, reference), reference.differ.get("data_dir")
-    if not apart or not differ:
-        return ""
-    ours, other = differ
-    apart = apart.replace(" before", " bits per byte before", 1)
-    return f"no comparison: data_dir={ours!r} is another text or tokenizer than {other!r}: {apart}"
+    how = f"{ours:.3g} bits per byte before the first step, the reference's {other:.3g}"
+    where = ""
+    if "data_dir" in reference.differ:
+        where = " (data_dir={!r}, the reference's {!r})".format(*reference.differ["data_dir"])
+    return f"no comparison: another text, tokenizer or start{where}: {how}"
 
 
 def causes(
@@ -282,8 +276,6 @@ def causes(
         if setting != "learning_rate":
             hint = HINTS.get(setting, "")
             found.append(f"{setting}={ours!r}, the reference's {other!r}{hint}")
-    if apart := starts_apart(own, reference):
-        found.append(f"val_bpb is {apart}: another text, tokenizer or starting weights")
     if is_above and key != "loss" and trains_as_well(own, reference.events, axis):
         why = "too little text, seen too often, or validation text of another kind"
         found.append(f"the training loss is not above the reference's: {why}")
@@ -333,16 +325,6 @@ def rate_ratio(own: Sequence[dict], others: Sequence[dict], axis: str) -> float:
     mine, usual = within(mine, theirs)
     kept = usual > 0.05 * theirs[:, 1].max()  # at the end of a schedule ratios mean little
     return float(np.median(mine[kept, 1] / usual[kept])) if kept.any() else 1.0
-
-
-def speed(own: Sequence[dict], reference: Reference) -> list[str]:
-    """Return a line about tokens per second, which depend on the machine."""
-    logs = own, reference.events
-    rates = [[e["tokens_per_s"] for e in log if e.get("tokens_per_s")] for log in logs]
-    if not all(rates):
-        return []
-    mine, theirs = map(median, rates)
-    return [f"speed: {mine:,.0f} tokens/s, the reference's {theirs:,.0f} on its machine"]
 
 
 def main(config: dict) -> None:

@@ -2,7 +2,7 @@
 make gpu.
 
     python tools/gpu_check.py --sections=first               # tests, speed of training and decoding
-    python tools/gpu_check.py --sections=second --nanogpt=../nanoGPT  # beside others, the trainers
+    python tools/gpu_check.py --sections=second --nanogpt=../nanoGPT  # peers, the trainers
     python tools/gpu_check.py --sections=training,decode     # only these
 
 A section is a few commands with a time limit. Each command and the lines of its output that count
@@ -32,18 +32,17 @@ from machine import ROOT, commit, run_script
 
 from configurator import configure
 from groundup.errors import UserError, end_in_one_line, refuse
-from groundup.tokens.token_files import TokenData
 from groundup.train import device as devices
 
 # ---- config --------------------------------------------------------------------------------------
 out_dir = "out/gpu_check"  # what was found; the runs, which are deleted
 sections = "first"  # first, second, or some of the names in PARTS, comma-separated
 shapes = "124M,350M,1.1B"  # training: models; decode measures the last
-nanogpt = ""  # beside and peers: checkout of karpathy/nanoGPT; "" = without
+nanogpt = ""  # peers: checkout of karpathy/nanoGPT; "" = without
 
 PARTS = {  # seconds of each section
     "first": {"machine": 20, "tests": 90, "training": 100, "decode": 60},
-    "second": {"beside": 90, "peers": 75, "tuning": 75, "cpu": 30, "resume": 25},
+    "second": {"peers": 75, "tuning": 75, "cpu": 30, "resume": 25},
 }
 LIMIT_S = PARTS["first"] | PARTS["second"]
 # Settings that give pretrain.py the shape of a model
@@ -72,7 +71,6 @@ class Setup(NamedTuple):
 class Command(NamedTuple):
     words: list[str]  # a Python script and its flags
     kept: str = ""  # pattern of the lines to keep
-    directory: str | Path = ROOT
 
 
 # ---- sections: the docstring is the text below the heading ---------------------------------------
@@ -131,37 +129,6 @@ def bench(setup: Setup, row: str, shape: str, *flags: str) -> Command:
     return Command(["tools/bench.py", "--repeats=3", *flags], TABLE)
 
 
-def beside(setup: Setup) -> Iterator[Command]:
-    """nanoGPT's train.py and pretrain.py as they are started, on the same tokens, shape and
-    batch: 124M AdamW.
-    """
-    cfg = bench_model.SHAPES["124M" if setup.gpu else "tiny"]
-    batch, steps = (16, 100) if setup.gpu else (2, 4)
-    sizes = ("n_layer", "n_head", "n_embd", "block_size")
-    both = [f"--{key}={getattr(cfg, key)}" for key in sizes] + [f"--batch_size={batch}"]
-    both += ["--dtype=bfloat16" if setup.gpu else "--dtype=float32", *setup.on_device]
-    ours = [f"--vocab_size={cfg.vocab_size}", "--n_kv_head=0", f"--max_steps={steps}"]
-    ours += [f"--total_batch_tokens={batch * cfg.block_size}", "--optimizer=adamw"]
-    ours += ["--warmup_steps=2", "--eval_steps=1", f"--log_every={max(1, steps // 20)}", *RARELY]
-    yield Command([*PRETRAIN, *ours, *both, f"--out_dir={setup.runs}/beside"], STEPS)
-    if setup.nanogpt:
-        theirs = [f"--max_iters={steps}", "--gradient_accumulation_steps=1", "--eval_iters=1"]
-        theirs += [f"--log_interval={max(1, steps // 20)}", "--eval_interval=1000000"]
-        theirs += [f"--out_dir={setup.runs}/nanogpt", f"--dataset={tokens_for_nanogpt(setup)}"]
-        yield Command(["train.py", *theirs, *both], r"^iter \d+", setup.nanogpt)
-
-
-def tokens_for_nanogpt(setup: Setup) -> Path:
-    """Write the token file of config/debug.py as nanoGPT reads it; return its directory."""
-    directory = setup.runs / "tokens"
-    directory.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "val"):
-        tokens = TokenData(ROOT / "data" / "debug", split)
-        ids = tokens.window(0, tokens.n_tokens).astype("uint16")
-        ids.tofile(directory / f"{split}.bin")
-    return directory
-
-
 def peers(setup: Setup) -> Iterator[Command]:
     """transformers' and nanoGPT's training steps on the same shape, in turns with ours."""
     more = [f"--nanogpt={setup.nanogpt}"] if setup.nanogpt else []
@@ -208,7 +175,7 @@ def run(command: Command, left_s: float) -> Iterator[str]:
     yield f"$ python {' '.join(command.words)}"
     if left_s <= 1:
         raise UserError("no time left")
-    lines = run_script([sys.executable, *command.words], command.directory, left_s)
+    lines = run_script([sys.executable, *command.words], ROOT, left_s)
     kept = [line.rstrip("\n") for _, line in lines if re.search(command.kept, line)]
     yield from kept[-N_LINES:]
     yield f"({lines[-1][0] if lines else 0.0:.1f} s)"

@@ -44,8 +44,6 @@ runs = ""  # run directories, log.jsonl files, patterns, name=DIR; "" = newest o
 out = "plot.png"  # the picture: .png, .svg or .pdf
 x = "steps"  # steps | tokens | hours (of training, without evaluations and saves)
 y = ""  # panels, comma-separated; keys joined by + share one; patterns allowed; "" = the usual
-scale = "linear"  # linear | log (where all values of a panel are above 0)
-columns = 3  # panels side by side, at least 1
 reference = False  # also draw the curve of the nearest config (docs/curves) and compare
 smooth = 0.05  # share of the values on each side that a fit uses, from 0 to 0.49; 0 = no fit
 
@@ -75,6 +73,7 @@ TITLES = {
 }
 NOT_SMOOTHED = ("lr", "tokens", "epoch")  # these have no noise
 MOST_NEIGHBOURS = 200  # on each side
+COLUMNS = 3  # panels side by side
 LONGEST_NAME = 32  # letters of a run's name in the picture
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 4)))  # of the keys of a panel
 REFERENCE = "reference "  # how the name of a curve in docs/curves begins
@@ -304,20 +303,14 @@ def fonts_for(text: str) -> tuple[list[str], str]:
     return [latin], "no font for Chinese names: apt install fonts-noto-cjk"
 
 
-def draw(
-    panels: Sequence[Panel],
-    names: Sequence[str],
-    x_label: str,
-    scale: str = "linear",
-    columns: int = 3,
-) -> "Figure":  # noqa: F821
-    """Return the panels as a figure of matplotlib, `columns` in a row. names: of the runs."""
+def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821
+    """Return the panels as a figure of matplotlib, COLUMNS in a row. names: of the runs."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib") from None
-    n_columns = min(columns, max(1, len(panels)))
+    n_columns = min(COLUMNS, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
     short = list(map(shortened, names))
     names = short if len({*short}) == len({*names}) else names
@@ -338,7 +331,7 @@ def draw(
             axes.set_xlabel(x_label, fontsize=9)
             axes.set_xlim(-0.03 * right, 1.03 * right + 1e-9)
             axes.xaxis.get_major_locator().set_params(integer=x_label == X_LABELS["steps"])
-            draw_panel(axes, panel, names, scale)
+            draw_panel(axes, panel, names)
     return figure
 
 
@@ -356,7 +349,7 @@ def legend_of_runs(
     figure.legend(lines, names, title=heading, **where)
 
 
-def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str], scale: str) -> None:  # noqa: F821
+def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str]) -> None:  # noqa: F821
     labels = set()  # of several runs only the first is in the legend: the others look the same
     for curve in panel.curves:
         label = label_of(curve, panel)
@@ -368,8 +361,6 @@ def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str], scale: str) -> 
         axes.text(0.5, 0.5, "never finite", ha="center", transform=axes.transAxes)
     if values.any() and np.ptp(values) == 0:  # flat: from 0, not a window around it
         axes.set_ylim(*sorted([0, 1.1 * values[0]]))
-    elif scale == "log" and values.min(initial=math.inf) > 0:
-        axes.set_yscale("log")
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=7)
@@ -427,7 +418,7 @@ def main(config: dict) -> None:
         found += references(logs)
     drawn = [run_of(name, events, x) for name, events in found]
     panels, names = panels_of(config["y"], drawn, share), [run.name for run in drawn]
-    figure = draw(panels, names, X_LABELS[x], config["scale"], config["columns"])
+    figure = draw(panels, names, X_LABELS[x])
     try:
         figure.savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)
         os.replace(path + ".tmp", path)  # a viewer sees the old picture or the new one

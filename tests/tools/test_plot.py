@@ -349,20 +349,10 @@ def test_values_that_stand_alone_are_seen():
 def test_a_panel_or_a_picture_without_a_number_says_so():
     pytest.importorskip("matplotlib")
     run = run_of("a", train(1, loss=None), train(2, loss=None))
-    (axes,) = plot.draw(plot.panels_of("", [run], 0), ["a"], "step", "log").axes
+    (axes,) = plot.draw(plot.panels_of("", [run], 0), ["a"], "step").axes
     assert [text.get_text() for text in axes.texts] == ["never finite"]
     nothing = plot.draw([], ["a"], "step")
     assert nothing.texts[0].get_text() == "nothing is logged yet"
-
-
-def test_a_logarithmic_scale_is_only_of_what_is_above_0():
-    pytest.importorskip("matplotlib")
-    run = run_of("a", train(1, loss=10.0, margin=-1.0, lr=0.5), train(2, loss=1000.0, margin=1.0, lr=0.5))
-    figure = plot.draw(plot.panels_of("", [run], 0), ["a"], "step", "log", columns=1)
-    assert {axes.get_title(): axes.get_yscale() for axes in figure.axes} == {
-        "loss": "log", "margin": "linear", "learning rate": "linear",
-    }  # fmt: skip
-    assert len({axes.get_subplotspec().colspan.start for axes in figure.axes}) == 1
 
 
 def test_a_long_name_leaves_the_panels_their_room():
@@ -386,7 +376,6 @@ def test_picture_of_a_log_with_next_to_nothing(tmp_path, monkeypatch, capsys, te
 
 
 DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.05, "reference": False}
-DEFAULTS |= {"scale": "linear", "columns": 3}
 
 
 @pytest.mark.parametrize(
