@@ -41,10 +41,10 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import reduce
-from itertools import groupby, pairwise
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -61,7 +61,6 @@ from groundup.errors import UserError, refuse
 from groundup.files.paths import is_data
 from groundup.files.splits import SPLITS, are_few, split_of
 from groundup.text import dedup, report
-from groundup.text import unit as text_unit
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import lock, read_prepared
 from groundup.text.quality import parse_rules
@@ -73,7 +72,7 @@ from groundup.text.unit import (
     REASONS,
     ROW,
     Counts,
-    Part,
+    Unit,
     inspect_unit,
     plan_units,
     read_json,
@@ -123,13 +122,6 @@ LARGE = ("equal", "link", "join", "compare", "cut")  # stages whose tasks hold c
 KEY = np.dtype([("hash", "<u8"), ("rest", "<u8"), ("id", "<u8")])
 BAND = np.dtype([("hash", "<u8"), ("id", "<u8")])
 COPY = np.dtype([("id", "<u8"), ("like", "<u8"), ("similarity", "<f4")])
-
-
-class Unit(text_unit.Unit):
-    @property
-    def first(self) -> int:
-        """The number of the first text that passed; all are below that of the next unit."""
-        return self.number << 32
 
 
 class Job(NamedTuple):
@@ -186,12 +178,7 @@ def make_plan(config: dict) -> Job:
     written = [config["shard_tokens"], tokenizer.fingerprint()]
     key = [VERSION, checked.settings(), *written, stamps]
     key = json.loads(json.dumps(key))  # as it comes back from the manifest
-    units: list[Unit] = []
-    for far, group in groupby(inputs, is_far):
-        files = list(group)
-        found = map(far_unit, files) if far else plan_units(files)
-        units += [Unit(len(units) + k, *unit[1:]) for k, unit in enumerate(found)]
-    job = Job(work, out_dir, key, checked, inputs, units, config)
+    job = Job(work, out_dir, key, checked, inputs, plan_units(inputs), config)
     plan = {"key": key, "stages": list(map(list, job.stages))}
     if read_json(work / "plan.json") != plan:
         for path in work.iterdir():
@@ -227,10 +214,6 @@ def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
     return list(found.values())
 
 
-def is_far(file: Input | Part) -> bool:
-    return "://" in file.path
-
-
 def far_files(url: str) -> Iterator[Input]:
     """Yield the files of a URL, which is a file, a directory or a pattern. Raise UserError."""
     from fsspec.core import url_to_fs
@@ -248,11 +231,6 @@ def far_files(url: str) -> Iterator[Input]:
         yield Input(name, name, infos[file]["size"], fs.ukey(file))
 
 
-def far_unit(file: Input) -> Unit:
-    stamp = f"{file.size} {file.stamp}"
-    return Unit(0, file.source, [Part(file.path, file.name, 0, None, file.size, stamp)])
-
-
 # ---- the stages: function(job, number of the task, number of tasks) ----------------------------
 
 
@@ -260,29 +238,29 @@ def inspect(job: Job, rank: int, tasks: int) -> None:
     """Read, clean and judge documents, and sign those that pass, as prepare.py does."""
     keys = []
     for unit in job.part(rank, tasks):
-        with near_by(unit, job) as readable:
-            inspect_unit(readable, job.recipe, job.work)
+        done = read_json(unit.file(job.work, "json")).get("key")
+        if done != unit.key(job.recipe):
+            with TemporaryDirectory() as folder:
+                inspect_unit(copied_here(unit, folder), job.recipe, job.work)
         rows = np.fromfile(unit.file(job.work, "rows"), ROW)
         hashes = rows["key"][rows["reason"] == KEPT]
         keys.append(table(KEY, *hashes.T, numbers(unit, np.arange(len(hashes)))))
     save_sorted(job.work / "keys" / f"{rank:05d}.npy", KEY, keys)
 
 
-@contextmanager
-def near_by(unit: Unit, job: Job) -> Iterator[Unit]:
-    """Yield a unit whose file is on this machine: copied here while it is read, if it is not."""
-    done = read_json(unit.file(job.work, "json")).get("key")
-    if not is_far(unit.parts[0]) or done == unit.key(job.recipe):
-        yield unit
-        return
-    from fsspec.core import url_to_fs
+def copied_here(unit: Unit, folder: str) -> Unit:
+    """Return a unit whose files are on this machine: those of a URL are copied into `folder`."""
+    parts = []
+    for number, part in enumerate(unit.parts):
+        if "://" in part.path:
+            from fsspec.core import url_to_fs
 
-    with TemporaryDirectory() as folder:
-        (part,) = unit.parts
-        fs, path = url_to_fs(part.path)
-        copy = os.path.join(folder, os.path.basename(path))
-        fs.get_file(path, copy)
-        yield unit._replace(parts=[part._replace(path=copy)])
+            fs, path = url_to_fs(part.path)
+            copy = os.path.join(folder, f"{number}_{os.path.basename(path)}")
+            fs.get_file(path, copy)
+            part = part._replace(path=copy)
+        parts.append(part)
+    return unit._replace(parts=parts)
 
 
 def equal(job: Job, rank: int, tasks: int) -> None:
@@ -489,7 +467,7 @@ STAGES = {stage.__name__: stage for stage in STAGES}
 
 def numbers(unit: Unit, places: np.ndarray) -> np.ndarray:
     """Return the numbers of the texts at these places among those of a unit that passed."""
-    return places.astype("<u8") + np.uint64(unit.first)
+    return places.astype("<u8") + np.uint64(unit.number << 32)
 
 
 def table(dtype: np.dtype, *columns: np.ndarray) -> np.ndarray:
@@ -526,8 +504,9 @@ def hash_range(part: int, parts: int) -> tuple[int, int]:
 
 def copies_of(unit: Unit, job: Job, kind: str) -> np.ndarray:
     """Return the places of the copies among the texts of a unit that passed. kind: exact | near."""
-    copies = select(job.work / kind, "id", unit.first, unit.first + 2**32)
-    return copies["id"] - np.uint64(unit.first)
+    first = unit.number << 32
+    copies = select(job.work / kind, "id", first, first + 2**32)
+    return copies["id"] - np.uint64(first)
 
 
 # ---- datatrove runs them -------------------------------------------------------------------------
