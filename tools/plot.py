@@ -7,7 +7,7 @@
     watch -n 60 python tools/plot.py --runs=out/big          # while it trains
 
 A run is its directory or its log.jsonl, or a pattern of such names; `name=DIR` is called `name` in
-the picture, others by the end of their path. In y, `+` puts keys into one panel and `*` matches any
+the picture, others by their path. In y, `+` puts keys into one panel and `*` matches any
 letters: --y='val_bpb/*'. Each run has a color, each key of a panel a line style. Markers are
 evaluations; pale lines are training values, thick ones a local fit to them.
 """
@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from glob import glob
 from itertools import product
@@ -110,43 +110,31 @@ class Panel(NamedTuple):
 
 
 def find_logs(runs: str) -> dict[str, str]:
-    """Return {log file: name that `runs` gives it or ""}. Raise UserError if one has no log."""
+    """Return {log file: name of the run}, which is given or its path. Raise UserError if there is
+    none.
+    """
     found = {}
     if not runs:
         logs = filter(os.path.exists, glob("out/*/log.jsonl"))  # not a link to nowhere
-        found = dict.fromkeys(sorted(logs, key=os.path.getmtime)[-1:], "")
+        found = {log: path_of(log) for log in sorted(logs, key=os.path.getmtime)[-1:]}
     for part in filter(None, split_names(runs)):
         name, equals, path = map(str.strip, part.partition("="))
         if not equals or "/" in name or glob(part):  # "=" belongs to the path: out/lr=0.1
             name, path = "", part
-        if name in found.values() and name:
-            raise UserError(f"plot: two runs are called {name!r}")
         log = path if path.endswith(".jsonl") else path.rstrip("/") + "/log.jsonl"
         logs = [log] if os.path.exists(log) else sorted(glob(log, recursive=True))
         if not logs:
             raise UserError(f"plot: no log matches {log!r}; check --runs")
-        if name and logs[1:]:
-            raise UserError(f"plot: {part!r} names {len(logs)} runs; give each its own name")
-        found |= {log: name or found.get(log, "") for log in logs}
+        if name and (logs[1:] or name in found.values()):
+            raise UserError(f"plot: several runs are called {name!r}; give each its own name")
+        found |= {log: name or found.get(log) or path_of(log) for log in logs}
     if not found:
         raise UserError("plot: no out/*/log.jsonl here; give --runs=DIR")
     return found
 
 
-def names_of(logs: Mapping[str, str]) -> list[str]:
-    """Return the name of each run: the given one, or as much of the end of its path as tells it
-    from the others. logs: as find_logs returns them.
-    """
-    paths = [Path(log).resolve() for log in logs]
-    paths = [path.parent if path.name == "log.jsonl" else path.with_suffix("") for path in paths]
-    ends = []  # of each path, from the shortest
-    for path in paths:
-        ends.append(["/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1)])
-    names = []
-    for (log, name), own in zip(logs.items(), ends, strict=True):
-        unique = (end for end in own if sum(end in other for other in ends) == 1)
-        names.append(name or next(unique, log))
-    return names
+def path_of(log: str) -> str:
+    return log.removesuffix("/log.jsonl").removesuffix(".jsonl")
 
 
 def shortened(name: str) -> str:
@@ -413,7 +401,7 @@ def references(logs: Iterable[str]) -> list[tuple[str, list[dict]]]:
 def main(config: dict) -> None:
     x, path, share = config["x"], config["out"], config["smooth"]
     logs = find_logs(config["runs"])
-    found = [(name, read_events(Path(log))) for log, name in zip(logs, names_of(logs), strict=True)]
+    found = [(name, read_events(Path(log))) for log, name in logs.items()]
     if config["reference"]:
         found += references(logs)
     drawn = [run_of(name, events, x) for name, events in found]

@@ -157,18 +157,11 @@ def test_find_logs(tmp_path, monkeypatch):
     write(tmp_path / "out/lr=0.1,wd=0/log.jsonl")
     found = plot.find_logs("新的=out/a,out/lr=0.1,wd=0, old=out/lr=0.1*")
     assert found == {"out/a/log.jsonl": "新的", "out/lr=0.1,wd=0/log.jsonl": "old"}
-    with pytest.raises(UserError, match="names 5 runs"):
+    assert plot.find_logs("out/a/log.jsonl") == {"out/a/log.jsonl": "out/a"}
+    with pytest.raises(UserError, match="several runs are called 'all'"):
         plot.find_logs("all=out/*")
     with pytest.raises(UserError, match="no log matches"):
         plot.find_logs("none*")
-
-
-def test_names_are_given_or_tell_runs_apart():
-    logs = {"a/run/log.jsonl": "", "b/run/log.jsonl": "", "c/other/log.jsonl": "", "d/run/log.jsonl": "mine"}
-    assert plot.names_of(logs) == ["a/run", "b/run", "other", "mine"]
-    assert plot.names_of({"x/one.jsonl": "", "x/two.jsonl": ""}) == ["one", "two"]
-    assert plot.names_of({"log.jsonl": ""}) == [Path.cwd().name]
-    assert plot.shortened("short") == "short"
 
 
 def test_an_equals_sign_is_of_a_name_or_of_a_path(tmp_path, monkeypatch):
@@ -178,10 +171,10 @@ def test_an_equals_sign_is_of_a_name_or_of_a_path(tmp_path, monkeypatch):
         Path(run, "log.jsonl").touch()
     Path("out/dangling").mkdir()
     Path("out/dangling/log.jsonl").symlink_to("gone")
-    assert plot.find_logs("lr=*") == {"lr=1/log.jsonl": "", "lr=2/log.jsonl": ""}
-    assert plot.find_logs(" mine = out/a ,lr=2") == {"out/a/log.jsonl": "mine", "lr=2/log.jsonl": ""}
-    assert plot.find_logs("") == {"out/a/log.jsonl": ""}
-    with pytest.raises(UserError, match="two runs are called 'n'"):
+    assert plot.find_logs("lr=*") == {"lr=1/log.jsonl": "lr=1", "lr=2/log.jsonl": "lr=2"}
+    assert plot.find_logs(" mine = out/a ,lr=2") == {"out/a/log.jsonl": "mine", "lr=2/log.jsonl": "lr=2"}
+    assert plot.find_logs("") == {"out/a/log.jsonl": "out/a"}
+    with pytest.raises(UserError, match="several runs are called 'n'"):
         plot.find_logs("n=out/a,n=lr=1")
 
 
