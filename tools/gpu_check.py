@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,38 +175,40 @@ def run(command: Command, left_s: float) -> Iterator[str]:
     yield f"$ python {' '.join(command.words)}"
     if left_s <= 1:
         raise UserError("no time left")
-    lines = run_script([sys.executable, *command.words], ROOT, left_s)
+    lines = run_script([sys.executable, *command.words], limit_s=left_s)
     kept = [line.rstrip("\n") for _, line in lines if re.search(command.kept, line)]
     yield from kept[-N_LINES:]
     yield f"({lines[-1][0] if lines else 0.0:.1f} s)"
 
 
-def section(name: str, setup: Setup) -> Iterator[tuple[str, bool]]:
-    """Yield (line, whether it says that something failed) of a section."""
-    work, begin = globals()[name], time.monotonic()
-    yield f"\n## {name}\n\n{work.__doc__}\n\n```", False
-    try:
-        for step in work(setup):
-            if isinstance(step, str):
-                yield step, False
-                continue
-            try:
-                for line in run(step, begin + LIMIT_S[name] - time.monotonic()):
-                    yield line, False
-            except UserError as error:  # the next command may work
-                yield f"failed: {error}", True
-    except Exception as error:  # whatever it is, the next section may work
-        yield f"failed: {type(error).__name__}: {error}", True
-    yield f"```\n\n{time.monotonic() - begin:.1f} s", False
+def run_section(name: str, setup: Setup, write: Callable[[str], None]) -> bool:
+    """Write what a section finds; return whether something failed."""
+    work, begin, failed = globals()[name], time.monotonic(), False
+    write(f"\n## {name}\n\n{work.__doc__}\n\n```")
+    steps = iter(work(setup))
+    while True:
+        try:
+            step = next(steps, None)
+            if step is None:
+                break
+            left_s = begin + LIMIT_S[name] - time.monotonic()
+            for line in [step] if isinstance(step, str) else run(step, left_s):
+                write(line)
+        except Exception as error:  # whatever it is, the next command or section may work
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            write(f"failed: {kind}{error}")
+            failed = True
+    write(f"```\n\n{time.monotonic() - begin:.1f} s")
+    return failed
 
 
 def main(config: dict) -> int:
-    part = config["sections"]
+    part, gpu = config["sections"], torch.cuda.is_available()
     names = list(PARTS[part]) if part in PARTS else part.split(",")
     unknown = [name for name in names if name not in LIMIT_S]
     known = ", ".join([*PARTS, *LIMIT_S])
     refuse(unknown, f"sections={''.join(unknown[:1])!r} is none of {known}")
-    out, gpu, failed = Path(config["out_dir"]).absolute(), torch.cuda.is_available(), False
+    out = Path(config["out_dir"]).absolute()
     report = out / f"{part if part in PARTS else 'gpu_check'}.md"
     shapes = config["shapes"].split(",") if gpu else ["tiny"]
     setup = Setup(gpu, shapes, config["nanogpt"], out / "runs")
@@ -224,13 +226,10 @@ def main(config: dict) -> int:
         if not gpu:
             what = "every section ran on tiny shapes on the CPU, and the figures mean nothing"
             write(f"\nThere is no GPU: {what}.")
-        for name in names:
-            for line, is_failure in section(name, setup):
-                write(line)
-                failed = failed or is_failure
+        failed = [name for name in names if run_section(name, setup, write)]
     shutil.rmtree(setup.runs, ignore_errors=True)
     print(f"gpu_check: {report}")
-    return int(gpu and failed)
+    return int(gpu and bool(failed))
 
 
 if __name__ == "__main__":
