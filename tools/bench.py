@@ -9,10 +9,9 @@ The sides of a row take turns after a warm-up, those of train in processes of th
 gives the median of the repeats, their spread (most - least) / median, and the speed-up over each
 peer: median, least and most of the rounds. "of limit" is the share of what the machine allows,
 measured in the same rounds: train and head, matrix products in the same dtype; ddp, the step
-without communication; generate, reading weights and cache once per token; checkpoint, the bare
-disk. data, tokenize, bpe and dedup count CPU seconds; so do train and generate on a CPU with one
-thread (OMP_NUM_THREADS=1). A row that fails becomes a line with the error, the others go on, and
-the exit status is 1.
+without communication; generate, reading weights and cache once per token. data, tokenize, bpe and
+dedup count CPU seconds; so do train and generate on a CPU with one thread (OMP_NUM_THREADS=1). A
+row that fails becomes a line with the error, the others go on, and the exit status is 1.
 """
 
 import importlib
@@ -78,7 +77,9 @@ def attempted(row: str, options: Options) -> Iterator[Line]:
     """Yield the lines of a row; if it fails, the error as the last one."""
     options.folder.mkdir()
     try:
-        yield from getattr(importlib.import_module(MODULES[row]), f"{row}_row")(options)
+        for found in getattr(importlib.import_module(MODULES[row]), f"{row}_row")(options):
+            ready = isinstance(found, Line)
+            yield from [found] if ready else timing.measure(row, found, options.repeats)
     except Exception as error:
         said = str(error)
         if not isinstance(error, UserError | ImportError):

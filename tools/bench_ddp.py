@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import timing
 import torch
 import torch.distributed as dist
-from timing import Line, Options
+from timing import Case, Line, Options
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -265,9 +265,10 @@ def ddp_row(options: Options) -> Iterator[Line]:
         notes[key] = f"{median(found['sent_mib']):.2f} MiB sent"
         if "eta" in found:
             notes[key] += f", eta {found['eta']:.2f}"
-    peers, limit = ("torch", "torch_same"), 1e3 / results["compute"]["median"]
-    case = f"7M, 2 x {SEQUENCES} x {LENGTH}" + f", {options.mbit} Mbit/s" * bool(options.mbit)
-    yield from timing.lines("ddp", case, seconds, "step/s", peers, 1, limit, notes)
+    name = f"7M, 2 x {SEQUENCES} x {LENGTH}" + f", {options.mbit} Mbit/s" * bool(options.mbit)
+    case = Case(name, {}, "step/s", ("torch", "torch_same"), 1, notes=notes)
+    limit = 1e3 / results["compute"]["median"]
+    yield from timing.lines("ddp", case, seconds, limit)
 
 
 if __name__ == "__main__":

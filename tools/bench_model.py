@@ -32,13 +32,12 @@ from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 
 import timing
 import torch
 import torch.nn.functional as F
-from timing import Line, Options
+from timing import Case, Options
 
 import ddp
 from groundup.files.disk import sync
@@ -186,7 +185,7 @@ def train_steps(options: Options) -> dict[str, Callable]:
     return steps
 
 
-def train_row(options: Options) -> Iterator[Line]:
+def train_row(options: Options) -> Iterator[Case]:
     """Tokens/s of all sides; the limit is the device's rate of matrix products in the same
     rounds.
     """
@@ -206,15 +205,12 @@ def train_row(options: Options) -> Iterator[Line]:
             notes = {name: f"{n / 1e6:.1f}M parameters" for name, (_, n) in made.items()}
             ceiling = timing.matmul(device, dtype), flops_per_token(shapes_only(cfg), T)
             case = f"{shape}, batch {n_rows} x {T}"
-            found = timing.compare(
-                "train", case, sides, options.repeats, "tok/s", PEERS, n_rows * T, ceiling, notes
-            )
-        for line in found:
-            if line.side == "nanoGPT":
-                line.note += f", {str(nanogpt_dtype(device))[6:]}"
-                if nanogpt_dtype(device) != dtype:
-                    line.limit = 0.0  # measured in another dtype
-            yield line
+            own = nanogpt_dtype(device)
+            if "nanoGPT" in notes:
+                notes["nanoGPT"] += f", {str(own)[6:]}"
+            unlimited = "nanoGPT" if own != dtype else ""  # the limit is of products in dtype
+            work = n_rows * T
+            yield Case(case, sides, "tok/s", PEERS, work, ceiling, unlimited, notes)
 
 
 # ---- head ----------------------------------------------------------------------------------------
@@ -233,7 +229,7 @@ def head_losses(device: torch.device) -> dict[str, Callable]:
     return found
 
 
-def head_row(options: Options) -> Iterator[Line]:
+def head_row(options: Options) -> Iterator[Case]:
     """Tokens/s of head and loss, with the gradients of both inputs. They take inputs in the dtype
     of the products.
     """
@@ -253,9 +249,7 @@ def head_row(options: Options) -> Iterator[Line]:
         # three products of 2 V C FLOPs per token
         ceiling = timing.matmul(device, dtype), 6 * V * C
         case = f"{shape}, {N} tokens"
-        yield from timing.compare(
-            "head", case, sides, options.repeats, "tok/s", HEAD_PEERS, N, ceiling, notes
-        )
+        yield Case(case, sides, "tok/s", HEAD_PEERS, N, ceiling, notes=notes)
 
 
 def head_step(
@@ -318,7 +312,7 @@ def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype, length: int)
     return matrices * dtype.itemsize + cache_bytes(cfg, rows, length, dtype)
 
 
-def generate_row(options: Options) -> Iterator[Line]:
+def generate_row(options: Options) -> Iterator[Case]:
     """Tokens/s for each shape, alone and in a batch; the limit is that of half of the new
     tokens.
     """
@@ -343,26 +337,23 @@ def generate_row(options: Options) -> Iterator[Line]:
         for name, ids in texts.items():
             n = sum(a == b for a, b in zip(first, ids, strict=True))
             notes[name] = f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal"
-        case, n = f"{shape}, batch {rows}, {str(dtype)[6:]}", rows * new_tokens
-        yield from timing.compare(
-            "generate", case, sides, options.repeats, "tok/s", ["transformers"], n, ceiling, notes
-        )
+        case, work = f"{shape}, batch {rows}, {str(dtype)[6:]}", rows * new_tokens
+        yield Case(case, sides, "tok/s", ["transformers"], work, ceiling, notes=notes)
 
 
 # ---- checkpoint ----------------------------------------------------------------------------------
 
 
-def checkpoint_row(options: Options) -> Iterator[Line]:
-    """MB/s of saving a training state; the limit is the bare disk in the same rounds."""
+def checkpoint_row(options: Options) -> Iterator[Case]:
+    """MB/s of saving a training state."""
     Path(options.checkpoint_dir).mkdir(parents=True, exist_ok=True)
     for shape in shapes_of(options, "124M"):
         with tempfile.TemporaryDirectory(dir=options.checkpoint_dir) as folder:
             calls, n_bytes = ways_to_save(SHAPES[shape], Path(folder))
             sides = {name: partial(timing.seconds_of, call) for name, call in calls.items()}
-            seconds, mb = timing.alternate(sides, options.repeats), n_bytes / 1e6
+            mb = n_bytes / 1e6
             case, peers = f"{shape}, {mb:,.0f} MB, CPU", ("disk", "torch.save")
-            limit = mb / median(seconds["disk"])
-            yield from timing.lines("checkpoint", case, seconds, "MB/s", peers, mb, limit)
+            yield Case(case, sides, "MB/s", peers, mb)
 
 
 def after_one_step(cfg: ModelConfig) -> tuple[Transformer, ddp.DDP, Optimizer]:

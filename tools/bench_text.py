@@ -12,13 +12,13 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import timing
-from timing import Line, Options
+from timing import Case, Options
 
 import tokenizer
 from groundup.demo.python_docs import chinese_sample, python_docs
@@ -51,25 +51,16 @@ def corpora(options: Options) -> Iterator[tuple[str, list[str], float]]:
         yield name, [encoded.decode() for encoded in kept], n_bytes / 1e6
 
 
-def compare(
-    row: str,
-    case: str,
-    calls: dict[str, Callable],
-    options: Options,
-    unit: str,
-    peers: Collection[str],
-    work: float = 0.0,
-) -> list[Line]:
-    """Return the lines of calls that take turns in this process, by CPU seconds."""
+def cpu_sides(calls: dict[str, Callable]) -> dict[str, Callable[[], float]]:
+    """Return sides that measure the CPU seconds of calls in this process."""
     clock = time.process_time
-    sides = {name: partial(timing.seconds_of, call, clock) for name, call in calls.items()}
-    return timing.compare(row, case, sides, options.repeats, unit, peers, work)
+    return {name: partial(timing.seconds_of, call, clock) for name, call in calls.items()}
 
 
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def data_row(options: Options) -> Iterator[Line]:
+def data_row(options: Options) -> Iterator[Case]:
     """MB per CPU second of text read from each container beside the bare module for it, which
     reports no problem, has no byte offsets and, of JSON, holds the whole file; the texts are
     compared first.
@@ -86,7 +77,7 @@ def data_row(options: Options) -> Iterator[Line]:
         if any(call() != texts for call in calls.values()):
             raise UserError(f"bench: data: the texts differ, {container}")
         case = f"{name} {megabytes:.1f} MB, {container}"
-        yield from compare("data", case, calls, options, "MB/s", [peer], megabytes)
+        yield Case(case, cpu_sides(calls), "MB/s", [peer], megabytes)
 
 
 def our_texts(path: str | Path, text_key: str = "") -> Iterator[str]:
@@ -137,7 +128,7 @@ CONTAINERS = {  # {name, which begins with the suffix: (the module that reads it
 # ---- tokenize, bpe -------------------------------------------------------------------------------
 
 
-def tokenize_row(options: Options) -> Iterator[Line]:
+def tokenize_row(options: Options) -> Iterator[Case]:
     """MB per CPU second beside tiktoken alone and Hugging Face's tokenizers; the ids are compared
     first.
     """
@@ -160,11 +151,10 @@ def tokenize_row(options: Options) -> Iterator[Line]:
                 raise UserError(f"bench: tokenize: the ids of {side} are not those of ours, {name}")
             calls[side] = lambda encode=encode, texts=texts: list(map(encode, texts))
         case = f"{name} {megabytes:.1f} MB, {options.vocab_size} ids"
-        peers = ("tiktoken", "tokenizers")
-        yield from compare("tokenize", case, calls, options, "MB/s", peers, megabytes)
+        yield Case(case, cpu_sides(calls), "MB/s", ["tiktoken", "tokenizers"], megabytes)
 
 
-def bpe_row(options: Options) -> Iterator[Line]:
+def bpe_row(options: Options) -> Iterator[Case]:
     """Seconds to train a tokenizer beside rustbpe (if it is installed), Hugging Face's and
     sentencepiece.
     """
@@ -178,7 +168,7 @@ def bpe_row(options: Options) -> Iterator[Line]:
         V = options.vocab_size
         calls = {side: partial(train, texts, V) for side, train in trainers.items()}
         case = f"{name} {megabytes:.1f} MB, {V} ids"
-        yield from compare("bpe", case, calls, options, "s", peers)
+        yield Case(case, cpu_sides(calls), "s", peers)
 
 
 def train_ours(texts: list[str], vocab_size: int) -> None:
@@ -227,7 +217,7 @@ def train_sentencepiece(texts: list[str], vocab_size: int) -> None:
 # ---- dedup ---------------------------------------------------------------------------------------
 
 
-def dedup_row(options: Options) -> Iterator[Line]:
+def dedup_row(options: Options) -> Iterator[Case]:
     """Documents per CPU second: MinHash signatures beside datasketch's bulk API, and from texts to
     survivors beside the usual loop. Raise UserError if the survivors differ.
     """
@@ -246,8 +236,8 @@ def dedup_row(options: Options) -> Iterator[Line]:
             ("texts to survivors", partial(plain_survivors, sets), our_survivors),
         ):
             calls = {"datasketch": theirs, "ours": partial(ours, texts)}
-            peers, n = ["datasketch"], len(texts)
-            yield from compare("dedup", f"{case}, {name}", calls, options, "doc/s", peers, n)
+            sides, case = cpu_sides(calls), f"{case}, {name}"
+            yield Case(case, sides, "doc/s", ["datasketch"], len(texts))
 
 
 def pieces(texts: list[str], most: int) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 import timing
 import torch
 from bench_model import SHAPES, shapes_of
-from timing import Line, Options
+from timing import Case, Options
 
 import ddp
 from groundup.align.losses import compute_reference, losses_and_metrics, pair_logps
@@ -57,14 +57,14 @@ def start(kind: str, shape: str, options: Options) -> tuple[str, Tokenizer, Path
     return data, tokenizer, base
 
 
-def sft_row(options: Options) -> Iterator[Line]:
+def sft_row(options: Options) -> Iterator[Case]:
     """Labelled tokens/s of packed and of padded rows."""
     for shape in shapes_of(options, "25M"):
-        yield from layouts(shape, options)
+        yield layouts(shape, options)
 
 
-def layouts(shape: str, options: Options) -> list[Line]:
-    """Return the lines of a shape: the same conversations in padded and in packed rows."""
+def layouts(shape: str, options: Options) -> Case:
+    """Return the case of a shape: the same conversations in padded and in packed rows."""
     data, tokenizer, base = start("chat", shape, options)
     model = huggingface.load_model(base, options.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -97,12 +97,10 @@ def layouts(shape: str, options: Options) -> list[Line]:
         n_places = sum(load(name, k).x.numel() for k in range(-(-corpus.train[0].n_rows // B)))
         notes[name] = f"padding {100 * max(0.0, 1 - n_used / n_places):.1f} %"
     case, sides = f"{shape}, batch {B} x {columns}", {n: partial(side, n) for n in corpora}
-    return timing.compare(
-        "sft", case, sides, options.repeats, "label/s", ["padded"], 1.0, notes=notes
-    )
+    return Case(case, sides, "label/s", ["padded"], 1.0, notes=notes)
 
 
-def dpo_row(options: Options) -> Iterator[Line]:
+def dpo_row(options: Options) -> Iterator[Case]:
     """Pairs/s of trl and of ours; the note says how far the log-probabilities of the reference are
     from trl's.
     """
@@ -134,9 +132,7 @@ def dpo_row(options: Options) -> Iterator[Line]:
                 notes[name] = f"log-probabilities of the reference within {far:.0e} nats of trl's"
         case = f"{shape}, {options.batch_size} pairs"
         peers = [name for name in made if name.startswith("trl")]
-        yield from timing.compare(
-            "dpo", case, sides, options.repeats, "pair/s", peers, n_used, notes=notes
-        )
+        yield Case(case, sides, "pair/s", peers, n_used, notes=notes)
 
 
 def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side:

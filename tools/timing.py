@@ -38,11 +38,26 @@ Options = SimpleNamespace
 
 
 @dataclass
+class Case:
+    """What a row measures at a time: sides, which take turns."""
+
+    name: str  # model or data, and its size
+    sides: dict[str, Callable[[], float]]  # ours, and those of peers
+    unit: str
+    peers: Collection[str] = ()
+    work: float = 0.0  # how much of `unit` a turn does, for rates; 0 = the seconds themselves
+    # one more side: its median over this number is the limit, in `unit`
+    ceiling: tuple[Callable[[], float], float] | None = None
+    unlimited: str = ""  # a side that this limit says nothing of
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class Line:
-    """One side of a measurement: a line of the table and an object of the JSON file."""
+    """One side of a case: a line of the table and an object of the JSON file."""
 
     row: str  # train, ddp, ...
-    case: str = ""  # model or data, and its size
+    case: str = ""
     side: str = ""  # ours, or the name of a peer
     unit: str = ""  # of samples and limit: a rate (more is better), s or GiB
     # One for each repeat; empty if it could not be measured
@@ -58,25 +73,22 @@ class Line:
         return median(self.samples)
 
 
-def lines(
-    row: str,
-    case: str,
-    seconds: dict[str, list[float]],
-    unit: str,
-    peers: Collection[str] = (),
-    work: float = 0.0,
-    limit: float = 0.0,
-    notes: dict[str, str] | None = None,
-) -> list[Line]:
-    """Return a line for each side. work: how much of `unit` a turn does, for rates; 0 = the seconds
-    themselves.
-    """
+def measure(row: str, case: Case, repeats: int) -> list[Line]:
+    side, per = case.ceiling or (float, 1.0)  # without a ceiling the limit is 0
+    seconds = alternate(case.sides | {"ceiling": side}, repeats)
+    limit = median(seconds.pop("ceiling")) / per
+    return lines(row, case, seconds, limit)
+
+
+def lines(row: str, case: Case, seconds: dict[str, list[float]], limit: float = 0.0) -> list[Line]:
+    """Return a line for each side that was measured."""
     found = []
     for name, times in seconds.items():
-        samples = [work / s for s in times] if work else times
-        line = Line(row, case, name, unit, samples, limit=limit, note=(notes or {}).get(name, ""))
-        for peer in peers:
-            if peer in seconds and name not in peers:
+        samples = [case.work / s for s in times] if case.work else times
+        line = Line(row, case.name, name, case.unit, samples, note=case.notes.get(name, ""))
+        line.limit = 0.0 if name == case.unlimited else limit
+        for peer in case.peers:
+            if peer in seconds and name not in case.peers:
                 # within a round, in which both had the same machine
                 each = [b / a for a, b in zip(times, seconds[peer], strict=True)]
                 line.ratios[peer] = [median(each), min(each), max(each)]
@@ -138,26 +150,6 @@ def alternate(sides: dict[str, Callable], repeats: int) -> dict[str, list]:
             value = sides[name]()
             found[name] += [value] if i else []
     return found
-
-
-def compare(
-    row: str,
-    case: str,
-    sides: dict[str, Callable],
-    repeats: int,
-    unit: str,
-    peers: Collection[str] = (),
-    work: float = 0.0,
-    ceiling: tuple[Callable, float] | None = None,
-    notes: dict[str, str] | None = None,
-) -> list[Line]:
-    """Return the lines of sides that take turns, see `lines`.
-
-    ceiling: one more side, whose median over this number is the limit, in `unit`."""
-    side, per = ceiling or (float, 1.0)  # without a ceiling: a limit of 0
-    found = alternate(sides | {"ceiling": side}, repeats)
-    limit = median(found.pop("ceiling")) / per
-    return lines(row, case, found, unit, peers, work, limit, notes)
 
 
 def build(makers: dict[str, Callable]) -> dict[str, Any]:
