@@ -629,30 +629,24 @@ def run(config: dict) -> int:
     start, out_dir = time.perf_counter(), Path(config["out_dir"])
     check_no_jobs(work_path(config["out_dir"]))
     job = make_plan(config)
-    exported = environment()
-    os.environ |= exported
-    made = [] if out_dir.exists() else executors(job, exported)
-    stages = list(zip(job.stages, made, strict=True)) if made else []
-    if stages and config["executor"] == "slurm":
-        made[-1].run()  # submits the others before it
-        jobs = [str(one.job_id) for one in made if one.job_id not in (None, -1)]
-        write_json(job.work / JOBS, {"jobs": jobs})
-        print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
-        return 0
-    if stages and config["executor"] == "ray":
-        import ray
+    if not out_dir.exists():
+        exported = environment()
+        os.environ |= exported
+        made = executors(job, exported)
+        if config["executor"] == "slurm":
+            made[-1].run()  # submits the others before it
+            jobs = [str(one.job_id) for one in made if one.job_id not in (None, -1)]
+            write_json(job.work / JOBS, {"jobs": jobs})
+            print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
+            return 0
+        if config["executor"] == "ray":
+            import ray
 
-        ray.init(runtime_env={"env_vars": exported})
-    for (name, tasks), one in stages:
-        if config["executor"] == "local":
-            run_local(one, config["workers"], job.work)
-        else:
-            one.run()
-        if missing := one.get_incomplete_ranks(skip_completed=True):
-            log = f"{job.work}/log/{name}/logs/task_{missing[0]:05d}.log"
-            what = f"{len(missing)} of {tasks} tasks of {name} did not finish, see {log}"
-            raise UserError(f"cluster: {what}; the same command runs only these again")
-        print(f"cluster: {name}: {tasks} tasks, {time.perf_counter() - start:.1f} s", flush=True)
+            ray.init(runtime_env={"env_vars": exported})
+        for (name, tasks), one in zip(job.stages, made, strict=True):
+            run_stage(job, name, tasks, one)
+            seconds = time.perf_counter() - start
+            print(f"cluster: {name}: {tasks} tasks, {seconds:.1f} s", flush=True)
     shutil.rmtree(job.work)
     manifest = read_prepared(out_dir)
     if manifest["info"].get("key") != job.key:
@@ -660,6 +654,18 @@ def run(config: dict) -> int:
         raise UserError(f"cluster: {what}")
     report.print_report(manifest, time.perf_counter() - start)
     return report.exit_status(manifest["info"], len(job.inputs), config["max_bad_fraction"])
+
+
+def run_stage(job: Job, name: str, tasks: int, executor: object) -> None:
+    """Run the tasks of a stage that are missing. Raise UserError if some do not finish."""
+    if job.config["executor"] == "local":
+        run_local(executor, job.config["workers"], job.work)
+    else:
+        executor.run()
+    if missing := executor.get_incomplete_ranks(skip_completed=True):
+        log = f"{job.work}/log/{name}/logs/task_{missing[0]:05d}.log"
+        what = f"{len(missing)} of {tasks} tasks of {name} did not finish, see {log}"
+        raise UserError(f"cluster: {what}; the same command runs only these again")
 
 
 if __name__ == "__main__":
