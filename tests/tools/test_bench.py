@@ -56,9 +56,7 @@ def options(folder: Path = Path(), dtype: torch.dtype = torch.float32, **changes
 
 
 def measured(row: str, how: timing.Options) -> list[timing.Line]:
-    module = importlib.import_module(bench.MODULES[row])
-    cases = getattr(module, f"{row}_row")(how)
-    return [line for case in cases for line in timing.measure(row, case, how.repeats)]
+    return [line for case in bench.ROWS[row](how) for line in timing.measure(row, case, how.repeats)]
 
 
 def settings(**changes: object) -> dict:
@@ -292,7 +290,7 @@ def some_lines(options: timing.Options):
 
 
 def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_text, "dedup_row", some_lines)
+    monkeypatch.setitem(bench.ROWS, "dedup", some_lines)
     first, last = bench.attempted("dedup", options(tmp_path / "dedup"))
     assert first.samples == [1.0] and not first.failed
     assert last.failed and last.note == "failed: KeyError: 'what nobody expected'"
@@ -300,7 +298,7 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch, capsys
 
 
 def test_a_failed_row_is_status_1_and_in_the_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_text, "dedup_row", some_lines)
+    monkeypatch.setitem(bench.ROWS, "dedup", some_lines)
     assert bench.main(settings(rows="dedup", out=str(tmp_path / "b.json"))) == 1
     assert "failed: KeyError" in capsys.readouterr().out
     lines = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["lines"]
@@ -357,4 +355,4 @@ def test_mistakes_are_one_line(key, value, words):
 
 def test_all_rows_are_named_in_help():
     text = next(line for line in (ROOT / "tools/bench.py").read_text("utf-8").splitlines() if line.startswith("rows ="))
-    assert text.endswith(",".join(bench.MODULES))
+    assert text.endswith(",".join(bench.ROWS))
