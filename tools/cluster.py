@@ -41,7 +41,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
@@ -63,8 +63,7 @@ from groundup.files.splits import SPLITS, are_few, split_of
 from groundup.text import dedup, report
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import lock, read_prepared
-from groundup.text.quality import parse_rules
-from groundup.text.recipe import VERSION, Recipe, Source
+from groundup.text.recipe import VERSION, Recipe
 from groundup.text.unit import (
     EXACT,
     KEPT,
@@ -164,7 +163,6 @@ def make_plan(config: dict) -> Job:
     used again."""
     settings = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
     checked = prepare.check_config(settings | config)
-    checked = replace(checked, sources=tuple(map(with_absolute_paths, checked.sources)))
     tokenizer = prepare.existing_tokenizer(config["tokenizer_dir"], "text")
     if tokenizer is None:
         what = f"no tokenizer in tokenizer_dir={config['tokenizer_dir']!r}"
@@ -190,14 +188,6 @@ def make_plan(config: dict) -> Job:
         write_json(work / "plan.json", plan)
     (work / "job.pickle").write_bytes(pickle.dumps(job))
     return job
-
-
-def with_absolute_paths(source: Source) -> Source:
-    """Return the source with the whole path of the function in its rules: tasks run elsewhere."""
-    keep = parse_rules(source.rules).keep
-    if not keep:
-        return source
-    return replace(source, rules=source.rules.replace(keep, os.path.abspath(keep)))
 
 
 def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
@@ -518,10 +508,12 @@ class Step(PipelineStep):
     type = "groundup"
 
     def __init__(self, work: Path, name: str) -> None:
-        self.work, self.name = work, name
+        self.work, self.name, self.directory = work, name, os.getcwd()
         super().__init__()
 
     def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
+        with suppress(OSError):  # not on this machine, so nothing there is asked for
+            os.chdir(self.directory)  # rules name their function by a path from there
         job = pickle.loads((self.work / "job.pickle").read_bytes())
         # Slurm may begin a stage although tasks of an earlier one failed: it waits for the last of
         # several arrays.
