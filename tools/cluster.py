@@ -198,6 +198,7 @@ def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
             here = "://" not in name
             sources = (replace(source, input=name),)
             for file in find_inputs(sources, out_dir, work) if here else far_files(name):
+                # not the real path: a link's own name says which container it is
                 path = os.path.abspath(file.path) if here else file.path
                 real = os.path.realpath(path) if here else path
                 found.setdefault(real, file._replace(path=path, source=number))

@@ -30,6 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from groundup.errors import UserError
 from groundup.train import device as devices
 
 PEERS = ("transformers", "tokenizers", "tiktoken", "sentencepiece", "datasketch", "trl")
@@ -180,12 +181,24 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
     how = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
     with ExitStack() as stack:
 
-        def start(make: Callable) -> tuple[Callable, Any]:
+        def start(name: str, make: Callable) -> tuple[Callable, Any]:
             process = stack.enter_context(ProcessPoolExecutor(1, context, **how))
-            about = process.submit(set_up, make).result()
-            return lambda: process.submit(take_turn).result(), about
+            about = ask(process, name, set_up, make)
+            return partial(ask, process, name, take_turn), about
 
-        yield build({name: partial(start, make) for name, make in makers.items()})
+        yield build({name: partial(start, name, make) for name, make in makers.items()})
+
+
+def ask(process: ProcessPoolExecutor, name: str, function: Callable, *arguments: Any) -> Any:
+    """Return what a function returns in the process of a side. Raise UserError, with the side's
+    name, if it fails or the process ends.
+    """
+    try:
+        return process.submit(function, *arguments).result()
+    except ImportError:
+        raise  # see `build`
+    except Exception as error:
+        raise UserError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def set_up(make: Callable) -> Any:
