@@ -285,20 +285,20 @@ def tokenizer_files(fields: dict) -> tuple[dict[str, bytes], dict]:
         config["chat_template"] = fields["tokenizer.chat_template"]
 
     kinds = get.get("token_type") or [1] * len(tokens)
-    special, words = {}, {}
+    marked = []  # tokens that are found whole in a text: (id, token, whether it is a special one)
     for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind in (CONTROL, USER_DEFINED):
-            (special if kind == CONTROL else words)[i] = token
+            marked.append((i, token, kind == CONTROL))
     if is_bpe:
         first = config.get("bos_token", "") if config["add_bos_token"] else ""
-        description = byte_level_bpe(get, special, words, first)
+        description = byte_level_bpe(get, marked, first)
         files = {"tokenizer.json": to_json(description)}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     else:
         prefix = get.get("add_space_prefix", True)
         files = {"tokenizer.model": sentencepiece_model(tokens, get["scores"], kinds, prefix)}
         config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": prefix}
-        added = {str(i): added_token(token) for i, token in special.items()}
+        added = {str(i): added_token(token) for i, token, is_special in marked if is_special}
         config["added_tokens_decoder"] = added
     ends = {ids["eos"], get.get("eot_token_id")} - {None}
     ids = {f"{name}_token_id": ids[name] for name in ("bos", "eos", "pad")}
@@ -307,9 +307,9 @@ def tokenizer_files(fields: dict) -> tuple[dict[str, bytes], dict]:
     return files, ids
 
 
-def byte_level_bpe(get: dict, special: dict[int, str], words: dict[int, str], first: str) -> dict:
-    """Return tokenizer.json. get: the file's fields; words: whole words that are no special tokens;
-    first: the token that begins every text, "" for none.
+def byte_level_bpe(get: dict, marked: list[tuple[int, str, bool]], first: str) -> dict:
+    """Return tokenizer.json. get: the file's fields; first: the token that begins every text, ""
+    for none.
     """
     pre = SAME_AS.get(get.get("pre"), get.get("pre"))
     if pre not in PRE_TOKENIZERS:
@@ -323,9 +323,8 @@ def byte_level_bpe(get: dict, special: dict[int, str], words: dict[int, str], fi
         "merges": [merge.split(" ") for merge in get["merges"]],
         "ignore_merges": pre == "llama-bpe",  # as llama.cpp has it
     }
-    added = [added_token(token, i) for i, token in special.items()]
-    added += [added_token(token, i) | {"special": False} for i, token in words.items()]
-    found["added_tokens"] = sorted(added, key=lambda token: token["id"])
+    for i, token, is_special in marked:
+        found["added_tokens"].append(added_token(token, i) | {"special": is_special})
 
     single = [{"Sequence": {"id": "A", "type_id": 0}}]
     known = {}
