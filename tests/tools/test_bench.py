@@ -234,14 +234,18 @@ def test_ranks_measure_the_cases_in_turns(tmp_path, monkeypatch):
 
 def test_what_overlap_could_win_by_hand(monkeypatch):
     """Buckets of 1000 B ready after 10 and 30 ms, link of 100 B/ms: sent until 20 and 40 ms."""
-    monkeypatch.setattr(bench_ddp, "gather_objects", lambda value: [value])
     monkeypatch.setattr(bench_ddp, "STEPS", 1)
     buckets = [SimpleNamespace(grad=torch.zeros(250)) for _ in range(2)]
     times = [t + k for k in range(3) for t in (0, 0.010, 0.030)]
-    compute = SimpleNamespace(times=times, buckets=buckets)
-    results = {"compute": {"median": 35.0}, "comm": {"median": 20.0}, "sequential": {"median": 60.0}}
-    assert bench_ddp.add_ideal(results | {"ours": (ours := {"median": 45.0})}, compute) == pytest.approx(40.0)
-    assert ours["eta"] == pytest.approx((60 - 45) / (60 - 40))
+    ready = bench_ddp.ready_ms(SimpleNamespace(times=times, buckets=buckets))
+    assert ready == pytest.approx([10, 30])
+    assert bench_ddp.ideal_ms([ready, [5, 5]], [1000, 1000], 20.0) == pytest.approx(40.0)
+    samples = {"compute": 35.0, "comm": 20.0, "sequential": 60.0, "ours": 45.0}
+    found = {"samples": [{key: [(ms, 0.0)] for key, ms in samples.items()}], "ready": [ready], "sizes": [1000, 1000]}
+    monkeypatch.setattr(bench_ddp, "launch", lambda *_: found)
+    lines = {line.side: line for line in bench_ddp.ddp_row(options(cases="comm,sequential,ours"))}
+    assert lines["ours"].note == f"0.00 MiB sent, eta {(60 - 45) / (60 - 40):.2f}"
+    assert lines["ours"].samples == pytest.approx([1000 / 45]) and lines["ours"].limit == pytest.approx(1000 / 35)
 
 
 # ---- checkpoint, generate, text -------------------------------------------------------------------------------------
