@@ -9,13 +9,11 @@ The sides of a row take turns after a warm-up, those of train in processes of th
 gives the median of the repeats, their spread (most - least) / median, and the speed-up over each
 peer: median, least and most of the rounds. "of limit" is the share of what the machine allows,
 measured in the same rounds: train and head, matrix products in the same dtype; ddp, the step
-without communication; generate, reading weights and cache once per token; checkpoint, the bare
-disk. data, tokenize, bpe and dedup count CPU seconds; so do train and generate on a CPU with one
-thread (OMP_NUM_THREADS=1). A row that fails becomes a line with the error, the others go on, and
-the exit status is 1.
+without communication; generate, reading weights and cache once per token. data, tokenize, bpe and
+dedup count CPU seconds; so do train and generate on a CPU with one thread (OMP_NUM_THREADS=1). A
+row that fails becomes a line with the error, the others go on, and the exit status is 1.
 """
 
-import importlib
 import os
 import sys
 import tempfile
@@ -25,6 +23,8 @@ from pathlib import Path
 
 import bench_ddp
 import bench_model
+import bench_text
+import bench_tune
 import timing
 from timing import Line, Options
 
@@ -56,20 +56,28 @@ checkpoint_dir = "out"  # checkpoint: a temporary directory is made here, on the
 mbit = 0  # ddp: rate of the link, Mbit/s each way, as root by network namespaces; 0 = loopback
 cases = "compute,torch,ours,forward"  # ddp: all, or some of those in bench_ddp.py
 
-MODULES = {  # file of each row
-    "train": "bench_model", "head": "bench_model", "sft": "bench_tune", "dpo": "bench_tune",
-    "ddp": "bench_ddp", "generate": "bench_model", "data": "bench_text", "tokenize": "bench_text",
-    "bpe": "bench_text", "dedup": "bench_text", "checkpoint": "bench_model",
-}  # fmt: skip
+ROWS = {
+    "train": bench_model.train_row,
+    "head": bench_model.head_row,
+    "sft": bench_tune.sft_row,
+    "dpo": bench_tune.dpo_row,
+    "ddp": bench_ddp.ddp_row,
+    "generate": bench_model.generate_row,
+    "data": bench_text.data_row,
+    "tokenize": bench_text.tokenize_row,
+    "bpe": bench_text.bpe_row,
+    "dedup": bench_text.dedup_row,
+    "checkpoint": bench_model.checkpoint_row,
+}
 QUICK = {  # instead of the defaults
-    "rows": ",".join(row for row in MODULES if row not in ("sft", "dpo")), "repeats": 3,
+    "rows": ",".join(row for row in ROWS if row not in ("sft", "dpo")), "repeats": 3,
     "shapes": "10M", "compile": "none", "tokens": 1024, "batch_size": 1, "new_tokens": 32,
     "corpus_mb": 0.5, "vocab_size": 2048,
 }  # fmt: skip
 LISTS = {  # settings that are lists, with the values that they may have
     "optimizer": ("adamw", "muon"),
     "shapes": ("", *bench_model.SHAPES),
-    "rows": ("all", *MODULES),
+    "rows": ("all", *ROWS),
     "cases": ("all", *bench_ddp.CASES),
 }
 
@@ -78,13 +86,15 @@ def attempted(row: str, options: Options) -> Iterator[Line]:
     """Yield the lines of a row; if it fails, the error as the last one."""
     options.folder.mkdir()
     try:
-        yield from getattr(importlib.import_module(MODULES[row]), f"{row}_row")(options)
-    except (UserError, ImportError) as error:
-        yield Line(row, note=f"failed: {' '.join(str(error).split())[:300]}", failed=True)
+        for found in ROWS[row](options):
+            ready = isinstance(found, Line)
+            yield from [found] if ready else timing.measure(row, found, options.repeats)
     except Exception as error:
-        traceback.print_exception(error)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        yield Line(row, note=f"failed: {reason}", failed=True)
+        said = str(error)
+        if not isinstance(error, UserError | ImportError):
+            traceback.print_exception(error)
+            said = f"{type(error).__name__}: {error}"
+        yield Line(row, note=f"failed: {' '.join(said.split())[:300]}", failed=True)
 
 
 def main(config: dict) -> int:
@@ -105,7 +115,7 @@ def main(config: dict) -> int:
     print(timing.HEADER)
     try:
         with tempfile.TemporaryDirectory() as name:
-            rows = MODULES if config["rows"] == "all" else config["rows"].split(",")
+            rows = ROWS if config["rows"] == "all" else config["rows"].split(",")
             for row in rows:
                 options = Options(**config | where, folder=Path(name, row))
                 for line in attempted(row, options):

@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import timing
 import torch
 import torch.distributed as dist
-from timing import Line, Options
+from timing import Case, Line, Options
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -156,50 +156,41 @@ def sent_mib() -> float:
     return int(dict(line.split(": ") for line in lines)["wchar"]) / 2**20
 
 
-def measure(built: dict[str, SimpleNamespace], rounds: int) -> dict[str, dict]:
-    """Return {case: {"ms": of the slowest rank, "sent_mib": of the mean rank, one value for each
-    round, "median": of ms}}, all per step.
-    """
+def measure(built: dict[str, SimpleNamespace], rounds: int) -> dict[str, list]:
+    """Return {case: [(ms, MiB sent), one for each round]}, both per step, of this rank."""
 
-    def turn(case: SimpleNamespace) -> list[float]:
+    def turn(case: SimpleNamespace) -> tuple[float, float]:
         barrier()
         case.step()
         begin, before = time.perf_counter(), sent_mib()
         for _ in range(STEPS):
             case.step()
-        values = [1e3 * (time.perf_counter() - begin) / STEPS, (sent_mib() - before) / STEPS]
+        values = 1e3 * (time.perf_counter() - begin) / STEPS, (sent_mib() - before) / STEPS
         case.flush()
         return values
 
-    samples = timing.alternate({key: partial(turn, case) for key, case in built.items()}, rounds)
-    everyone, results = gather_objects(samples), {}
-    for key in built:
-        of_ranks = [theirs[key] for theirs in everyone]
-        ms, sent = torch.tensor(of_ranks, dtype=torch.float64).unbind(-1)  # (ranks, rounds)
-        slowest = ms.amax(0).tolist()
-        results[key] = {"ms": slowest, "median": median(slowest), "sent_mib": sent.mean(0).tolist()}
-    return results
+    return timing.alternate({key: partial(turn, case) for key, case in built.items()}, rounds)
 
 
-def add_ideal(results: dict[str, dict], compute: SimpleNamespace) -> float:
-    """Return T_ideal in ms, and write eta into `results`: see the head of this file."""
+def ready_ms(compute: SimpleNamespace) -> list[float]:
+    """Return how long after the begin of a step each bucket is ready, without communication."""
     times = 1e3 * torch.tensor(compute.times, dtype=torch.float64)  # ms
     times = times.view(-1, 1 + len(compute.buckets))[1 + STEPS :]  # steps after the warm-up
-    mine = (times[:, 1:] - times[:, :1]).median(0).values  # when each bucket is ready
-    ready = [of_rank.tolist() for of_rank in gather_objects(mine)]
-    sizes = [bucket.grad.nbytes for bucket in compute.buckets]
-    rate = sum(sizes) / results["comm"]["median"]  # bytes per ms
+    return (times[:, 1:] - times[:, :1]).median(0).values.tolist()
+
+
+def ideal_ms(ready: list[list[float]], sizes: list[int], comm_ms: float) -> float:
+    """Return when the last bucket arrives at best, see the head of this file. ready: of each rank;
+    sizes: bytes of the buckets, which take comm_ms in all.
+    """
     sent = 0.0  # until when the link is busy
     for n_bytes, *ready_at in zip(sizes, *ready, strict=True):
-        sent = max(sent, *ready_at) + n_bytes / rate
-    ideal, slow = max(results["compute"]["median"], sent), results["sequential"]["median"]
-    for key in OVERLAP & results.keys():
-        results[key]["eta"] = (slow - results[key]["median"]) / max(slow - ideal, 1e-9)
-    return ideal
+        sent = max(sent, *ready_at) + n_bytes * comm_ms / sum(sizes)
+    return sent
 
 
 def run_rank(cases: list[str], rounds: int) -> None:
-    """Do one rank's part; rank 0 prints the results as JSON."""
+    """Do one rank's part; rank 0 prints what all have measured as JSON."""
     torch.set_num_threads(1), torch.manual_seed(0)
     world, model = init(timeout_s=60), Transformer(MODEL)
     rng = torch.Generator().manual_seed(world.rank)
@@ -208,11 +199,11 @@ def run_rank(cases: list[str], rounds: int) -> None:
     for key in cases:
         make = torch_case if "torch" in key else our_case
         built[key] = make(key, deepcopy(model), tokens)
-    results = measure(built, rounds)
-    if {"compute", "comm", "sequential"} <= built.keys():
-        add_ideal(results, built["compute"])
+    mine = measure(built, rounds), ready_ms(built["compute"])
+    samples, ready = zip(*gather_objects(mine), strict=True)
     if world.is_main:
-        print(json.dumps(results))
+        sizes = [bucket.grad.nbytes for bucket in built["compute"].buckets]
+        print(json.dumps({"samples": samples, "ready": ready, "sizes": sizes}))
     # Free torch's reducers before the process group. Its last owner destroys it; a reducer does
     # that while it holds the GIL, for which gloo's thread may wait: a deadlock, seen on a busy
     # machine.
@@ -221,7 +212,7 @@ def run_rank(cases: list[str], rounds: int) -> None:
     close()
 
 
-def launch(cases: list[str], rounds: int, mbit: int) -> dict[str, dict]:
+def launch(cases: list[str], rounds: int, mbit: int) -> dict[str, list]:
     """Set up the link, run both ranks over it, and return their results."""
     with ExitStack() as stack:
         host, places = "127.0.0.1", [([], "lo")] * 2
@@ -258,16 +249,22 @@ def launch(cases: list[str], rounds: int, mbit: int) -> dict[str, dict]:
 def ddp_row(options: Options) -> Iterator[Line]:
     """Steps/s of each case beside torch DDP; the limit is the step without communication."""
     chosen = CASES if options.cases == "all" else ["compute", *options.cases.split(",")]
-    results = launch(list(dict.fromkeys(chosen)), options.repeats, options.mbit)
+    chosen = list(dict.fromkeys(chosen))
+    found = launch(chosen, options.repeats, options.mbit)
     seconds, notes = {}, {}
-    for key, found in results.items():
-        seconds[key] = [ms / 1e3 for ms in found["ms"]]
-        notes[key] = f"{median(found['sent_mib']):.2f} MiB sent"
-        if "eta" in found:
-            notes[key] += f", eta {found['eta']:.2f}"
-    peers, limit = ("torch", "torch_same"), 1e3 / results["compute"]["median"]
-    case = f"7M, 2 x {SEQUENCES} x {LENGTH}" + f", {options.mbit} Mbit/s" * bool(options.mbit)
-    yield from timing.lines("ddp", case, seconds, "step/s", peers, 1, limit, notes)
+    for key in chosen:
+        rounds = torch.tensor([samples[key] for samples in found["samples"]])  # (ranks, rounds, 2)
+        seconds[key] = (rounds[..., 0].amax(0) / 1e3).tolist()  # of the slowest rank
+        notes[key] = f"{rounds[..., 1].mean(0).median():.2f} MiB sent"
+    middle = {key: 1e3 * median(values) for key, values in seconds.items()}
+    if {"comm", "sequential"} <= seconds.keys():
+        ideal = ideal_ms(found["ready"], found["sizes"], middle["comm"])
+        could = max(middle["sequential"] - max(ideal, middle["compute"]), 1e-9)
+        for key in OVERLAP & seconds.keys():
+            notes[key] += f", eta {(middle['sequential'] - middle[key]) / could:.2f}"
+    name = f"7M, 2 x {SEQUENCES} x {LENGTH}" + f", {options.mbit} Mbit/s" * bool(options.mbit)
+    case = Case(name, {}, "step/s", ("torch", "torch_same"), 1, notes=notes)
+    yield from timing.lines("ddp", case, seconds, limit=1e3 / middle["compute"])
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
+from types import SimpleNamespace
 
 import timing
 import torch
 import torch.nn.functional as F
-from timing import Line, Options
+from timing import Case, Options
 
 import ddp
 from groundup.files.disk import sync
@@ -48,6 +48,7 @@ from groundup.kernels.cross_entropy import compile_loss, cross_entropy
 from groundup.tokens.training import train
 from groundup.train import checkpoint, huggingface
 from groundup.train.checkpoint import Saver
+from groundup.train.config_json import to_hf_config
 from groundup.train.device import autocast
 from groundup.train.log import RunLog
 from groundup.train.optim import Optimizer
@@ -129,20 +130,8 @@ def plain_step(
 def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - imported where it is used
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.n_embd,
-        intermediate_size=cfg.ffn_dim,
-        num_hidden_layers=cfg.n_layer,
-        num_attention_heads=cfg.n_head,
-        num_key_value_heads=cfg.n_kv_head,
-        max_position_embeddings=cfg.block_size,
-        rms_norm_eps=cfg.norm_eps,
-        tie_word_embeddings=cfg.tie_embeddings,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    without_tokens = SimpleNamespace(bos_id=-1, eot_id=-1, pad_id=-1)
+    return LlamaConfig(**to_hf_config(cfg, without_tokens))
 
 
 def transformers_step(
@@ -196,7 +185,7 @@ def train_steps(options: Options) -> dict[str, Callable]:
     return steps
 
 
-def train_row(options: Options) -> Iterator[Line]:
+def train_row(options: Options) -> Iterator[Case]:
     """Tokens/s of all sides; the limit is the device's rate of matrix products in the same
     rounds.
     """
@@ -206,25 +195,22 @@ def train_row(options: Options) -> Iterator[Line]:
         default, n_tokens = "10M,25M,124M,350M,1.1B", 16384
     for shape in shapes_of(options, default):
         timing.release()
-        cfg = SHAPES[shape]
-        n_rows = max(1, (options.tokens or n_tokens) // cfg.block_size)
+        cfg, T = SHAPES[shape], SHAPES[shape].block_size
+        n_rows = max(1, (options.tokens or n_tokens) // T)
         makers = {}
         for name, step in train_steps(options).items():
             makers[name] = partial(train_side, step, n_rows, cfg, device)
         with timing.apart(makers) if options.apart else nullcontext(timing.build(makers)) as made:
             sides = {name: side for name, (side, _) in made.items()}
-            sides["matmul"] = timing.matmul(device, dtype)
-            found = timing.alternate(sides, options.repeats, warmups=0)
-        limit = median(found.pop("matmul")) / flops_per_token(shapes_only(cfg), cfg.block_size)
-        notes = {name: f"{made[name][1] / 1e6:.1f}M parameters" for name in found}
-        if "nanoGPT" in notes:
-            notes["nanoGPT"] += f", {str(nanogpt_dtype(device))[6:]}"
-        case = f"{shape}, batch {n_rows} x {cfg.block_size}"
-        work = n_rows * cfg.block_size
-        for line in timing.lines("train", case, found, "tok/s", PEERS, work, limit, notes):
-            if line.side == "nanoGPT" and nanogpt_dtype(device) != dtype:
-                line.limit = 0.0  # measured in another dtype
-            yield line
+            notes = {name: f"{n / 1e6:.1f}M parameters" for name, (_, n) in made.items()}
+            ceiling = timing.matmul(device, dtype), flops_per_token(shapes_only(cfg), T)
+            case = f"{shape}, batch {n_rows} x {T}"
+            own = nanogpt_dtype(device)
+            if "nanoGPT" in notes:
+                notes["nanoGPT"] += f", {str(own)[6:]}"
+            unlimited = "nanoGPT" if own != dtype else ""  # the limit is of products in dtype
+            work = n_rows * T
+            yield Case(case, sides, "tok/s", PEERS, work, ceiling, unlimited, notes)
 
 
 # ---- head ----------------------------------------------------------------------------------------
@@ -243,7 +229,7 @@ def head_losses(device: torch.device) -> dict[str, Callable]:
     return found
 
 
-def head_row(options: Options) -> Iterator[Line]:
+def head_row(options: Options) -> Iterator[Case]:
     """Tokens/s of head and loss, with the gradients of both inputs. They take inputs in the dtype
     of the products.
     """
@@ -260,12 +246,10 @@ def head_row(options: Options) -> Iterator[Line]:
             loss, *gradients = (x.item() for x in step())
             notes[name] = "loss {:.4f}, gradients {:.3e} {:.3e}".format(loss, *gradients)
             sides[name] = timing.repeated(step, device)
-        sides["matmul"] = timing.matmul(device, dtype)
-        found = timing.alternate(sides, options.repeats)
         # three products of 2 V C FLOPs per token
-        limit = median(found.pop("matmul")) / (6 * V * C)
+        ceiling = timing.matmul(device, dtype), 6 * V * C
         case = f"{shape}, {N} tokens"
-        yield from timing.lines("head", case, found, "tok/s", HEAD_PEERS, N, limit, notes)
+        yield Case(case, sides, "tok/s", HEAD_PEERS, N, ceiling, notes=notes)
 
 
 def head_step(
@@ -328,7 +312,7 @@ def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype, length: int)
     return matrices * dtype.itemsize + cache_bytes(cfg, rows, length, dtype)
 
 
-def generate_row(options: Options) -> Iterator[Line]:
+def generate_row(options: Options) -> Iterator[Case]:
     """Tokens/s for each shape, alone and in a batch; the limit is that of half of the new
     tokens.
     """
@@ -348,32 +332,28 @@ def generate_row(options: Options) -> Iterator[Line]:
         texts = {name: call() for name, call in calls.items()}  # also compiles and allocates
         n_bytes = bytes_per_step(cfg, rows, dtype, PROMPT_TOKENS + new_tokens // 2)
         sides = {name: partial(timing.device_seconds, call, device) for name, call in calls.items()}
-        sides["memory"] = timing.reading(n_bytes, device)
-        found = timing.alternate(sides, options.repeats, warmups=0)
-        limit, first = rows * median(found.pop("memory")) / n_bytes, next(iter(texts.values()))
-        notes = {}
+        ceiling = timing.reading(n_bytes, device), n_bytes / rows
+        first, notes = next(iter(texts.values())), {}
         for name, ids in texts.items():
             n = sum(a == b for a, b in zip(first, ids, strict=True))
             notes[name] = f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal"
         case, work = f"{shape}, batch {rows}, {str(dtype)[6:]}", rows * new_tokens
-        peers = ["transformers"]
-        yield from timing.lines("generate", case, found, "tok/s", peers, work, limit, notes)
+        yield Case(case, sides, "tok/s", ["transformers"], work, ceiling, notes=notes)
 
 
 # ---- checkpoint ----------------------------------------------------------------------------------
 
 
-def checkpoint_row(options: Options) -> Iterator[Line]:
-    """MB/s of saving a training state; the limit is the bare disk in the same rounds."""
+def checkpoint_row(options: Options) -> Iterator[Case]:
+    """MB/s of saving a training state."""
     Path(options.checkpoint_dir).mkdir(parents=True, exist_ok=True)
     for shape in shapes_of(options, "124M"):
         with tempfile.TemporaryDirectory(dir=options.checkpoint_dir) as folder:
             calls, n_bytes = ways_to_save(SHAPES[shape], Path(folder))
             sides = {name: partial(timing.seconds_of, call) for name, call in calls.items()}
-            seconds, mb = timing.alternate(sides, options.repeats), n_bytes / 1e6
+            mb = n_bytes / 1e6
             case, peers = f"{shape}, {mb:,.0f} MB, CPU", ("disk", "torch.save")
-            limit = mb / median(seconds["disk"])
-            yield from timing.lines("checkpoint", case, seconds, "MB/s", peers, mb, limit)
+            yield Case(case, sides, "MB/s", peers, mb)
 
 
 def after_one_step(cfg: ModelConfig) -> tuple[Transformer, ddp.DDP, Optimizer]:

@@ -11,13 +11,14 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import timing
-from timing import Line, Options
+from timing import Case, Options
 
 import tokenizer
 from groundup.demo.python_docs import chinese_sample, python_docs
@@ -50,85 +51,84 @@ def corpora(options: Options) -> Iterator[tuple[str, list[str], float]]:
         yield name, [encoded.decode() for encoded in kept], n_bytes / 1e6
 
 
+def cpu_sides(calls: dict[str, Callable]) -> dict[str, Callable[[], float]]:
+    """Return sides that measure the CPU seconds of calls in this process."""
+    clock = time.process_time
+    return {name: partial(timing.seconds_of, call, clock) for name, call in calls.items()}
+
+
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def data_row(options: Options) -> Iterator[Line]:
+def data_row(options: Options) -> Iterator[Case]:
     """MB per CPU second of text read from each container beside the bare module for it, which
     reports no problem, has no byte offsets and, of JSON, holds the whole file; the texts are
     compared first.
     """
     name, texts, megabytes = next(corpora(options))
     texts = [text[i : i + 2000] for text in texts for i in range(0, len(text), 2000)]
-    for container, (write, peer, read) in CONTAINERS.items():
+    for container, (peer, group) in CONTAINERS.items():
         path = options.folder / f"{name}.{container.partition(',')[0]}"
-        write(path, texts)
-        calls = {peer: partial(read, path), "ours": partial(our_texts, path)}
-        if any(list(call()) != texts for call in calls.values()):
+        write_texts(path, texts, group)
+        calls = {
+            peer: lambda path=path: list(bare_texts(path)),
+            "ours": lambda path=path: list(our_texts(path)),
+        }
+        if any(call() != texts for call in calls.values()):
             raise UserError(f"bench: data: the texts differ, {container}")
-        calls = {side: lambda call=call: list(call()) for side, call in calls.items()}
-        case, how = f"{name} {megabytes:.1f} MB, {container}", (megabytes, options.repeats)
-        yield from timing.compare_sides("data", case, calls, "MB/s", [peer], *how)
+        case = f"{name} {megabytes:.1f} MB, {container}"
+        yield Case(case, cpu_sides(calls), "MB/s", [peer], megabytes)
 
 
 def our_texts(path: str | Path, text_key: str = "") -> Iterator[str]:
     yield from (document.value for document in readers.read_documents(str(path), text_key))
 
 
-def write_json(path: Path, texts: list[str]) -> None:
-    path.write_text(json.dumps([{"text": text} for text in texts]), "utf-8")
+def write_texts(path: Path, texts: list[str], group: int) -> None:
+    """Write rows {"text": ...} in the container that the suffix names. group: rows of a parquet
+    row group."""
+    rows = [{"text": text} for text in texts]
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
 
-
-def read_json(path: Path) -> Iterator[str]:
-    yield from (row["text"] for row in json.loads(path.read_text("utf-8")))
-
-
-def write_jsonl(path: Path, texts: list[str]) -> None:
-    rows = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
-    path.write_text("".join(f"{row}\n" for row in rows), "utf-8")
-
-
-def read_jsonl(path: Path) -> Iterator[str]:
-    with open(path, encoding="utf-8") as f:
-        yield from (json.loads(row)["text"] for row in f)
-
-
-def write_csv(path: Path, texts: list[str]) -> None:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=group)
+        return
     with open(path, "w", encoding="utf-8", newline="") as f:
-        csv.writer(f).writerows([["text"], *([text] for text in texts)])
+        if path.suffix == ".csv":
+            csv.writer(f).writerows([["text"], *([text] for text in texts)])
+        elif path.suffix == ".json":
+            json.dump(rows, f)
+        else:
+            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def read_csv(path: Path) -> Iterator[str]:
+def bare_texts(path: Path) -> Iterator[str]:
+    """Yield the texts as the module alone reads them."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
+            yield from (row["text"] for row in batch.to_pylist())
+        return
+    read = {".csv": csv.DictReader, ".json": json.load}
     with open(path, encoding="utf-8", newline="") as f:
-        yield from (row["text"] for row in csv.DictReader(f))
+        rows = read.get(path.suffix, partial(map, json.loads))(f)
+        yield from (row["text"] for row in rows)
 
 
-def write_parquet(path: Path, texts: list[str], rows: int) -> None:
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=rows)
-
-
-def read_parquet(path: Path) -> Iterator[str]:
-    import pyarrow.parquet
-
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
-        yield from (row["text"] for row in batch.to_pylist())
-
-
-CONTAINERS = {  # {name: (write, the module that reads it, read)}
-    "jsonl": (write_jsonl, "json", read_jsonl),
-    "json": (write_json, "json", read_json),
-    "csv": (write_csv, "csv", read_csv),
-    "parquet": (partial(write_parquet, rows=1000), "pyarrow", read_parquet),
-    "parquet, groups of 5 rows": (partial(write_parquet, rows=5), "pyarrow", read_parquet),
+CONTAINERS = {  # {name, which begins with the suffix: (the module that reads it, rows of a group)}
+    "jsonl": ("json", 0),
+    "json": ("json", 0),
+    "csv": ("csv", 0),
+    "parquet": ("pyarrow", 1000),
+    "parquet, groups of 5 rows": ("pyarrow", 5),
 }
 
 
 # ---- tokenize, bpe -------------------------------------------------------------------------------
 
 
-def tokenize_row(options: Options) -> Iterator[Line]:
+def tokenize_row(options: Options) -> Iterator[Case]:
     """MB per CPU second beside tiktoken alone and Hugging Face's tokenizers; the ids are compared
     first.
     """
@@ -151,11 +151,10 @@ def tokenize_row(options: Options) -> Iterator[Line]:
                 raise UserError(f"bench: tokenize: the ids of {side} are not those of ours, {name}")
             calls[side] = lambda encode=encode, texts=texts: list(map(encode, texts))
         case = f"{name} {megabytes:.1f} MB, {options.vocab_size} ids"
-        peers, how = ("tiktoken", "tokenizers"), (megabytes, options.repeats)
-        yield from timing.compare_sides("tokenize", case, calls, "MB/s", peers, *how)
+        yield Case(case, cpu_sides(calls), "MB/s", ["tiktoken", "tokenizers"], megabytes)
 
 
-def bpe_row(options: Options) -> Iterator[Line]:
+def bpe_row(options: Options) -> Iterator[Case]:
     """Seconds to train a tokenizer beside rustbpe (if it is installed), Hugging Face's and
     sentencepiece.
     """
@@ -169,7 +168,7 @@ def bpe_row(options: Options) -> Iterator[Line]:
         V = options.vocab_size
         calls = {side: partial(train, texts, V) for side, train in trainers.items()}
         case = f"{name} {megabytes:.1f} MB, {V} ids"
-        yield from timing.compare_sides("bpe", case, calls, "s", peers, 0.0, options.repeats)
+        yield Case(case, cpu_sides(calls), "s", peers)
 
 
 def train_ours(texts: list[str], vocab_size: int) -> None:
@@ -218,7 +217,7 @@ def train_sentencepiece(texts: list[str], vocab_size: int) -> None:
 # ---- dedup ---------------------------------------------------------------------------------------
 
 
-def dedup_row(options: Options) -> Iterator[Line]:
+def dedup_row(options: Options) -> Iterator[Case]:
     """Documents per CPU second: MinHash signatures beside datasketch's bulk API, and from texts to
     survivors beside the usual loop. Raise UserError if the survivors differ.
     """
@@ -237,8 +236,8 @@ def dedup_row(options: Options) -> Iterator[Line]:
             ("texts to survivors", partial(plain_survivors, sets), our_survivors),
         ):
             calls = {"datasketch": theirs, "ours": partial(ours, texts)}
-            case, how = f"{case}, {name}", (["datasketch"], len(texts), options.repeats)
-            yield from timing.compare_sides("dedup", case, calls, "doc/s", *how)
+            sides, case = cpu_sides(calls), f"{case}, {name}"
+            yield Case(case, sides, "doc/s", ["datasketch"], len(texts))
 
 
 def pieces(texts: list[str], most: int) -> list[str]:

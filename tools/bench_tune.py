@@ -18,7 +18,7 @@ import numpy as np
 import timing
 import torch
 from bench_model import SHAPES, shapes_of
-from timing import Line, Options
+from timing import Case, Options
 
 import ddp
 from groundup.align.losses import compute_reference, losses_and_metrics, pair_logps
@@ -57,17 +57,15 @@ def start(kind: str, shape: str, options: Options) -> tuple[str, Tokenizer, Path
     return data, tokenizer, base
 
 
-def sft_row(options: Options) -> Iterator[Line]:
+def sft_row(options: Options) -> Iterator[Case]:
     """Labelled tokens/s of packed and of padded rows."""
     for shape in shapes_of(options, "25M"):
-        data, tokenizer, base = start("chat", shape, options)
-        yield from layouts(shape, data, tokenizer, base, options)
+        yield layouts(shape, options)
 
 
-def layouts(
-    shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Options
-) -> list[Line]:
-    """Return the lines of a shape: the same conversations in padded and in packed rows."""
+def layouts(shape: str, options: Options) -> Case:
+    """Return the case of a shape: the same conversations in padded and in packed rows."""
+    data, tokenizer, base = start("chat", shape, options)
     model = huggingface.load_model(base, options.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     B, columns = options.batch_size, options.block_size
@@ -98,12 +96,11 @@ def layouts(
     for name, corpus in corpora.items():
         n_places = sum(load(name, k).x.numel() for k in range(-(-corpus.train[0].n_rows // B)))
         notes[name] = f"padding {100 * max(0.0, 1 - n_used / n_places):.1f} %"
-    found = timing.alternate({name: partial(side, name) for name in corpora}, options.repeats)
-    case = f"{shape}, batch {B} x {columns}"
-    return timing.lines("sft", case, found, "label/s", ["padded"], 1.0, notes=notes)
+    case, sides = f"{shape}, batch {B} x {columns}", {n: partial(side, n) for n in corpora}
+    return Case(case, sides, "label/s", ["padded"], 1.0, notes=notes)
 
 
-def dpo_row(options: Options) -> Iterator[Line]:
+def dpo_row(options: Options) -> Iterator[Case]:
     """Pairs/s of trl and of ours; the note says how far the log-probabilities of the reference are
     from trl's.
     """
@@ -127,7 +124,7 @@ def dpo_row(options: Options) -> Iterator[Line]:
         for name, (run, _) in made.items():
             turns = iter(rounds)
             sides[name] = lambda run=run, turns=turns: run(next(turns))
-        found, notes = timing.alternate(sides, options.repeats), {}
+        notes = {}
         _, theirs = made.get("trl, precomputed", (None, None))
         for name, (_, table) in made.items():
             if name.startswith("ours") and theirs is not None:
@@ -135,7 +132,7 @@ def dpo_row(options: Options) -> Iterator[Line]:
                 notes[name] = f"log-probabilities of the reference within {far:.0e} nats of trl's"
         case = f"{shape}, {options.batch_size} pairs"
         peers = [name for name in made if name.startswith("trl")]
-        yield from timing.lines("dpo", case, found, "pair/s", peers, n_used, notes=notes)
+        yield Case(case, sides, "pair/s", peers, n_used, notes=notes)
 
 
 def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side:

@@ -41,10 +41,10 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from functools import reduce
-from itertools import groupby, pairwise
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -61,11 +61,9 @@ from groundup.errors import UserError, refuse
 from groundup.files.paths import is_data
 from groundup.files.splits import SPLITS, are_few, split_of
 from groundup.text import dedup, report
-from groundup.text import unit as text_unit
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import lock, read_prepared
-from groundup.text.quality import parse_rules
-from groundup.text.recipe import VERSION, Recipe, Source
+from groundup.text.recipe import VERSION, Recipe
 from groundup.text.unit import (
     EXACT,
     KEPT,
@@ -73,7 +71,7 @@ from groundup.text.unit import (
     REASONS,
     ROW,
     Counts,
-    Part,
+    Unit,
     inspect_unit,
     plan_units,
     read_json,
@@ -125,13 +123,6 @@ BAND = np.dtype([("hash", "<u8"), ("id", "<u8")])
 COPY = np.dtype([("id", "<u8"), ("like", "<u8"), ("similarity", "<f4")])
 
 
-class Unit(text_unit.Unit):
-    @property
-    def first(self) -> int:
-        """The number of the first text that passed; all are below that of the next unit."""
-        return self.number << 32
-
-
 class Job(NamedTuple):
     """What all tasks know; in job.pickle."""
 
@@ -172,7 +163,6 @@ def make_plan(config: dict) -> Job:
     used again."""
     settings = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
     checked = prepare.check_config(settings | config)
-    checked = replace(checked, sources=tuple(map(with_absolute_paths, checked.sources)))
     tokenizer = prepare.existing_tokenizer(config["tokenizer_dir"], "text")
     if tokenizer is None:
         what = f"no tokenizer in tokenizer_dir={config['tokenizer_dir']!r}"
@@ -186,12 +176,7 @@ def make_plan(config: dict) -> Job:
     written = [config["shard_tokens"], tokenizer.fingerprint()]
     key = [VERSION, checked.settings(), *written, stamps]
     key = json.loads(json.dumps(key))  # as it comes back from the manifest
-    units: list[Unit] = []
-    for far, group in groupby(inputs, is_far):
-        files = list(group)
-        found = map(far_unit, files) if far else plan_units(files)
-        units += [Unit(len(units) + k, *unit[1:]) for k, unit in enumerate(found)]
-    job = Job(work, out_dir, key, checked, inputs, units, config)
+    job = Job(work, out_dir, key, checked, inputs, plan_units(inputs), config)
     plan = {"key": key, "stages": list(map(list, job.stages))}
     if read_json(work / "plan.json") != plan:
         for path in work.iterdir():
@@ -205,14 +190,6 @@ def make_plan(config: dict) -> Job:
     return job
 
 
-def with_absolute_paths(source: Source) -> Source:
-    """Return the source with the whole path of the function in its rules: tasks run elsewhere."""
-    keep = parse_rules(source.rules).keep
-    if not keep:
-        return source
-    return replace(source, rules=source.rules.replace(keep, os.path.abspath(keep)))
-
-
 def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
     """Return the files of all sources, each once, in the order given."""
     found: dict[str, Input] = {}
@@ -221,14 +198,11 @@ def list_inputs(recipe: Recipe, out_dir: Path, work: Path) -> list[Input]:
             here = "://" not in name
             sources = (replace(source, input=name),)
             for file in find_inputs(sources, out_dir, work) if here else far_files(name):
+                # not the real path: a link's own name says which container it is
                 path = os.path.abspath(file.path) if here else file.path
                 real = os.path.realpath(path) if here else path
                 found.setdefault(real, file._replace(path=path, source=number))
     return list(found.values())
-
-
-def is_far(file: Input | Part) -> bool:
-    return "://" in file.path
 
 
 def far_files(url: str) -> Iterator[Input]:
@@ -248,11 +222,6 @@ def far_files(url: str) -> Iterator[Input]:
         yield Input(name, name, infos[file]["size"], fs.ukey(file))
 
 
-def far_unit(file: Input) -> Unit:
-    stamp = f"{file.size} {file.stamp}"
-    return Unit(0, file.source, [Part(file.path, file.name, 0, None, file.size, stamp)])
-
-
 # ---- the stages: function(job, number of the task, number of tasks) ----------------------------
 
 
@@ -260,29 +229,29 @@ def inspect(job: Job, rank: int, tasks: int) -> None:
     """Read, clean and judge documents, and sign those that pass, as prepare.py does."""
     keys = []
     for unit in job.part(rank, tasks):
-        with near_by(unit, job) as readable:
-            inspect_unit(readable, job.recipe, job.work)
+        done = read_json(unit.file(job.work, "json")).get("key")
+        if done != unit.key(job.recipe):
+            with TemporaryDirectory() as folder:
+                inspect_unit(copied_here(unit, folder), job.recipe, job.work)
         rows = np.fromfile(unit.file(job.work, "rows"), ROW)
         hashes = rows["key"][rows["reason"] == KEPT]
         keys.append(table(KEY, *hashes.T, numbers(unit, np.arange(len(hashes)))))
     save_sorted(job.work / "keys" / f"{rank:05d}.npy", KEY, keys)
 
 
-@contextmanager
-def near_by(unit: Unit, job: Job) -> Iterator[Unit]:
-    """Yield a unit whose file is on this machine: copied here while it is read, if it is not."""
-    done = read_json(unit.file(job.work, "json")).get("key")
-    if not is_far(unit.parts[0]) or done == unit.key(job.recipe):
-        yield unit
-        return
-    from fsspec.core import url_to_fs
+def copied_here(unit: Unit, folder: str) -> Unit:
+    """Return a unit whose files are on this machine: those of a URL are copied into `folder`."""
+    parts = []
+    for number, part in enumerate(unit.parts):
+        if "://" in part.path:
+            from fsspec.core import url_to_fs
 
-    with TemporaryDirectory() as folder:
-        (part,) = unit.parts
-        fs, path = url_to_fs(part.path)
-        copy = os.path.join(folder, os.path.basename(path))
-        fs.get_file(path, copy)
-        yield unit._replace(parts=[part._replace(path=copy)])
+            fs, path = url_to_fs(part.path)
+            copy = os.path.join(folder, f"{number}_{os.path.basename(path)}")
+            fs.get_file(path, copy)
+            part = part._replace(path=copy)
+        parts.append(part)
+    return unit._replace(parts=parts)
 
 
 def equal(job: Job, rank: int, tasks: int) -> None:
@@ -489,7 +458,7 @@ STAGES = {stage.__name__: stage for stage in STAGES}
 
 def numbers(unit: Unit, places: np.ndarray) -> np.ndarray:
     """Return the numbers of the texts at these places among those of a unit that passed."""
-    return places.astype("<u8") + np.uint64(unit.first)
+    return places.astype("<u8") + np.uint64(unit.number << 32)
 
 
 def table(dtype: np.dtype, *columns: np.ndarray) -> np.ndarray:
@@ -526,8 +495,9 @@ def hash_range(part: int, parts: int) -> tuple[int, int]:
 
 def copies_of(unit: Unit, job: Job, kind: str) -> np.ndarray:
     """Return the places of the copies among the texts of a unit that passed. kind: exact | near."""
-    copies = select(job.work / kind, "id", unit.first, unit.first + 2**32)
-    return copies["id"] - np.uint64(unit.first)
+    first = unit.number << 32
+    copies = select(job.work / kind, "id", first, first + 2**32)
+    return copies["id"] - np.uint64(first)
 
 
 # ---- datatrove runs them -------------------------------------------------------------------------
@@ -539,10 +509,12 @@ class Step(PipelineStep):
     type = "groundup"
 
     def __init__(self, work: Path, name: str) -> None:
-        self.work, self.name = work, name
+        self.work, self.name, self.directory = work, name, os.getcwd()
         super().__init__()
 
     def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
+        with suppress(OSError):  # not on this machine, so nothing there is asked for
+            os.chdir(self.directory)  # rules name their function by a path from there
         job = pickle.loads((self.work / "job.pickle").read_bytes())
         # Slurm may begin a stage although tasks of an earlier one failed: it waits for the last of
         # several arrays.
@@ -650,30 +622,24 @@ def run(config: dict) -> int:
     start, out_dir = time.perf_counter(), Path(config["out_dir"])
     check_no_jobs(work_path(config["out_dir"]))
     job = make_plan(config)
-    exported = environment()
-    os.environ |= exported
-    made = [] if out_dir.exists() else executors(job, exported)
-    stages = list(zip(job.stages, made, strict=True)) if made else []
-    if stages and config["executor"] == "slurm":
-        made[-1].run()  # submits the others before it
-        jobs = [str(one.job_id) for one in made if one.job_id not in (None, -1)]
-        write_json(job.work / JOBS, {"jobs": jobs})
-        print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
-        return 0
-    if stages and config["executor"] == "ray":
-        import ray
+    if not out_dir.exists():
+        exported = environment()
+        os.environ |= exported
+        made = executors(job, exported)
+        if config["executor"] == "slurm":
+            made[-1].run()  # submits the others before it
+            jobs = [str(one.job_id) for one in made if one.job_id not in (None, -1)]
+            write_json(job.work / JOBS, {"jobs": jobs})
+            print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
+            return 0
+        if config["executor"] == "ray":
+            import ray
 
-        ray.init(runtime_env={"env_vars": exported})
-    for (name, tasks), one in stages:
-        if config["executor"] == "local":
-            run_local(one, config["workers"], job.work)
-        else:
-            one.run()
-        if missing := one.get_incomplete_ranks(skip_completed=True):
-            log = f"{job.work}/log/{name}/logs/task_{missing[0]:05d}.log"
-            what = f"{len(missing)} of {tasks} tasks of {name} did not finish, see {log}"
-            raise UserError(f"cluster: {what}; the same command runs only these again")
-        print(f"cluster: {name}: {tasks} tasks, {time.perf_counter() - start:.1f} s", flush=True)
+            ray.init(runtime_env={"env_vars": exported})
+        for (name, tasks), one in zip(job.stages, made, strict=True):
+            run_stage(job, name, tasks, one)
+            seconds = time.perf_counter() - start
+            print(f"cluster: {name}: {tasks} tasks, {seconds:.1f} s", flush=True)
     shutil.rmtree(job.work)
     manifest = read_prepared(out_dir)
     if manifest["info"].get("key") != job.key:
@@ -681,6 +647,18 @@ def run(config: dict) -> int:
         raise UserError(f"cluster: {what}")
     report.print_report(manifest, time.perf_counter() - start)
     return report.exit_status(manifest["info"], len(job.inputs), config["max_bad_fraction"])
+
+
+def run_stage(job: Job, name: str, tasks: int, executor: object) -> None:
+    """Run the tasks of a stage that are missing. Raise UserError if some do not finish."""
+    if job.config["executor"] == "local":
+        run_local(executor, job.config["workers"], job.work)
+    else:
+        executor.run()
+    if missing := executor.get_incomplete_ranks(skip_completed=True):
+        log = f"{job.work}/log/{name}/logs/task_{missing[0]:05d}.log"
+        what = f"{len(missing)} of {tasks} tasks of {name} did not finish, see {log}"
+        raise UserError(f"cluster: {what}; the same command runs only these again")
 
 
 if __name__ == "__main__":

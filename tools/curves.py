@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -189,12 +189,14 @@ def series(events: Sequence[dict], key: str, axis: str) -> np.ndarray:
     return at
 
 
-def within(own: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the points of `own` (n, 2) at places that `theirs` covers, and its values there."""
+def beside(own: Sequence[dict], reference: Reference, key: str, axis: str) -> np.ndarray:
+    """Return (n, 3): the places of the run that the reference covers, both values there."""
+    mine, theirs = (series(log, key, axis) for log in (own, reference.events))
+    if not len(theirs):
+        return np.empty((0, 3))
     # outside of these places there is nothing to compare with
-    inside = (own[:, 0] >= theirs[0, 0]) & (own[:, 0] <= theirs[-1, 0])
-    own = own[inside]
-    return own, np.interp(own[:, 0], *theirs.T)
+    mine = mine[(mine[:, 0] >= theirs[0, 0]) & (mine[:, 0] <= theirs[-1, 0])]
+    return np.column_stack([mine, np.interp(mine[:, 0], *theirs.T)])
 
 
 def recent(off: np.ndarray) -> float:
@@ -208,35 +210,32 @@ def compare(own: Sequence[dict], reference: Reference) -> list[str]:
     """
     logs, about = (own, reference.events), reference.about
     head = f"reference: {reference.name} ({about['command']}; {about['machine']})"
-    if text := another_text(own, reference):
+    if text := starts_apart(own, reference):
         return [head, text]
     # Tokens, because a run may take larger or smaller steps than its reference.
     axis = "tokens" if all(any("tokens" in e for e in log) for log in logs) else "steps"
-    for key in ("val_bpb", "val_loss", "loss"):
-        mine, theirs = (series(log, key, axis) for log in logs)
-        if len(mine) and len(theirs):
-            mine, expected = within(mine, theirs)
-            if len(mine):
-                break
-    else:
+    keys = ("val_bpb", "val_loss", "loss")
+    common = {key: at for key in keys if len(at := beside(own, reference, key, axis))}
+    if not common:
         nothing = "the two have no loss at a common place after the first step"
         return [head, f"nothing to compare yet: {nothing}"]
-
-    off = np.nan_to_num((mine[:, 1] - expected) / np.abs(expected), nan=math.inf)
+    key, points = next(iter(common.items()))
+    place, mine, expected = points.T
+    off = np.nan_to_num((mine - expected) / np.abs(expected), nan=math.inf)
     now = recent(off)
     word = "on" if abs(now) <= MARGIN else "above" if now > 0 else "below"
-    found = f"{key} {mine[-1, 1]:.4g} against {expected[-1]:.4g} at {mine[-1, 0]:,.0f} {axis}"
+    found = f"{key} {mine[-1]:.4g} against {expected[-1]:.4g} at {place[-1]:,.0f} {axis}"
     line = f"the run is {word} its reference: {found} ({100 * off[-1]:+.1f} %)"
     lines = []
     if word != "on":
         # After the last place at which it was within the margin
         inside = np.flatnonzero(np.abs(off) <= MARGIN)
         begin = inside[-1] + 1 if len(inside) else 0
-        since = mine[min(begin, len(off) - 1), 0]
+        since = place[min(begin, len(off) - 1)]
         line += f"; by more than the usual {100 * MARGIN:.0f} % from {since:,.0f} {axis} on"
         lines = ["usual causes, the likeliest first:"]
         lines += [f"  {cause}" for cause in causes(own, reference, mine, word, axis, key)]
-    return [head, line, *lines, *speed(own, reference)]
+    return [head, line, *lines]
 
 
 def first_bpb(events: Sequence[dict]) -> float:
@@ -246,45 +245,37 @@ def first_bpb(events: Sequence[dict]) -> float:
 
 
 def starts_apart(own: Sequence[dict], reference: Reference) -> str:
-    """Return the bits per byte of both before the first step; "" if they are alike or unknown."""
+    """Return why the losses cannot be compared; "" if the runs start alike, or nobody knows."""
     ours, other = first_bpb(own), first_bpb(reference.events)
     if not ours or not other or abs(ours / other - 1) <= SAME_START:
         return ""
-    return f"{ours:.3g} before the first step, the reference's {other:.3g}"
-
-
-def another_text(own: Sequence[dict], reference: Reference) -> str:
-    """Return why the losses cannot be compared: another text or tokenizer. "" if they can."""
-    apart, differ = starts_apart(own, reference), reference.differ.get("data_dir")
-    if not apart or not differ:
-        return ""
-    ours, other = differ
-    apart = apart.replace(" before", " bits per byte before", 1)
-    return f"no comparison: data_dir={ours!r} is another text or tokenizer than {other!r}: {apart}"
+    how = f"{ours:.3g} bits per byte before the first step, the reference's {other:.3g}"
+    where = ""
+    if "data_dir" in reference.differ:
+        where = " (data_dir={!r}, the reference's {!r})".format(*reference.differ["data_dir"])
+    return f"no comparison: another text, tokenizer or start{where}: {how}"
 
 
 def causes(
     own: Sequence[dict], reference: Reference, mine: np.ndarray, word: str, axis: str, key: str
 ) -> list[str]:
-    """Return what usually makes such a difference. mine (n, 2): the run's `key` where it was
+    """Return what usually makes such a difference. mine (n,): the run's `key` where it was
     compared; word: above | below.
     """
     found, is_above = [], word == "above"
-    ratio = rate_ratio(own, reference.events, axis)
+    ratio = rate_ratio(own, reference, axis)
     found += [wrong_rate(ratio, reference, is_above, axis)]
     if any(event["event"] == "train" and event.get("loss", 0.0) is None for event in own):
         why = "a learning rate too high, float16, or a damaged text"
         found.append(f"the loss is not finite at some steps: {why}")
-    if is_above and ratio <= RATE_MARGIN and has_risen(mine[:, 1]):
+    if is_above and ratio <= RATE_MARGIN and has_risen(mine):
         why = "a learning rate too high for this model, or too little warm-up"
         found.append(f"the loss has risen again: {why}, or too many epochs of a small text")
     for setting, (ours, other) in reference.differ.items():
         if setting != "learning_rate":
             hint = HINTS.get(setting, "")
             found.append(f"{setting}={ours!r}, the reference's {other!r}{hint}")
-    if apart := starts_apart(own, reference):
-        found.append(f"val_bpb is {apart}: another text, tokenizer or starting weights")
-    if is_above and key != "loss" and trains_as_well(own, reference.events, axis):
+    if is_above and key != "loss" and trains_as_well(own, reference, axis):
         why = "too little text, seen too often, or validation text of another kind"
         found.append(f"the training loss is not above the reference's: {why}")
     rest = "easier text, validation text among the training data, code that learns faster"
@@ -314,35 +305,19 @@ def has_risen(losses: np.ndarray) -> bool:
     return bool(losses[lowest:].max(initial=0.0) > 1.1 * losses[lowest])
 
 
-def trains_as_well(own: Sequence[dict], others: Sequence[dict], axis: str) -> bool:
+def trains_as_well(own: Sequence[dict], reference: Reference, axis: str) -> bool:
     """Return whether the training loss is not above the reference's."""
-    trained, usual = (series(log, "loss", axis) for log in (own, others))
-    if not len(trained) or not len(usual):
-        return False
-    trained, expected = within(trained, usual)
-    return len(trained) > 0 and recent(trained[:, 1] / expected - 1) < MARGIN  # NaN is not
+    _, trained, usual = beside(own, reference, "loss", axis).T
+    return len(trained) > 0 and recent(trained / usual - 1) < MARGIN  # NaN is not
 
 
-def rate_ratio(own: Sequence[dict], others: Sequence[dict], axis: str) -> float:
+def rate_ratio(own: Sequence[dict], reference: Reference, axis: str) -> float:
     """Return the median of the run's learning rates over the reference's at the same places; 1
     where none is logged.
     """
-    mine, theirs = series(own, "lr", axis), series(others, "lr", axis)
-    if not len(mine) or not len(theirs):
-        return 1.0
-    mine, usual = within(mine, theirs)
-    kept = usual > 0.05 * theirs[:, 1].max()  # at the end of a schedule ratios mean little
-    return float(np.median(mine[kept, 1] / usual[kept])) if kept.any() else 1.0
-
-
-def speed(own: Sequence[dict], reference: Reference) -> list[str]:
-    """Return a line about tokens per second, which depend on the machine."""
-    logs = own, reference.events
-    rates = [[e["tokens_per_s"] for e in log if e.get("tokens_per_s")] for log in logs]
-    if not all(rates):
-        return []
-    mine, theirs = map(median, rates)
-    return [f"speed: {mine:,.0f} tokens/s, the reference's {theirs:,.0f} on its machine"]
+    _, mine, usual = beside(own, reference, "lr", axis).T
+    kept = usual > 0.05 * usual.max(initial=0.0)  # at the end of a schedule ratios mean little
+    return float(np.median(mine[kept] / usual[kept])) if kept.any() else 1.0
 
 
 def main(config: dict) -> None:

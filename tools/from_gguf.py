@@ -10,9 +10,8 @@ PRE_TOKENIZERS, is refused in one line.
 """
 
 import argparse
-import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
 
 from groundup.errors import UserError
 from groundup.files.directories import whole_directory
@@ -72,7 +70,6 @@ SAME_AS["deepseek-r1-qwen"] = "qwen2"
 # One number for all layers here; GGUF may have one for each.
 PER_MODEL = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # kinds of tokens (tokenizer.ggml.token_type)
-SHARD_BYTES = 4 * 2**30
 
 
 def read_gguf(path: Path) -> object:
@@ -96,12 +93,19 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
     try:
         reader = read_gguf(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        arch = check_family(fields)
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        config = model_config(fields, arch, tensors)
+        config = model_config(fields, tensors)
         files, ids = tokenizer_files(fields)
         with whole_directory(out) as temp:
-            return write_directory(temp, tensors, config, files, ids, dtype)
+            name = str(dtype).removeprefix("torch.")
+            write_json(temp / "config.json", config | ids | {"dtype": name, "torch_dtype": name})
+            for name, content in files.items():
+                (temp / name).write_bytes(content)
+            Tokenizer.load(temp)  # raises UserError for one that does not work
+            arrays = weights(tensors, from_hf_config(temp / "config.json"))
+            stored = {name: torch.from_numpy(array).to(dtype) for name, array in arrays}
+            save_weights(temp / "model.safetensors", stored)
+            check_weights(temp)
     except UserError as error:
         raise UserError(f"from_gguf: {path}: {error}") from None
     except KeyError as error:
@@ -110,36 +114,7 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
         raise UserError(f"from_gguf: cannot write {out}: {error.strerror}") from None
     except (IndexError, TypeError, ValueError) as error:
         raise UserError(f"from_gguf: {path}: its fields do not go together: {error}") from None
-
-
-def check_family(fields: dict) -> str:
-    """Return the architecture. Raise UserError for one that is not supported, or a part of a
-    file."""
-    arch, n_parts = fields.get("general.architecture"), fields.get("split.count", 1)
-    if arch not in ARCHITECTURES:
-        raise UserError(f"architecture {arch!r}; supported are {', '.join(ARCHITECTURES)}")
-    if n_parts > 1:
-        raise UserError(f"it is one of {n_parts} parts; join them: llama-gguf-split --merge")
-    return arch
-
-
-def write_directory(
-    directory: Path, tensors: dict, config: dict, files: dict[str, bytes], ids: dict,
-    dtype: torch.dtype,
-) -> int:  # fmt: skip
-    """Write all files and read them back; return the number of parameters. files, ids: of
-    `tokenizer_files`."""
-    name = str(dtype).removeprefix("torch.")
-    ends = ids.pop("ends")
-    write_json(directory / "config.json", config | ids | {"dtype": name, "torch_dtype": name})
-    write_json(directory / "generation_config.json", ids | {"eos_token_id": ends})
-    for name, content in files.items():
-        (directory / name).write_bytes(content)
-    cfg = from_hf_config(directory / "config.json")
-    n = write_weights(directory, weights(tensors, cfg, config["model_type"]), dtype)
-    check_weights(directory)
-    Tokenizer.load(directory)  # raises UserError for one that does not work
-    return n
+    return sum(tensor.numel() for tensor in stored.values())
 
 
 def check_weights(directory: Path) -> None:
@@ -160,22 +135,27 @@ def parameters(cfg: ModelConfig) -> dict[str, torch.Tensor]:
 # ---- config.json ---------------------------------------------------------------------------------
 
 
-def model_config(fields: dict, arch: str, tensors: dict) -> dict:
-    """Return config.json without the special ids and the dtype. Raise KeyError for a field that is
-    missing.
+def model_config(fields: dict, tensors: dict) -> dict:
+    """Return what config.json says of the architecture. Raise UserError for one that is not
+    supported, or a part of a file; KeyError for a field that is missing.
     """
+    arch, n_parts = fields.get("general.architecture"), fields.get("split.count", 1)
+    if arch not in ARCHITECTURES:
+        raise UserError(f"architecture {arch!r}; supported are {', '.join(ARCHITECTURES)}")
+    if n_parts > 1:
+        raise UserError(f"it is one of {n_parts} parts; join them: llama-gguf-split --merge")
     get = {key.removeprefix(f"{arch}."): value for key, value in fields.items()}
     if several := [key for key in get if key in PER_MODEL and isinstance(get[key], list)]:
         raise UserError(f"{several[0]} differs between its layers; not supported")
     n_head, n_embd = get["attention.head_count"], get["embedding_length"]
     head_dim = get.get("attention.key_length", n_embd // n_head)
-    theta = get.get("rope.freq_base", 10000.0)
     n_rotated = get.get("rope.dimension_count", head_dim)
     if n_rotated != head_dim:
         raise UserError(f"only {n_rotated} of {head_dim} dimensions are rotated; not supported")
     for key in ("expert_count", "attention.sliding_window"):
         if get.get(key):
             raise UserError(f"it has {key}={get[key]}; not supported")
+    theta = get.get("rope.freq_base", 10000.0)
     return {
         "model_type": arch,
         "architectures": [ARCHITECTURES[arch]],
@@ -230,15 +210,20 @@ def rope_factors(scaling: dict, theta: float, head_dim: int) -> np.ndarray:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def gguf_names(cfg: ModelConfig, arch: str) -> dict[str, str]:
+def architecture(cfg: ModelConfig) -> str:
+    """Return the name in GGUF: llama.cpp computes Mistral as llama."""
+    return "llama" if cfg.model_type == "mistral" else cfg.model_type
+
+
+def gguf_names(cfg: ModelConfig) -> dict[str, str]:
     """Return {name of a parameter in model.py: its name in GGUF}."""
     import gguf
 
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], cfg.n_layer)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture(cfg).upper()], cfg.n_layer)
     return {name: table.get_name(hf_name(name), SUFFIXES) for name in parameters(cfg)}
 
 
-def weights(tensors: dict, cfg: ModelConfig, arch: str) -> Iterator[tuple[str, np.ndarray]]:
+def weights(tensors: dict, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (Hugging Face's name, float32 array) of each tensor. Raise UserError for one that is
     unknown.
     """
@@ -246,7 +231,7 @@ def weights(tensors: dict, cfg: ModelConfig, arch: str) -> Iterator[tuple[str, n
 
     # A damaged file may claim any number of layers.
     known = replace(cfg, n_layer=min(cfg.n_layer, len(tensors)))
-    ours_of = {theirs: ours for ours, theirs in gguf_names(known, arch).items()}
+    ours_of = {theirs: ours for ours, theirs in gguf_names(known).items()}
     for name, tensor in tensors.items():
         if name == "rope_freqs.weight":  # went into config.json
             continue
@@ -256,19 +241,17 @@ def weights(tensors: dict, cfg: ModelConfig, arch: str) -> Iterator[tuple[str, n
             array = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise UserError(f"{name}: {error}") from None
-        if n_head := n_rotated_heads(name, cfg, arch):
+        if n_head := n_rotated_heads(name, cfg):
             array = interleaved(array, n_head, inverse=True)
-        yield hf_name(ours_of[name]), array
+        yield hf_name(ours_of[name]), np.array(array, np.float32)  # a copy: gguf maps the file
 
 
-def n_rotated_heads(name: str, cfg: ModelConfig, arch: str) -> int:
+def n_rotated_heads(name: str, cfg: ModelConfig) -> int:
     """Return the heads of a tensor whose rows GGUF has in another order, 0 for all others. name:
     GGUF's.
     """
-    if arch != "llama":
-        return 0
-    part = re.sub(r"^blk\.\d+\.", "", name).partition(".")[0]
-    return {"attn_q": cfg.n_head, "attn_k": cfg.n_kv_head}.get(part, 0)
+    kind = name.split(".")[-2] if architecture(cfg) == "llama" else ""
+    return {"attn_q": cfg.n_head, "attn_k": cfg.n_kv_head}.get(kind, 0)
 
 
 def interleaved(array: np.ndarray, n_head: int, inverse: bool = False) -> np.ndarray:
@@ -280,43 +263,13 @@ def interleaved(array: np.ndarray, n_head: int, inverse: bool = False) -> np.nda
     return array.reshape(*split, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
-def write_weights(
-    directory: Path, named: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype
-) -> int:
-    """Write model.safetensors, or shards of SHARD_BYTES with an index; return the number of
-    parameters. Only one shard is in memory.
-    """
-    shard, file_of, size, n, n_shards = {}, {}, 0, 0, 0
-
-    def flush() -> None:
-        path = directory / f"model-{n_shards:05d}.safetensors"
-        save_weights(path, shard)
-        file_of.update(dict.fromkeys(shard, path.name))
-        shard.clear()
-
-    for name, array in named:
-        tensor = torch.from_numpy(np.array(array, np.float32)).to(dtype)
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            n_shards, size = n_shards + 1, 0
-            flush()
-        shard[name] = tensor
-        size, n = size + tensor.nbytes, n + tensor.numel()
-    n_shards += 1
-    flush()
-    if n_shards == 1:
-        (directory / "model-00001.safetensors").rename(directory / "model.safetensors")
-    else:
-        index = {"metadata": {}, "weight_map": file_of}
-        write_json(directory / "model.safetensors.index.json", index)
-    return n
-
-
 # ---- the tokenizer -------------------------------------------------------------------------------
 
 
 def tokenizer_files(fields: dict) -> tuple[dict[str, bytes], dict]:
-    """Return ({file name: content}, {"bos_token_id", "eos_token_id", "pad_token_id", and "ends":
-    all ids that end an answer})."""
+    """Return ({file name: content}, the special ids for config.json); generation_config.json has
+    all ids that end an answer.
+    """
     own = "tokenizer.ggml."
     get = {key.removeprefix(own): value for key, value in fields.items() if key.startswith(own)}
     tokens, is_bpe = get["tokens"], get["model"] == "gpt2"
@@ -332,29 +285,31 @@ def tokenizer_files(fields: dict) -> tuple[dict[str, bytes], dict]:
         config["chat_template"] = fields["tokenizer.chat_template"]
 
     kinds = get.get("token_type") or [1] * len(tokens)
-    special, words = {}, {}
+    marked = []  # tokens that are found whole in a text: (id, token, whether it is a special one)
     for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind in (CONTROL, USER_DEFINED):
-            (special if kind == CONTROL else words)[i] = token
+            marked.append((i, token, kind == CONTROL))
     if is_bpe:
         first = config.get("bos_token", "") if config["add_bos_token"] else ""
-        description = byte_level_bpe(get, special, words, first)
+        description = byte_level_bpe(get, marked, first)
         files = {"tokenizer.json": to_json(description)}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     else:
         prefix = get.get("add_space_prefix", True)
         files = {"tokenizer.model": sentencepiece_model(tokens, get["scores"], kinds, prefix)}
         config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": prefix}
-        added = {str(i): added_token(token) for i, token in special.items()}
+        added = {str(i): added_token(token) for i, token, is_special in marked if is_special}
         config["added_tokens_decoder"] = added
     ends = {ids["eos"], get.get("eot_token_id")} - {None}
     ids = {f"{name}_token_id": ids[name] for name in ("bos", "eos", "pad")}
-    return files | {"tokenizer_config.json": to_json(config)}, ids | {"ends": sorted(ends)}
+    files["tokenizer_config.json"] = to_json(config)
+    files["generation_config.json"] = to_json(ids | {"eos_token_id": sorted(ends)})
+    return files, ids
 
 
-def byte_level_bpe(get: dict, special: dict[int, str], words: dict[int, str], first: str) -> dict:
-    """Return tokenizer.json. get: the file's fields; words: whole words that are no special tokens;
-    first: the token that begins every text, "" for none.
+def byte_level_bpe(get: dict, marked: list[tuple[int, str, bool]], first: str) -> dict:
+    """Return tokenizer.json. get: the file's fields; first: the token that begins every text, ""
+    for none.
     """
     pre = SAME_AS.get(get.get("pre"), get.get("pre"))
     if pre not in PRE_TOKENIZERS:
@@ -368,9 +323,8 @@ def byte_level_bpe(get: dict, special: dict[int, str], words: dict[int, str], fi
         "merges": [merge.split(" ") for merge in get["merges"]],
         "ignore_merges": pre == "llama-bpe",  # as llama.cpp has it
     }
-    added = [added_token(token, i) for i, token in special.items()]
-    added += [added_token(token, i) | {"special": False} for i, token in words.items()]
-    found["added_tokens"] = sorted(added, key=lambda token: token["id"])
+    for i, token, is_special in marked:
+        found["added_tokens"].append(added_token(token, i) | {"special": is_special})
 
     single = [{"Sequence": {"id": "A", "type_id": 0}}]
     known = {}

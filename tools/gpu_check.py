@@ -2,7 +2,7 @@
 make gpu.
 
     python tools/gpu_check.py --sections=first               # tests, speed of training and decoding
-    python tools/gpu_check.py --sections=second --nanogpt=../nanoGPT  # beside others, the trainers
+    python tools/gpu_check.py --sections=second --nanogpt=../nanoGPT  # peers, the trainers
     python tools/gpu_check.py --sections=training,decode     # only these
 
 A section is a few commands with a time limit. Each command and the lines of its output that count
@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,18 +32,17 @@ from machine import ROOT, commit, run_script
 
 from configurator import configure
 from groundup.errors import UserError, end_in_one_line, refuse
-from groundup.tokens.token_files import TokenData
 from groundup.train import device as devices
 
 # ---- config --------------------------------------------------------------------------------------
 out_dir = "out/gpu_check"  # what was found; the runs, which are deleted
 sections = "first"  # first, second, or some of the names in PARTS, comma-separated
 shapes = "124M,350M,1.1B"  # training: models; decode measures the last
-nanogpt = ""  # beside and peers: checkout of karpathy/nanoGPT; "" = without
+nanogpt = ""  # peers: checkout of karpathy/nanoGPT; "" = without
 
 PARTS = {  # seconds of each section
     "first": {"machine": 20, "tests": 90, "training": 100, "decode": 60},
-    "second": {"beside": 90, "peers": 75, "tuning": 75, "cpu": 30, "resume": 25},
+    "second": {"peers": 75, "tuning": 75, "cpu": 30, "resume": 25},
 }
 LIMIT_S = PARTS["first"] | PARTS["second"]
 # Settings that give pretrain.py the shape of a model
@@ -72,7 +71,6 @@ class Setup(NamedTuple):
 class Command(NamedTuple):
     words: list[str]  # a Python script and its flags
     kept: str = ""  # pattern of the lines to keep
-    directory: str | Path = ROOT
 
 
 # ---- sections: the docstring is the text below the heading ---------------------------------------
@@ -131,37 +129,6 @@ def bench(setup: Setup, row: str, shape: str, *flags: str) -> Command:
     return Command(["tools/bench.py", "--repeats=3", *flags], TABLE)
 
 
-def beside(setup: Setup) -> Iterator[Command]:
-    """nanoGPT's train.py and pretrain.py as they are started, on the same tokens, shape and
-    batch: 124M AdamW.
-    """
-    cfg = bench_model.SHAPES["124M" if setup.gpu else "tiny"]
-    batch, steps = (16, 100) if setup.gpu else (2, 4)
-    sizes = ("n_layer", "n_head", "n_embd", "block_size")
-    both = [f"--{key}={getattr(cfg, key)}" for key in sizes] + [f"--batch_size={batch}"]
-    both += ["--dtype=bfloat16" if setup.gpu else "--dtype=float32", *setup.on_device]
-    ours = [f"--vocab_size={cfg.vocab_size}", "--n_kv_head=0", f"--max_steps={steps}"]
-    ours += [f"--total_batch_tokens={batch * cfg.block_size}", "--optimizer=adamw"]
-    ours += ["--warmup_steps=2", "--eval_steps=1", f"--log_every={max(1, steps // 20)}", *RARELY]
-    yield Command([*PRETRAIN, *ours, *both, f"--out_dir={setup.runs}/beside"], STEPS)
-    if setup.nanogpt:
-        theirs = [f"--max_iters={steps}", "--gradient_accumulation_steps=1", "--eval_iters=1"]
-        theirs += [f"--log_interval={max(1, steps // 20)}", "--eval_interval=1000000"]
-        theirs += [f"--out_dir={setup.runs}/nanogpt", f"--dataset={tokens_for_nanogpt(setup)}"]
-        yield Command(["train.py", *theirs, *both], r"^iter \d+", setup.nanogpt)
-
-
-def tokens_for_nanogpt(setup: Setup) -> Path:
-    """Write the token file of config/debug.py as nanoGPT reads it; return its directory."""
-    directory = setup.runs / "tokens"
-    directory.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "val"):
-        tokens = TokenData(ROOT / "data" / "debug", split)
-        ids = tokens.window(0, tokens.n_tokens).astype("uint16")
-        ids.tofile(directory / f"{split}.bin")
-    return directory
-
-
 def peers(setup: Setup) -> Iterator[Command]:
     """transformers' and nanoGPT's training steps on the same shape, in turns with ours."""
     more = [f"--nanogpt={setup.nanogpt}"] if setup.nanogpt else []
@@ -208,38 +175,40 @@ def run(command: Command, left_s: float) -> Iterator[str]:
     yield f"$ python {' '.join(command.words)}"
     if left_s <= 1:
         raise UserError("no time left")
-    lines = run_script([sys.executable, *command.words], command.directory, left_s)
+    lines = run_script([sys.executable, *command.words], limit_s=left_s)
     kept = [line.rstrip("\n") for _, line in lines if re.search(command.kept, line)]
     yield from kept[-N_LINES:]
     yield f"({lines[-1][0] if lines else 0.0:.1f} s)"
 
 
-def section(name: str, setup: Setup) -> Iterator[tuple[str, bool]]:
-    """Yield (line, whether it says that something failed) of a section."""
-    work, begin = globals()[name], time.monotonic()
-    yield f"\n## {name}\n\n{work.__doc__}\n\n```", False
-    try:
-        for step in work(setup):
-            if isinstance(step, str):
-                yield step, False
-                continue
-            try:
-                for line in run(step, begin + LIMIT_S[name] - time.monotonic()):
-                    yield line, False
-            except UserError as error:  # the next command may work
-                yield f"failed: {error}", True
-    except Exception as error:  # whatever it is, the next section may work
-        yield f"failed: {type(error).__name__}: {error}", True
-    yield f"```\n\n{time.monotonic() - begin:.1f} s", False
+def run_section(name: str, setup: Setup, write: Callable[[str], None]) -> bool:
+    """Write what a section finds; return whether something failed."""
+    work, begin, failed = globals()[name], time.monotonic(), False
+    write(f"\n## {name}\n\n{work.__doc__}\n\n```")
+    steps = iter(work(setup))
+    while True:
+        try:
+            step = next(steps, None)
+            if step is None:
+                break
+            left_s = begin + LIMIT_S[name] - time.monotonic()
+            for line in [step] if isinstance(step, str) else run(step, left_s):
+                write(line)
+        except Exception as error:  # whatever it is, the next command or section may work
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            write(f"failed: {kind}{error}")
+            failed = True
+    write(f"```\n\n{time.monotonic() - begin:.1f} s")
+    return failed
 
 
 def main(config: dict) -> int:
-    part = config["sections"]
+    part, gpu = config["sections"], torch.cuda.is_available()
     names = list(PARTS[part]) if part in PARTS else part.split(",")
     unknown = [name for name in names if name not in LIMIT_S]
     known = ", ".join([*PARTS, *LIMIT_S])
     refuse(unknown, f"sections={''.join(unknown[:1])!r} is none of {known}")
-    out, gpu, failed = Path(config["out_dir"]).absolute(), torch.cuda.is_available(), False
+    out = Path(config["out_dir"]).absolute()
     report = out / f"{part if part in PARTS else 'gpu_check'}.md"
     shapes = config["shapes"].split(",") if gpu else ["tiny"]
     setup = Setup(gpu, shapes, config["nanogpt"], out / "runs")
@@ -257,13 +226,10 @@ def main(config: dict) -> int:
         if not gpu:
             what = "every section ran on tiny shapes on the CPU, and the figures mean nothing"
             write(f"\nThere is no GPU: {what}.")
-        for name in names:
-            for line, is_failure in section(name, setup):
-                write(line)
-                failed = failed or is_failure
+        failed = [name for name in names if run_section(name, setup, write)]
     shutil.rmtree(setup.runs, ignore_errors=True)
     print(f"gpu_check: {report}")
-    return int(gpu and failed)
+    return int(gpu and bool(failed))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     watch -n 60 python tools/plot.py --runs=out/big          # while it trains
 
 A run is its directory or its log.jsonl, or a pattern of such names; `name=DIR` is called `name` in
-the picture, others by the end of their path. In y, `+` puts keys into one panel and `*` matches any
+the picture, others by their path. In y, `+` puts keys into one panel and `*` matches any
 letters: --y='val_bpb/*'. Each run has a color, each key of a panel a line style. Markers are
 evaluations; pale lines are training values, thick ones a local fit to them.
 """
@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from glob import glob
 from itertools import product
@@ -44,8 +44,6 @@ runs = ""  # run directories, log.jsonl files, patterns, name=DIR; "" = newest o
 out = "plot.png"  # the picture: .png, .svg or .pdf
 x = "steps"  # steps | tokens | hours (of training, without evaluations and saves)
 y = ""  # panels, comma-separated; keys joined by + share one; patterns allowed; "" = the usual
-scale = "linear"  # linear | log (where all values of a panel are above 0)
-columns = 3  # panels side by side, at least 1
 reference = False  # also draw the curve of the nearest config (docs/curves) and compare
 smooth = 0.05  # share of the values on each side that a fit uses, from 0 to 0.49; 0 = no fit
 
@@ -75,6 +73,7 @@ TITLES = {
 }
 NOT_SMOOTHED = ("lr", "tokens", "epoch")  # these have no noise
 MOST_NEIGHBOURS = 200  # on each side
+COLUMNS = 3  # panels side by side
 LONGEST_NAME = 32  # letters of a run's name in the picture
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 4)))  # of the keys of a panel
 REFERENCE = "reference "  # how the name of a curve in docs/curves begins
@@ -111,43 +110,31 @@ class Panel(NamedTuple):
 
 
 def find_logs(runs: str) -> dict[str, str]:
-    """Return {log file: name that `runs` gives it or ""}. Raise UserError if one has no log."""
+    """Return {log file: name of the run}, which is given or its path. Raise UserError if there is
+    none.
+    """
     found = {}
     if not runs:
         logs = filter(os.path.exists, glob("out/*/log.jsonl"))  # not a link to nowhere
-        found = dict.fromkeys(sorted(logs, key=os.path.getmtime)[-1:], "")
+        found = {log: path_of(log) for log in sorted(logs, key=os.path.getmtime)[-1:]}
     for part in filter(None, split_names(runs)):
         name, equals, path = map(str.strip, part.partition("="))
         if not equals or "/" in name or glob(part):  # "=" belongs to the path: out/lr=0.1
             name, path = "", part
-        if name in found.values() and name:
-            raise UserError(f"plot: two runs are called {name!r}")
         log = path if path.endswith(".jsonl") else path.rstrip("/") + "/log.jsonl"
         logs = [log] if os.path.exists(log) else sorted(glob(log, recursive=True))
         if not logs:
             raise UserError(f"plot: no log matches {log!r}; check --runs")
-        if name and logs[1:]:
-            raise UserError(f"plot: {part!r} names {len(logs)} runs; give each its own name")
-        found |= {log: name or found.get(log, "") for log in logs}
+        if name and (logs[1:] or name in found.values()):
+            raise UserError(f"plot: several runs are called {name!r}; give each its own name")
+        found |= {log: name or found.get(log) or path_of(log) for log in logs}
     if not found:
         raise UserError("plot: no out/*/log.jsonl here; give --runs=DIR")
     return found
 
 
-def names_of(logs: Mapping[str, str]) -> list[str]:
-    """Return the name of each run: the given one, or as much of the end of its path as tells it
-    from the others. logs: as find_logs returns them.
-    """
-    paths = [Path(log).resolve() for log in logs]
-    paths = [path.parent if path.name == "log.jsonl" else path.with_suffix("") for path in paths]
-    ends = []  # of each path, from the shortest
-    for path in paths:
-        ends.append(["/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1)])
-    names = []
-    for (log, name), own in zip(logs.items(), ends, strict=True):
-        unique = (end for end in own if sum(end in other for other in ends) == 1)
-        names.append(name or next(unique, log))
-    return names
+def path_of(log: str) -> str:
+    return log.removesuffix("/log.jsonl").removesuffix(".jsonl")
 
 
 def shortened(name: str) -> str:
@@ -304,20 +291,14 @@ def fonts_for(text: str) -> tuple[list[str], str]:
     return [latin], "no font for Chinese names: apt install fonts-noto-cjk"
 
 
-def draw(
-    panels: Sequence[Panel],
-    names: Sequence[str],
-    x_label: str,
-    scale: str = "linear",
-    columns: int = 3,
-) -> "Figure":  # noqa: F821
-    """Return the panels as a figure of matplotlib, `columns` in a row. names: of the runs."""
+def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821
+    """Return the panels as a figure of matplotlib, COLUMNS in a row. names: of the runs."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib") from None
-    n_columns = min(columns, max(1, len(panels)))
+    n_columns = min(COLUMNS, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
     short = list(map(shortened, names))
     names = short if len({*short}) == len({*names}) else names
@@ -338,7 +319,7 @@ def draw(
             axes.set_xlabel(x_label, fontsize=9)
             axes.set_xlim(-0.03 * right, 1.03 * right + 1e-9)
             axes.xaxis.get_major_locator().set_params(integer=x_label == X_LABELS["steps"])
-            draw_panel(axes, panel, names, scale)
+            draw_panel(axes, panel, names)
     return figure
 
 
@@ -356,7 +337,7 @@ def legend_of_runs(
     figure.legend(lines, names, title=heading, **where)
 
 
-def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str], scale: str) -> None:  # noqa: F821
+def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str]) -> None:  # noqa: F821
     labels = set()  # of several runs only the first is in the legend: the others look the same
     for curve in panel.curves:
         label = label_of(curve, panel)
@@ -368,8 +349,6 @@ def draw_panel(axes: "Axes", panel: Panel, names: Sequence[str], scale: str) -> 
         axes.text(0.5, 0.5, "never finite", ha="center", transform=axes.transAxes)
     if values.any() and np.ptp(values) == 0:  # flat: from 0, not a window around it
         axes.set_ylim(*sorted([0, 1.1 * values[0]]))
-    elif scale == "log" and values.min(initial=math.inf) > 0:
-        axes.set_yscale("log")
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=7)
@@ -422,12 +401,12 @@ def references(logs: Iterable[str]) -> list[tuple[str, list[dict]]]:
 def main(config: dict) -> None:
     x, path, share = config["x"], config["out"], config["smooth"]
     logs = find_logs(config["runs"])
-    found = [(name, read_events(Path(log))) for log, name in zip(logs, names_of(logs), strict=True)]
+    found = [(name, read_events(Path(log))) for log, name in logs.items()]
     if config["reference"]:
         found += references(logs)
     drawn = [run_of(name, events, x) for name, events in found]
     panels, names = panels_of(config["y"], drawn, share), [run.name for run in drawn]
-    figure = draw(panels, names, X_LABELS[x], config["scale"], config["columns"])
+    figure = draw(panels, names, X_LABELS[x])
     try:
         figure.savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)
         os.replace(path + ".tmp", path)  # a viewer sees the old picture or the new one

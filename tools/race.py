@@ -16,6 +16,7 @@ import pickle
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from machine import ROOT, commit, processor, run_script
 
 from configurator import configure
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 
 # ---- config --------------------------------------------------------------------------------------
 input = "input.txt"  # char-rnn's tinyshakespeare
@@ -56,11 +57,7 @@ def timed(command: Sequence[object], directory: str | Path, pattern: str) -> Cur
     """Run a Python script on two cores; return (seconds since its start, number) for each line of
     its output in which `pattern` finds a number. Raise UserError if it fails.
     """
-    try:
-        lines = run_script([sys.executable, *command], directory, n_cores=2)
-    except UserError as error:
-        what, *printed = str(error).splitlines()
-        raise UserError(f"race: {what}: {' '.join(printed[-3:])}") from None
+    lines = run_script([sys.executable, *command], directory, n_cores=2)
     found = [(seconds, re.search(pattern, line)) for seconds, line in lines]
     curve = [(seconds, float(match[1])) for seconds, match in found if match]
     if not curve:
@@ -110,35 +107,27 @@ def table(found: dict[str, Curve], reference_s: dict[str, float]) -> list[str]:
     return lines + [form.format(name, *figures) for name, figures in rows.items()]
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
 def prepare_text(path: Path, data: Path, vocab_size: int) -> None:
     """Write the token files of the text, unless they are there."""
     if not (data / "manifest.json").exists():
         command = [ROOT / "prepare.py", f"--input={path}", f"--out_dir={data}"]
         command += [f"--vocab_size={vocab_size}", "--val_fraction=0.1"]
         _, seconds = timed(command, Path(), "prepare: ([0-9.]+) s")[-1]
-        say(f"prepare.py: {seconds} s, which no run counts")
-
-
-def check_nanogpt(checkout: str, text: str) -> None:
-    """Write nanoGPT's token files into its checkout. Raise UserError if that is none."""
-    if not Path(checkout, "train.py").is_file():
-        clone = "git clone https://github.com/karpathy/nanoGPT"
-        raise UserError(f"race: --nanogpt={checkout} has no train.py; {clone}")
-    characters(text, Path(checkout, "data/shakespeare_char"))
+        print(f"prepare.py: {seconds} s, which no run counts", flush=True)
 
 
 def main(config: dict) -> None:
     path, folder, theirs = Path(config["input"]), Path(config["out"]), config["nanogpt"]
+    say = partial(print, flush=True)
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
         raise UserError(f"race: --input={path} is not tinyshakespeare; get it: curl -LO {URL}")
     load = os.getloadavg()[0]
     say(f"{processor() or 'unknown processor'}, two cores, load average {load:.1f}")
     if theirs:
-        check_nanogpt(theirs, path.read_text(encoding="utf-8"))
+        clone = "git clone https://github.com/karpathy/nanoGPT"
+        is_there = Path(theirs, "train.py").is_file()
+        refuse(not is_there, f"nanogpt={theirs!r} has no train.py; {clone}")
+        characters(path.read_text(encoding="utf-8"), Path(theirs, "data/shakespeare_char"))
     else:
         say(f"nanoGPT: {NANOGPT_S} s, taken from docs/race.md: of another machine or another hour")
     data = folder / f"data_{config['vocab_size']}"

@@ -15,12 +15,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -39,11 +39,26 @@ Options = SimpleNamespace
 
 
 @dataclass
+class Case:
+    """What a row measures at a time: sides, which take turns."""
+
+    name: str  # model or data, and its size
+    sides: dict[str, Callable[[], float]]  # ours, and those of peers
+    unit: str
+    peers: Collection[str] = ()
+    work: float = 0.0  # how much of `unit` a turn does, for rates; 0 = the seconds themselves
+    # one more side: its median over this number is the limit, in `unit`
+    ceiling: tuple[Callable[[], float], float] | None = None
+    unlimited: str = ""  # a side that this limit says nothing of
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class Line:
-    """One side of a measurement: a line of the table and an object of the JSON file."""
+    """One side of a case: a line of the table and an object of the JSON file."""
 
     row: str  # train, ddp, ...
-    case: str = ""  # model or data, and its size
+    case: str = ""
     side: str = ""  # ours, or the name of a peer
     unit: str = ""  # of samples and limit: a rate (more is better), s or GiB
     # One for each repeat; empty if it could not be measured
@@ -59,21 +74,25 @@ class Line:
         return median(self.samples)
 
 
-def lines(
-    row: str, case: str, seconds: dict[str, list[float]], unit: str, peers: Iterable[str],
-    work: float = 0.0, limit: float = 0.0, notes: dict[str, str] | None = None,
-) -> list[Line]:  # fmt: skip
-    """Return a line for each side. work: how much of `unit` a turn does, for rates; 0 = the seconds
-    themselves.
-    """
-    peers, found = [name for name in peers if name in seconds], []
+def measure(row: str, case: Case, repeats: int) -> list[Line]:
+    side, per = case.ceiling or (float, 1.0)  # without a ceiling the limit is 0
+    seconds = alternate(case.sides | {"ceiling": side}, repeats)
+    limit = median(seconds.pop("ceiling")) / per
+    return lines(row, case, seconds, limit)
+
+
+def lines(row: str, case: Case, seconds: dict[str, list[float]], limit: float = 0.0) -> list[Line]:
+    """Return a line for each side that was measured."""
+    found = []
     for name, times in seconds.items():
-        samples = [work / s for s in times] if work else times
-        line = Line(row, case, name, unit, samples, limit=limit, note=(notes or {}).get(name, ""))
-        for peer in peers if name not in peers else ():
-            # within a round, in which both had the same machine
-            each = [theirs / ours for ours, theirs in zip(times, seconds[peer], strict=True)]
-            line.ratios[peer] = [median(each), min(each), max(each)]
+        samples = [case.work / s for s in times] if case.work else times
+        line = Line(row, case.name, name, case.unit, samples, note=case.notes.get(name, ""))
+        line.limit = 0.0 if name == case.unlimited else limit
+        for peer in case.peers:
+            if peer in seconds and name not in case.peers:
+                # within a round, in which both had the same machine
+                each = [b / a for a, b in zip(times, seconds[peer], strict=True)]
+                line.ratios[peer] = [median(each), min(each), max(each)]
         found.append(line)
     return found
 
@@ -123,28 +142,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def alternate(sides: dict[str, Callable], repeats: int, warmups: int = 1) -> dict[str, list]:
-    """Return {name: what each of `repeats` turns returned}, after `warmups` rounds that do not
-    count.
-    """
+def alternate(sides: dict[str, Callable], repeats: int) -> dict[str, list]:
+    """Return {name: what each of `repeats` turns returned}, after a round that does not count."""
     names, found = list(sides), {name: [] for name in sides}
-    for i in range(warmups + repeats):
+    for i in range(1 + repeats):
         # every round begins with another side
         for name in names[i % len(names) :] + names[: i % len(names)]:
             value = sides[name]()
-            found[name] += [value] if i >= warmups else []
+            found[name] += [value] if i else []
     return found
-
-
-def compare_sides(
-    row: str, case: str, calls: dict[str, Callable], unit: str, peers: Iterable[str], work: float,
-    repeats: int,
-) -> list[Line]:  # fmt: skip
-    """Return the lines of calls that take turns in this process, by CPU seconds: rates, or with
-    work=0 the seconds.
-    """
-    sides = {name: partial(seconds_of, call, time.process_time) for name, call in calls.items()}
-    return lines(row, case, alternate(sides, repeats), unit, peers, work)
 
 
 def build(makers: dict[str, Callable]) -> dict[str, Any]:
@@ -160,6 +166,9 @@ def build(makers: dict[str, Callable]) -> dict[str, Any]:
     return made
 
 
+HERE = {}  # in the process of a side: the side
+
+
 @contextmanager
 def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
     """As `build`, each side in a process of its own, so that none reuses memory that another has
@@ -167,57 +176,38 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
     side found here takes its turn there.
     """
     # spawn: a forked process cannot use a GPU that its parent has opened
-    context, processes, made = multiprocessing.get_context("spawn"), {}, {}
-    try:
-        for name, make in makers.items():
-            here, there = context.Pipe()
-            processes[here] = context.Process(target=serve, args=(make, there), daemon=True)
-            processes[here].start()
-            there.close()
-            try:
-                made[name] = partial(ask, name, here, "a turn"), ask(name, here)
-            except ImportError as error:
-                print(f"{name} is left out: {error}")
-        yield made
-    finally:
-        for pipe, process in processes.items():
-            pipe.close()
-            process.join(5)
-            process.terminate()  # if it is in the middle of a turn
+    context = multiprocessing.get_context("spawn")
+    # Ctrl-C ends the parent, and that ends these
+    how = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with ExitStack() as stack:
+
+        def start(name: str, make: Callable) -> tuple[Callable, Any]:
+            process = stack.enter_context(ProcessPoolExecutor(1, context, **how))
+            about = ask(process, name, set_up, make)
+            return partial(ask, process, name, take_turn), about
+
+        yield build({name: partial(start, name, make) for name, make in makers.items()})
 
 
-def serve(make: Callable, pipe: Connection) -> None:
-    """The process of a side: make it, say what is known about it, and take a turn whenever
-    asked. It ends after an error, which it sends.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this
-    with suppress(OSError):  # the parent is done, or gone
-        try:
-            side, about = make()
-            pipe.send(about)
-            while pipe.recv():
-                pipe.send(side())
-        except ImportError as error:
-            pipe.send(error)
-        except Exception as error:
-            pipe.send(UserError(f"{type(error).__name__}: {error}"))
-
-
-def ask(name: str, pipe: Connection, what: str = "") -> Any:
-    """Return the next answer of a side's process. Raise the ImportError that it sends, UserError
-    for all else. what: is asked first.
+def ask(process: ProcessPoolExecutor, name: str, function: Callable, *arguments: Any) -> Any:
+    """Return what a function returns in the process of a side. Raise UserError, with the side's
+    name, if it fails or the process ends.
     """
     try:
-        if what:
-            pipe.send(what)
-        answer = pipe.recv()
-    except (EOFError, OSError):
-        raise UserError(f"{name}: its process ended, see above") from None
-    if isinstance(answer, UserError):
-        raise UserError(f"{name}: {answer}")
-    if isinstance(answer, ImportError):
-        raise answer
-    return answer
+        return process.submit(function, *arguments).result()
+    except ImportError:
+        raise  # see `build`
+    except Exception as error:
+        raise UserError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def set_up(make: Callable) -> Any:
+    HERE["side"], about = make()
+    return about
+
+
+def take_turn() -> Any:
+    return HERE["side"]()
 
 
 def seconds_of(call: Callable, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -22,11 +22,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from from_gguf import (
-    ARCHITECTURES,
     BYTE,
     CONTROL,
     PRE_TOKENIZERS,
     USER_DEFINED,
+    architecture,
     check_weights,
     gguf_names,
     interleaved,
@@ -66,22 +66,19 @@ def convert(source: Path, path: Path, dtype: str) -> int:
         raise UserError(f"to_gguf: {source} is an adapter; first: {fix}")
     check_weights(source)
     tokenizer, cfg = Tokenizer.load(source), from_hf_config(source / "config.json")
-    family = read_json(source / "config.json").get("model_type")
-    arch = "llama" if family == "mistral" else family  # llama.cpp computes Mistral as llama
-    if arch not in ARCHITECTURES:
-        known = ", ".join([*ARCHITECTURES, "mistral"])
-        what = f"model_type={family!r}; supported are {known}"
+    if read_json(source / "config.json")["model_type"] != cfg.model_type:
+        what = "its model.py computes something else than llama.cpp"
         raise UserError(f"to_gguf: {source}: {what}")
     if tokenizer.vocab_size > cfg.vocab_size:
         sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
         raise UserError(f"to_gguf: {source}: {sizes}")
     temp = path.with_name(f".{path.name}.tmp")
-    writer = gguf.GGUFWriter(temp, arch)
+    writer = gguf.GGUFWriter(temp, architecture(cfg))
     try:
         add_config(writer, cfg, source)
         add_tokenizer(writer, tokenizer, cfg.vocab_size)
         kind = gguf.GGMLQuantizationType[dtype.upper()]
-        n = add_weights(writer, source, cfg, arch, kind)
+        n = add_weights(writer, source, cfg, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -125,15 +122,15 @@ def add_config(writer: object, cfg: ModelConfig, source: Path) -> None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
 
 
-def add_weights(writer: object, source: Path, cfg: ModelConfig, arch: str, kind: object) -> int:
+def add_weights(writer: object, source: Path, cfg: ModelConfig, kind: object) -> int:
     """Add the tensors, matrices as `kind`; return the number of parameters."""
     from gguf.quants import QuantError, quantize
 
     n, tensors = 0, open_weights(source)
-    for name, theirs in gguf_names(cfg, arch).items():  # without a head that is tied
+    for name, theirs in gguf_names(cfg).items():  # without a head that is tied
         array = tensors[name][:].float().numpy()
         # llama.cpp rotates neighbours, Hugging Face the two halves of a head
-        if n_head := n_rotated_heads(theirs, cfg, arch):
+        if n_head := n_rotated_heads(theirs, cfg):
             array = interleaved(array, n_head)
         n += array.size
         if array.ndim == 1:

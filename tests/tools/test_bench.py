@@ -54,6 +54,10 @@ def options(folder: Path = Path(), dtype: torch.dtype = torch.float32, **changes
     return timing.Options(**keys | {"device": CPU, "dtype": dtype, "folder": folder} | changes)
 
 
+def measured(row: str, how: timing.Options) -> list[timing.Line]:
+    return [line for case in bench.ROWS[row](how) for line in timing.measure(row, case, how.repeats)]
+
+
 def settings(**changes: object) -> dict:
     keys = {key: value for key, value in vars(options(**changes)).items() if key != "folder"}
     return keys | {"device": "cpu", "dtype": "float32"}
@@ -65,16 +69,17 @@ def settings(**changes: object) -> dict:
 def test_lines_by_hand():
     """Ours 2, 4 and 1 seconds for 100 tokens, the peer 3, 4 and 4: rates 50, 25, 100; ratios 1.5, 1, 4."""
     seconds = {"peer": [3.0, 4.0, 4.0], "ours": [2.0, 4.0, 1.0]}
-    peer, ours = timing.lines("train", "x", seconds, "tok/s", ["peer"], work=100, limit=200, notes={"ours": "n"})
+    case = timing.Case("x", {}, "tok/s", ["peer"], work=100, unlimited="peer", notes={"ours": "n"})
+    peer, ours = timing.lines("train", case, seconds, limit=200)
     assert (ours.samples, ours.median) == ([50.0, 25.0, 100.0], 50.0)
     assert ours.ratios == {"peer": [1.5, 1.0, 4.0]} and peer.ratios == {}
-    assert peer.samples == [100 / 3, 25.0, 25.0]
+    assert (peer.samples, peer.limit, ours.limit) == ([100 / 3, 25.0, 25.0], 0.0, 200)
     shown = timing.text(ours)
     assert "50 tok/s" in shown and "150%" in shown and " 25%" in shown and "1.50 (1.00 to 4.00) peer; n" in shown
 
 
 def test_seconds_stay_seconds():
-    (line,) = timing.lines("startup", "x", {"ours": [2.0, 1.0]}, "s", ["absent"])
+    (line,) = timing.lines("startup", timing.Case("x", {}, "s", ["absent"]), {"ours": [2.0, 1.0]})
     assert (line.samples, line.median, line.ratios) == ([2.0, 1.0], 1.5, {})
 
 
@@ -104,7 +109,7 @@ def test_a_step_is_repeated_until_it_can_be_timed(monkeypatch):
 def test_train_counts_parameters_as_transformers_does(monkeypatch):
     """A rate of 1e9 FLOP/s allows 1e9 / (FLOPs of a token) tokens/s."""
     monkeypatch.setattr(timing, "matmul", lambda device, dtype: lambda: 1e9)
-    lines = list(bench_model.train_row(options(optimizer="adamw,muon")))
+    lines = measured("train", options(optimizer="adamw,muon"))
     assert [line.side for line in lines] == ["transformers", "ours, adamw", "ours, muon"]
     assert len({line.note for line in lines}) == 1  # "0.1M parameters"
     assert all(len(line.samples) == 1 and line.median > 0 for line in lines)
@@ -115,7 +120,7 @@ def test_train_counts_parameters_as_transformers_does(monkeypatch):
 
 def test_without_transformers_ours_is_still_measured(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    (ours,) = bench_model.train_row(options())
+    (ours,) = measured("train", options())
     assert (ours.side, ours.ratios) == ("ours, adamw", {}) and ours.samples
     assert capsys.readouterr().out.startswith("transformers is left out: import of transformers halted")
 
@@ -123,7 +128,7 @@ def test_without_transformers_ours_is_still_measured(monkeypatch, capsys):
 def test_each_way_of_ours_has_its_peer(monkeypatch):
     """Compiled beside compiled, plain beside plain; ratios to both."""
     monkeypatch.setattr(torch, "compile", lambda f, **kwargs: f)
-    lines = list(bench_model.train_row(options(compile="none,blocks")))
+    lines = measured("train", options(compile="none,blocks"))
     assert [line.side for line in lines] == [
         "transformers", "transformers, compiled", "ours, adamw", "ours, adamw, blocks",
     ]  # fmt: skip
@@ -133,8 +138,8 @@ def test_each_way_of_ours_has_its_peer(monkeypatch):
 
 def a_side(library: str) -> tuple[Callable[[], int], str]:
     importlib.import_module(library)
-    turns = iter((os.getpid, lambda: int("x")))
-    return lambda: next(turns, lambda: os._exit(3))(), f"has {library}"
+    turns = iter((os.getpid, lambda: int("x"), lambda: os._exit(3)))
+    return lambda: next(turns)(), f"has {library}"
 
 
 @pytest.mark.slow
@@ -143,7 +148,7 @@ def test_a_side_in_a_process_of_its_own(capfd):
         assert capfd.readouterr().out == "no_such_library is left out: No module named 'no_such_library'\n"
         ((call, about),) = made.values()
         assert about == "has json" and call() != os.getpid()
-        for message in ("json: ValueError: invalid literal", "json: its process ended"):
+        for message in ("json: ValueError: invalid literal", "json: BrokenProcessPool: "):
             with pytest.raises(UserError, match=message):
                 call()
 
@@ -173,7 +178,7 @@ def test_nanogpt_has_a_dtype_of_its_own(dtype, tmp_path, monkeypatch):
     """On a CPU float32, whatever ours has: the limit of another dtype is not its limit."""
     monkeypatch.setattr(timing, "matmul", lambda device, dtype: lambda: 1e9)  # bfloat16 takes a CPU seconds
     (tmp_path / "model.py").write_text(NANOGPT, encoding="utf-8")
-    found = bench_model.train_row(options(nanogpt=str(tmp_path), dtype=dtype))
+    found = measured("train", options(nanogpt=str(tmp_path), dtype=dtype))
     lines = {line.side: line for line in found}
     theirs, ours = lines["nanoGPT"], lines["ours, adamw"]
     assert theirs.note == "0.1M parameters, float32" and ours.limit > 0 and "nanoGPT" in ours.ratios
@@ -188,13 +193,12 @@ def test_tuning_is_timed_on_conversations_and_on_pairs(tmp_path, monkeypatch):
     rows = {"chat": talk, "preference": lambda k: {"prompt": f"{k}?", "chosen": f"{k} {k}.", "rejected": "no"}}
     monkeypatch.setattr(bench_tune, "docs_rows", lambda kind: map(rows[kind], range(60)))
     monkeypatch.setattr(bench_tune, "STEPS", 2)
-    measured = options(tmp_path, batch_size=4, block_size=128)
-    padded, packed = bench_tune.sft_row(measured)
+    padded, packed = measured("sft", options(tmp_path, batch_size=4, block_size=128))
     assert (padded.side, packed.side, list(packed.ratios)) == ("padded", "packed", ["padded"])
     waste = [float(line.note.split()[1]) for line in (padded, packed)]
     assert waste[0] > waste[1] and min(padded.median, packed.median) > 0
     (tmp_path / "pairs").mkdir()
-    *theirs, ours = bench_tune.dpo_row(options(tmp_path / "pairs", batch_size=4, block_size=128))
+    *theirs, ours = measured("dpo", options(tmp_path / "pairs", batch_size=4, block_size=128))
     assert [line.side for line in theirs] == ["trl, precomputed", "trl"] == list(ours.ratios)
     assert float(ours.note.split("within ")[1].split()[0]) < 1e-3
 
@@ -230,21 +234,25 @@ def test_ranks_measure_the_cases_in_turns(tmp_path, monkeypatch):
 
 def test_what_overlap_could_win_by_hand(monkeypatch):
     """Buckets of 1000 B ready after 10 and 30 ms, link of 100 B/ms: sent until 20 and 40 ms."""
-    monkeypatch.setattr(bench_ddp, "gather_objects", lambda value: [value])
     monkeypatch.setattr(bench_ddp, "STEPS", 1)
     buckets = [SimpleNamespace(grad=torch.zeros(250)) for _ in range(2)]
     times = [t + k for k in range(3) for t in (0, 0.010, 0.030)]
-    compute = SimpleNamespace(times=times, buckets=buckets)
-    results = {"compute": {"median": 35.0}, "comm": {"median": 20.0}, "sequential": {"median": 60.0}}
-    assert bench_ddp.add_ideal(results | {"ours": (ours := {"median": 45.0})}, compute) == pytest.approx(40.0)
-    assert ours["eta"] == pytest.approx((60 - 45) / (60 - 40))
+    ready = bench_ddp.ready_ms(SimpleNamespace(times=times, buckets=buckets))
+    assert ready == pytest.approx([10, 30])
+    assert bench_ddp.ideal_ms([ready, [5, 5]], [1000, 1000], 20.0) == pytest.approx(40.0)
+    samples = {"compute": 35.0, "comm": 20.0, "sequential": 60.0, "ours": 45.0}
+    found = {"samples": [{key: [(ms, 0.0)] for key, ms in samples.items()}], "ready": [ready], "sizes": [1000, 1000]}
+    monkeypatch.setattr(bench_ddp, "launch", lambda *_: found)
+    lines = {line.side: line for line in bench_ddp.ddp_row(options(cases="comm,sequential,ours"))}
+    assert lines["ours"].note == f"0.00 MiB sent, eta {(60 - 45) / (60 - 40):.2f}"
+    assert lines["ours"].samples == pytest.approx([1000 / 45]) and lines["ours"].limit == pytest.approx(1000 / 35)
 
 
 # ---- checkpoint, generate, text -------------------------------------------------------------------------------------
 
 
 def test_checkpoint_rates_are_of_the_bytes_on_the_disk(tmp_path):
-    lines = list(bench_model.checkpoint_row(options(tmp_path, checkpoint_dir=str(tmp_path))))
+    lines = measured("checkpoint", options(tmp_path, checkpoint_dir=str(tmp_path)))
     assert [line.side for line in lines] == ["disk", "torch.save", "ours", "ours, training waits"]
     n = sum(p.numel() for p in Transformer(bench_model.SHAPES["tiny"]).parameters())
     shown = float(lines[0].case.split(", ")[1].removesuffix(" MB"))
@@ -253,7 +261,7 @@ def test_checkpoint_rates_are_of_the_bytes_on_the_disk(tmp_path):
 
 
 def test_transformers_generates_the_same_texts():
-    *_, theirs, ours = bench_model.generate_row(options(batch_size=2, new_tokens=4))
+    *_, theirs, ours = measured("generate", options(batch_size=2, new_tokens=4))
     assert (theirs.ratios, list(ours.ratios)) == ({}, ["transformers"])
     assert ours.note.endswith("2/2 texts equal")
 
@@ -285,7 +293,7 @@ def some_lines(options: timing.Options):
 
 
 def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_text, "dedup_row", some_lines)
+    monkeypatch.setitem(bench.ROWS, "dedup", some_lines)
     first, last = bench.attempted("dedup", options(tmp_path / "dedup"))
     assert first.samples == [1.0] and not first.failed
     assert last.failed and last.note == "failed: KeyError: 'what nobody expected'"
@@ -293,7 +301,7 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch, capsys
 
 
 def test_a_failed_row_is_status_1_and_in_the_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_text, "dedup_row", some_lines)
+    monkeypatch.setitem(bench.ROWS, "dedup", some_lines)
     assert bench.main(settings(rows="dedup", out=str(tmp_path / "b.json"))) == 1
     assert "failed: KeyError" in capsys.readouterr().out
     lines = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["lines"]
@@ -303,21 +311,21 @@ def test_a_failed_row_is_status_1_and_in_the_file(tmp_path, monkeypatch, capsys)
 def test_encoders_that_differ_are_not_timed(tmp_path, monkeypatch):
     texts = ["The spring garden has a cat. " * 20, "春天的花园里有一只猫。" * 20]
     monkeypatch.setattr(bench_text, "python_docs", lambda: iter(texts))
-    lines = list(bench_text.tokenize_row(options(tmp_path, vocab_size=384)))
+    lines = measured("tokenize", options(tmp_path, vocab_size=384))
     assert [line.side for line in lines] == ["tiktoken", "tokenizers", "ours", "ours, arrays"]
     monkeypatch.setattr(tokenizer.Tokenizer, "encode_array", lambda self, text: [1, 2])
     with pytest.raises(UserError, match="ids of ours, arrays"):
-        list(bench_text.tokenize_row(options(tmp_path, vocab_size=384)))
+        measured("tokenize", options(tmp_path, vocab_size=384))
 
 
 def test_readers_give_the_texts_of_the_bare_modules(tmp_path, monkeypatch):
     texts = ['The spring garden\nhas a "cat", and more. ' * 20, "春天的花园里有一只猫。" * 20]
     monkeypatch.setattr(bench_text, "python_docs", lambda: iter(texts))
-    lines = list(bench_text.data_row(options(tmp_path)))
+    lines = measured("data", options(tmp_path))
     assert [line.side for line in lines[1::2]] == ["ours"] * 5 and {line.unit for line in lines} == {"MB/s"}
     monkeypatch.setattr(bench_text, "our_texts", lambda path: texts[:1])
     with pytest.raises(UserError, match="data: the texts differ, jsonl"):
-        list(bench_text.data_row(options(tmp_path)))
+        measured("data", options(tmp_path))
 
 
 @pytest.mark.slow
@@ -350,4 +358,4 @@ def test_mistakes_are_one_line(key, value, words):
 
 def test_all_rows_are_named_in_help():
     text = next(line for line in (ROOT / "tools/bench.py").read_text("utf-8").splitlines() if line.startswith("rows ="))
-    assert text.endswith(",".join(bench.MODULES))
+    assert text.endswith(",".join(bench.ROWS))

@@ -19,7 +19,6 @@ from groundup.errors import UserError
 from groundup.text import inputs
 from groundup.text import select as selection
 from groundup.text import unit as units
-from groundup.text.recipe import Source
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.token_writer import verify
 from groundup.tokens.training import train
@@ -212,11 +211,10 @@ def keep(text):
 
 @needs_datatrove
 @pytest.mark.slow
-def test_a_killed_task_is_started_again_alone(corpus, prepared, tmp_path, capsys):
+def test_a_killed_task_is_started_again_alone(corpus, prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(KEEP, encoding="utf-8")
-    config = KEYS | settings(
-        corpus, tmp_path / "out", tasks=2, workers=2, rules=f"keep={tmp_path}/own.py:keep"
-    )
+    config = KEYS | settings(corpus, tmp_path / "out", tasks=2, workers=2, rules="keep=own.py:keep")
     with pytest.raises(UserError, match="1 of 2 tasks of inspect did not finish"):
         cluster.main(config)
     (done,) = (tmp_path / ".out.cluster.tmp" / "log" / "inspect" / "completions").iterdir()
@@ -286,10 +284,3 @@ def test_slurm_gets_a_job_for_each_stage_that_waits_for_the_one_before(
     squeue.write_text("#!/bin/bash\necho Invalid job id >&2; exit 1\n", encoding="utf-8")
     assert cluster.main(config) == 0
     assert len(list(scripts.iterdir())) == 2 * len(texts)
-
-
-def test_the_rules_of_a_source_name_their_function_by_its_whole_path(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    own = cluster.with_absolute_paths(Source(rules="length=3..9, keep=own.py:keep"))
-    assert own.rules == f"length=3..9, keep={tmp_path}/own.py:keep"
-    assert cluster.with_absolute_paths(Source()) == Source()

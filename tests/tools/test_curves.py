@@ -78,12 +78,13 @@ def test_a_run_on_another_text_is_not_compared():
     other = [e | {"val_bpb": 4.0} if e["step"] == 0 else e for e in log({s: 2 * y for s, y in DOWN.items()})]
     differ = {"data_dir": ("data/mine", "data/demo"), "max_steps": (150, 240)}
     lines = said(other, differ).split("\n")
-    assert len(lines) == 2 and lines[1].startswith("no comparison: data_dir='data/mine' is another text or tokenizer")
+    assert len(lines) == 2
+    assert lines[1].startswith("no comparison: another text, tokenizer or start (data_dir='data/mine'")
     assert lines[1].endswith("4 bits per byte before the first step, the reference's 5")
     # the same text at another place
     assert "the run is on its reference" in said(log(DOWN), differ)
-    # the same data_dir: the start is a symptom
-    assert "val_bpb is 4 before the first step" in said(other, {"max_steps": (150, 240)})
+    # the same data_dir: with another tokenizer, or other starting weights
+    assert "another text, tokenizer or start: 4 bits" in said(other, {"max_steps": (150, 240)})
 
 
 def test_a_run_without_a_common_place_says_so():
@@ -158,7 +159,7 @@ def test_a_real_run_with_a_wrong_learning_rate_is_called_so(tmp_path, capsys, mo
     done = forks.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
-    drawn = {"runs": "mine", "out": "x.svg", "x": "steps", "y": "", "scale": "linear", "columns": 3}
+    drawn = {"runs": "mine", "out": "x.svg", "x": "steps", "y": ""}
     plot.main(drawn | {"smooth": 0.2, "reference": True})
     printed = capsys.readouterr().out
     assert "above its reference" in printed and "rate is too high: 27.2 times" in printed

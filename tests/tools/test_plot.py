@@ -157,18 +157,11 @@ def test_find_logs(tmp_path, monkeypatch):
     write(tmp_path / "out/lr=0.1,wd=0/log.jsonl")
     found = plot.find_logs("新的=out/a,out/lr=0.1,wd=0, old=out/lr=0.1*")
     assert found == {"out/a/log.jsonl": "新的", "out/lr=0.1,wd=0/log.jsonl": "old"}
-    with pytest.raises(UserError, match="names 5 runs"):
+    assert plot.find_logs("out/a/log.jsonl") == {"out/a/log.jsonl": "out/a"}
+    with pytest.raises(UserError, match="several runs are called 'all'"):
         plot.find_logs("all=out/*")
     with pytest.raises(UserError, match="no log matches"):
         plot.find_logs("none*")
-
-
-def test_names_are_given_or_tell_runs_apart():
-    logs = {"a/run/log.jsonl": "", "b/run/log.jsonl": "", "c/other/log.jsonl": "", "d/run/log.jsonl": "mine"}
-    assert plot.names_of(logs) == ["a/run", "b/run", "other", "mine"]
-    assert plot.names_of({"x/one.jsonl": "", "x/two.jsonl": ""}) == ["one", "two"]
-    assert plot.names_of({"log.jsonl": ""}) == [Path.cwd().name]
-    assert plot.shortened("short") == "short"
 
 
 def test_an_equals_sign_is_of_a_name_or_of_a_path(tmp_path, monkeypatch):
@@ -178,10 +171,10 @@ def test_an_equals_sign_is_of_a_name_or_of_a_path(tmp_path, monkeypatch):
         Path(run, "log.jsonl").touch()
     Path("out/dangling").mkdir()
     Path("out/dangling/log.jsonl").symlink_to("gone")
-    assert plot.find_logs("lr=*") == {"lr=1/log.jsonl": "", "lr=2/log.jsonl": ""}
-    assert plot.find_logs(" mine = out/a ,lr=2") == {"out/a/log.jsonl": "mine", "lr=2/log.jsonl": ""}
-    assert plot.find_logs("") == {"out/a/log.jsonl": ""}
-    with pytest.raises(UserError, match="two runs are called 'n'"):
+    assert plot.find_logs("lr=*") == {"lr=1/log.jsonl": "lr=1", "lr=2/log.jsonl": "lr=2"}
+    assert plot.find_logs(" mine = out/a ,lr=2") == {"out/a/log.jsonl": "mine", "lr=2/log.jsonl": "lr=2"}
+    assert plot.find_logs("") == {"out/a/log.jsonl": "out/a"}
+    with pytest.raises(UserError, match="several runs are called 'n'"):
         plot.find_logs("n=out/a,n=lr=1")
 
 
@@ -349,20 +342,10 @@ def test_values_that_stand_alone_are_seen():
 def test_a_panel_or_a_picture_without_a_number_says_so():
     pytest.importorskip("matplotlib")
     run = run_of("a", train(1, loss=None), train(2, loss=None))
-    (axes,) = plot.draw(plot.panels_of("", [run], 0), ["a"], "step", "log").axes
+    (axes,) = plot.draw(plot.panels_of("", [run], 0), ["a"], "step").axes
     assert [text.get_text() for text in axes.texts] == ["never finite"]
     nothing = plot.draw([], ["a"], "step")
     assert nothing.texts[0].get_text() == "nothing is logged yet"
-
-
-def test_a_logarithmic_scale_is_only_of_what_is_above_0():
-    pytest.importorskip("matplotlib")
-    run = run_of("a", train(1, loss=10.0, margin=-1.0, lr=0.5), train(2, loss=1000.0, margin=1.0, lr=0.5))
-    figure = plot.draw(plot.panels_of("", [run], 0), ["a"], "step", "log", columns=1)
-    assert {axes.get_title(): axes.get_yscale() for axes in figure.axes} == {
-        "loss": "log", "margin": "linear", "learning rate": "linear",
-    }  # fmt: skip
-    assert len({axes.get_subplotspec().colspan.start for axes in figure.axes}) == 1
 
 
 def test_a_long_name_leaves_the_panels_their_room():
@@ -386,7 +369,6 @@ def test_picture_of_a_log_with_next_to_nothing(tmp_path, monkeypatch, capsys, te
 
 
 DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.05, "reference": False}
-DEFAULTS |= {"scale": "linear", "columns": 3}
 
 
 @pytest.mark.parametrize(
