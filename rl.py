@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -38,14 +37,8 @@ from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.checkpoint import Saver
-from groundup.train.device import (
-    SkipInit,
-    check_compiler,
-    choose_device,
-    choose_dtype,
-    peak_flops,
-)
-from groundup.train.log import RunLog
+from groundup.train.device import SkipInit, check_compiler, choose_device, choose_dtype, peak_flops
+from groundup.train.log import MAX_SKIPPED, RunLog
 from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from model import Transformer
@@ -123,7 +116,6 @@ CLIP_HIGH = 0.2  # and above at 1 + CLIP_HIGH
 LAMBDA = 0.95  # ppo: of advantage estimation; 1 = whole returns, 0 = one token ahead
 GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end
 VALUE_CLIP = 0.2  # ppo: clip the change of a value within a step to this
-MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 N_SHOWN = 2  # answers that an evaluation shows
 
 
@@ -201,14 +193,14 @@ def evaluate(
 
 def report(log: RunLog, step: int, scores: dict[str, float], lines: list[str]) -> None:
     """Write an evaluation to the log."""
-    line = ["held out", f"reward {scores['reward']:.4f}", f"std {scores['reward_std']:.3f}"]
-    line.append(f"finished {100 * scores['finished']:.1f}%")
-    line.append(f"length {scores['length']:.1f}")
+    shown = "held out | reward {reward:.4f} | std {reward_std:.3f} | finished {finished:.1%} | "
+    shown += "length {length:.1f}"
     if teacher:
-        line.append(f"kl from the teacher {scores['kl_teacher']:.4f}")
+        shown += " | kl from the teacher {kl_teacher:.4f}"
+    shown = shown.format_map(scores)
     for name in (key.partition("/")[2] for key in scores if key.startswith("reward/")):
-        line.append(f"{name} {scores[f'reward/{name}']:.3f}")
-    log.report(step, scores, line, lines)
+        shown += f" | {name} {scores[f'reward/{name}']:.3f}"
+    log.report(step, scores, shown, lines)
 
 
 def state_beside_policy(warmup: int, reward_sums: Tensor, learner: tuple | None) -> dict:
@@ -595,8 +587,6 @@ if __name__ == "__main__":
         extra_state = state_beside_policy(warmup, reward_sums, learner)
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
-    config = config | {"max_steps": max_steps}
-    next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
-    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
+    log.finish(__file__, config, corpus, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -16,7 +16,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
     end_in_one_line()
 
 import math
-import shlex
 import sys
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from configurator import configure, defaults_of
 from ddp import DDP, check_options
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.generate.completion import generate, never_sampled
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_scores
@@ -42,7 +41,7 @@ from groundup.train.device import (
     choose_dtype,
     peak_flops,
 )
-from groundup.train.log import RunLog, raise_not_finite, sums_by_source
+from groundup.train.log import RunLog, check_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, lora_config_of, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
@@ -112,8 +111,6 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
-
 
 def hidden_at_labels(model: Transformer, batch: Batch) -> Tensor:
     """Return the hidden states (n, C) of the positions that have a label.
@@ -123,13 +120,7 @@ def hidden_at_labels(model: Transformer, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(
-    model: Transformer,
-    corpus: ChatCorpus,
-    token_bytes: Tensor,
-    torch_device: torch.device,
-    torch_dtype: torch.dtype,
-) -> dict[str, float]:
+def evaluate(model: Transformer, corpus: ChatCorpus, token_bytes: Tensor) -> dict[str, float]:
     """Return the validation loss in nats per label, the bits per byte of the assistant's text, and
     the accuracy: how often the likeliest token is the label.
 
@@ -206,14 +197,12 @@ def sample(model: Transformer, tokenizer: Tokenizer, prompts: list[str]) -> list
 
 
 def report(log: RunLog, step: int, scores: dict[str, float], samples: list[str]) -> None:
-    """Write an evaluation to the log, with the loss of each source if there are several."""
-    line = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
-    line.append(f"accuracy {100 * scores['mean_token_accuracy']:.1f}%")
+    """Write an evaluation to the log."""
+    shown = "val loss {val_loss:.4f} | {val_bpb:.4f} bits per byte | "
+    shown += "accuracy {mean_token_accuracy:.1%}"
     if math.isfinite(scores["self_stop"]):
-        line.append(f"stops on its own {100 * scores['self_stop']:.0f}%")
-    for name in (key.partition("/")[2] for key in scores if key.startswith("val_loss/")):
-        line.append(f"{name} {scores[f'val_loss/{name}']:.4f}")
-    log.report(step, scores, line, [f"    {text}" for text in samples])
+        shown += " | stops on its own {self_stop:.0%}"
+    log.report(step, scores, shown.format_map(scores), samples)
 
 
 if __name__ == "__main__":
@@ -231,12 +220,9 @@ if __name__ == "__main__":
     # ---- batch: a step is accum_steps micro-steps on each rank
     tokens_per_micro_step = batch_size * block_size * world_size
     tokens_per_step = total_batch_tokens or tokens_per_micro_step
-    if tokens_per_step % tokens_per_micro_step:
-        raise UserError(
-            f"config: {total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
-            f" = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}"
-        )
-    accum_steps = tokens_per_step // tokens_per_micro_step
+    accum_steps, rest = divmod(tokens_per_step, tokens_per_micro_step)
+    text = f"{total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
+    refuse(rest, f"{text} = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}")
     rows_per_step = tokens_per_step // block_size
 
     # ---- the checkpoint to start from, and its tokenizer
@@ -344,22 +330,17 @@ if __name__ == "__main__":
             part.forward = torch.compile(part.forward)
         for part in (*guide.layers, guide.norm) if teacher else ():
             part.forward = torch.compile(part.forward)
+    betas = (0.9, 0.95)  # of AdamW
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     if parallel == "fsdp":
         ddp = fsdp.FSDP(model)
-        opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
+        opt = fsdp.AdamW(ddp.params, betas, weight_decay)
     else:
         check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
         hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
-        opt = Optimizer(
-            ddp.buckets,
-            optimizer,
-            betas=(0.9, 0.95),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
-        )
+        muon_dtype = torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32
+        opt = Optimizer(ddp.buckets, optimizer, betas, weight_decay, momentum, muon_dtype)
 
     # ---- restore, and make the run directory
     checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
@@ -376,7 +357,7 @@ if __name__ == "__main__":
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+        scores = evaluate(model, corpus, token_bytes)
         scores["self_stop"] = share_that_stops(model, tokenizer, questions)
         report(log, steps_done, scores, sample(model, tokenizer, prompts))
         saver.tidy()
@@ -440,9 +421,7 @@ if __name__ == "__main__":
             values |= corpus.tokens_seen(order, step * rows_per_step)
             log.train(step, values, n_tokens)
             counts.zero_()
-            if ddp.skipped[1] >= MAX_SKIPPED:
-                saver.wait()
-                raise_not_finite(step, ddp.skipped, loss_sum, batches)
+            check_finite(step, ddp.skipped, loss_sum, batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
@@ -453,7 +432,7 @@ if __name__ == "__main__":
             if saving:
                 saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
-                scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+                scores = evaluate(model, corpus, token_bytes)
                 if scores:  # else a signal came, on this rank or another
                     scores["self_stop"] = share_that_stops(model, tokenizer, questions)
                 texts = sample(model, tokenizer, prompts)
@@ -470,8 +449,6 @@ if __name__ == "__main__":
         ddp.flush()
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
-    config = config | {"max_steps": max_steps}
-    next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
-    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
+    log.finish(__file__, config, corpus, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))
