@@ -21,12 +21,10 @@ import ast
 import contextlib
 import difflib
 import importlib.util
-import io
 import math
 import os
 import re
 import sys
-import tokenize
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -35,14 +33,8 @@ from types import ModuleType
 from groundup.errors import UserError, end_in_one_line, imports_are_done, listed, naming
 
 # of settings; None and lists are not allowed
-TYPES = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "text in quotes",
-}
+TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "text in quotes"}
 TEXTS = {"prompt", "sample_prompts", "stop", "system"}  # words for a model: ~/ is no path there
-DASHES = ("\u2013", "\u2014", "\uff0d", "\u2212")  # which text programs make of hyphens
 # Our settings: their names in Hugging Face's Trainer and TRL, nanoGPT, LitGPT, axolotl and
 # LLaMA-Factory. Of several the first that the script has is meant.
 OTHER_NAMES = {
@@ -132,9 +124,6 @@ def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None =
         if word.endswith("\r"):
             hint = "save the script that starts this with Unix line ends"
             raise UserError(f"config: {word!r} ends with a carriage return; {hint}")
-    # Some launchers (torch.distributed.launch, deepspeed) say it twice.
-    if "LOCAL_RANK" in os.environ:
-        argv = [word for word in argv if not re.match("--local[-_]rank=", word)]
     # Before the files: the 5 of "--max_steps 5" looks like one.
     flags = [parse_flag(flag, keys) for flag in argv if flag.startswith("-")]
     for path in argv:
@@ -153,8 +142,6 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
     # An argument that is no flag is taken for an override file. Many a row of JSON is Python, too.
     if not path.endswith(".py"):
         hint = "an override file ends in .py; settings are written --key=value, --data=rows.jsonl"
-        if path[:1] in DASHES:
-            hint = "a setting begins with two hyphens, --, not with a dash"
         raise UserError(f"config: cannot use {path!r}: {hint}")
     try:
         source = Path(path).read_text(encoding="utf-8-sig")
@@ -169,14 +156,8 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         if name in config or not is_helper:
             found[name] = value
 
-    # The docstring of a config says how it is run.
-    command = r"python (\w+\.py) \S*" + re.escape(os.path.basename(path))
-    scripts = re.findall(command, names.get("__doc__") or "")
-    script = os.path.basename(sys.argv[0])
-    where, hint = f"in {path}", f"{HELP}; names of the file's own begin with _"
-    if scripts and script not in scripts:
-        check_known(found, config, f"{where}, which is for {scripts[-1]}, not {script}", "")
-    check_known(found, config, where, hint)
+    where = f"in {path}"
+    check_known(found, config, where, f"{HELP}; names of the file's own begin with _")
     return {name: checked(name, value, config, comments, where) for name, value in found.items()}
 
 
@@ -330,39 +311,21 @@ def is_key(name: str, value: object) -> bool:
     return not name.startswith("_") and name == name.lower() and type(value) in TYPES
 
 
-def assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
-    """Return {name: statement} of the assignments at the left margin."""
-    found = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node
-        elif isinstance(node, ast.AnnAssign) and node.value:
-            found[node.target.id] = node
-    return found
-
-
 def defaults_of(path: str | Path) -> dict:
     """Return {name: value} of the literals that a script assigns at its left margin."""
     found = {}
-    for name, node in assignments(Path(path).read_text(encoding="utf-8")).items():
-        with contextlib.suppress(ValueError):  # an expression
-            found[name] = ast.literal_eval(node.value)
+    for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):  # an expression
+                found[node.targets[0].id] = ast.literal_eval(node.value)
     return found
 
 
 def comments_of(path: str | Path) -> dict[str, str]:
     """Return {name: trailing comment} of the assignments at the left margin of a script."""
-    source = Path(path).read_text(encoding="utf-8")
-    lines = io.StringIO(source).readlines()
-    found = {}
-    for name, node in assignments(source).items():
-        # The syntax tree has no comments, so they come from the tokens. A value in brackets has
-        # several lines.
-        text = io.StringIO("".join(lines[node.lineno - 1 : node.end_lineno]))
-        tokens = tokenize.generate_tokens(text.readline)
-        comments = [t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT]
-        found[name] = " ".join(comments)
-    return found
+    # The syntax tree has no comments; a setting is one line.
+    lines = Path(path).read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z]\w*)(?:: \w+)? = .*?  # (.*)$", lines, re.MULTILINE))
 
 
 # ---- lists in a setting --------------------------------------------------------------
