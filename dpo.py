@@ -238,8 +238,7 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     init_dir = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # A template may write the date: a run that continues keeps its own, else that of init_from,
-    # else today's.
+    # whose date a template may write: that of the run that continues, else of init_from
     dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
     tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
     n_ids = tokenizer.vocab_size

@@ -228,8 +228,7 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     init_dir = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # A template may write the date: that of the run that continues, else of init_from, else of the
-    # data, else today.
+    # whose date a template may write: that of the run that continues, else of init_from, of the data
     dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
     tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir, *paths_of(data))
     n_ids = tokenizer.vocab_size
@@ -274,17 +273,9 @@ if __name__ == "__main__":
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps}
         n_tokens = tokens_per_step * max_steps
-        others = {"teacher": plan.teacher_bytes(teacher_dir, torch_dtype)} if teacher else {}
+        held = {"teacher": plan.teacher_bytes(teacher_dir, torch_dtype)} if teacher else {}
         text = plan.describe(
-            model,
-            settings,
-            batch_line,
-            n_tokens,
-            world_size,
-            torch_device,
-            torch_dtype,
-            peak,
-            others,
+            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak, held
         )
         warnings += plan.rate_warning(model, learning_rate)
         print(text, *warnings, sep="\n", flush=True)
@@ -379,21 +370,19 @@ if __name__ == "__main__":
             counts += torch.tensor([batch.x.numel(), len(batch.targets)])
             batch = batch.even()
             with autocast(torch_device, torch_dtype):
-                hidden = hidden_at_labels(model, batch)  # (n, C)
+                hidden, head = (
+                    hidden_at_labels(model, batch),
+                    model.lm_head.weight,
+                )  # (n, C), (V, C)
                 if teacher:
                     with torch.no_grad():
                         guided = hidden_at_labels(guide, batch)
                     loss, _, kl = distill(
-                        hidden,
-                        model.lm_head.weight,
-                        batch.targets,
-                        guided,
-                        guide.lm_head.weight,
-                        distillation,
+                        hidden, head, batch.targets, guided, guide.lm_head.weight, distillation
                     )
                     divergence_sum += kl.sum()
                 else:
-                    loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)
+                    loss, _ = cross_entropy(hidden, head, batch.targets)
                 # the loss is a sum; ddp averages over the ranks
                 loss = loss * (world_size / n_targets)
             scaler.scale(loss).backward()  # full buckets are sent from inside this call

@@ -35,7 +35,6 @@ from groundup.train.device import hardware, peak_memory_gib, versions
 # ---- the log -------------------------------------------------------------------------------------
 
 ALONE, CPU = ranks.World(rank=0, local_rank=0, world_size=1), torch.device("cpu")
-SLOW_STEP_S = 10  # seconds
 MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 # Every line begins with the first three; "tokens" is for log.jsonl only.
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
@@ -73,9 +72,8 @@ class RunLog:
             self.to_tracker, self.close_tracker = open_tracker(track, out_dir, steps_done)
             with naming(self.path):
                 self._open()
-            # No progress bar where the output goes to a file.
-            hidden = not sys.stdout.isatty()
-            self.bar = tqdm(total=max_steps, initial=steps_done, disable=hidden, leave=False)
+            # disable=None: no progress bar in a file
+            self.bar = tqdm(total=max_steps, initial=steps_done, disable=None, leave=False)
 
     def _open(self) -> None:
         """Open log.jsonl. A resumed run repeats the steps after its checkpoint: their events go."""
@@ -122,9 +120,6 @@ class RunLog:
         self.step += 1
         if self.enabled:
             self.bar.update()
-        # The first training line may be minutes away: say that the run goes on.
-        if self.step == self.steps_done + 1 and self.seconds() > SLOW_STEP_S:
-            self.print_line(self.step, [f"the first step took {self.seconds():.0f} s"])
 
     # ---- events
 
