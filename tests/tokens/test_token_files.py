@@ -8,7 +8,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from groundup.errors import UserError
 from groundup.kernels.attention import documents_of as documents_of_ids
 from groundup.tokens import IGNORE, token_files
-from groundup.tokens.batches import Batches, TextCorpus, Windows, load_windows, val_batches
+from groundup.tokens.batches import Batches, TextCorpus, Windows, load_windows
 from groundup.tokens.mixture import Mixture, window_sampler
 from groundup.tokens.packing import Packing, best_fit, pack, pack_rows
 from groundup.tokens.rows import steps_of
@@ -79,6 +79,13 @@ class Alone:
 
     def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
         return self.split.text_lengths(starts, self.block_size + 1) - 1
+
+
+def val_batches(data: TokenData, block_size: int, *how: int) -> Iterator:
+    """The evaluation batches of these data alone. how: batch_size, eval_steps, rank, world_size."""
+    corpus = TextCorpus.__new__(TextCorpus)
+    corpus.block_size = block_size
+    return corpus.batches_of(data, *how)
 
 
 def batches_of(
