@@ -55,8 +55,8 @@ from groundup.train.log import RunLog, check_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
+from groundup.train.start import open_start
 from model import Transformer
-from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
 # The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
@@ -236,17 +236,7 @@ if __name__ == "__main__":
     refuse(rest, f"{text} = {batch_size}*{world_size} = {pairs_per_micro_step}")
 
     # ---- the checkpoint to start from, and its tokenizer
-    init_dir = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # whose date a template may write: that of the run that continues, else of init_from
-    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
-    n_ids = tokenizer.vocab_size
-    # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
-    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout)
-    huggingface.check_saves(model_config, tokenizer)
+    init_dir, tokenizer, n_known, model_config = open_start(config)
 
     # ---- data
     kind = LabelCorpus if loss == "kto" else PairCorpus

@@ -41,8 +41,8 @@ from groundup.train.device import SkipInit, check_compiler, choose_device, choos
 from groundup.train.log import MAX_SKIPPED, RunLog
 from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
+from groundup.train.start import open_start
 from model import Transformer
-from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
 # The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
@@ -236,17 +236,7 @@ if __name__ == "__main__":
     draw_rows = min(draw_batch_size or n_own * group_size, n_own * group_size)
 
     # ---- the checkpoint to start from, and its tokenizer
-    init_dir = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # whose date a template may write: that of the run that continues, else of init_from
-    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
-    n_ids = tokenizer.vocab_size
-    # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
-    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout=0.0)
-    huggingface.check_saves(model_config, tokenizer)
+    init_dir, tokenizer, n_known, model_config = open_start(config)
     critic_dir = init_dir
     if critic_from:
         critic_dir = reward_model.find_model(critic_from, tokenizer, "critic_from")
@@ -339,7 +329,9 @@ if __name__ == "__main__":
 
     # ---- the critic
     if is_ppo:
-        critic_config = huggingface.tuned_config(critic_dir, n_ids, block_size, dropout=0.0)
+        critic_config = huggingface.tuned_config(
+            critic_dir, tokenizer.vocab_size, block_size, dropout=0.0
+        )
         with SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
