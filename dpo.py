@@ -51,7 +51,7 @@ from groundup.train.device import (
     choose_dtype,
     peak_flops,
 )
-from groundup.train.log import RunLog, check_finite
+from groundup.train.log import RunLog, check_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
@@ -194,24 +194,17 @@ def mean_scores(
 
     measured: of each batch its source, logps, ref_logps and n_tokens (2, B), and margin (B,), which
     for kto is the label."""
-    names = metric_names(config)
-    n_pairs = torch.zeros(len(corpus.val), 1, dtype=torch.float64)
-    sums = torch.zeros(len(corpus.val), len(names), dtype=torch.float64)
+    names = ("pairs", *metric_names(config))
+    sums = torch.zeros(len(names), len(corpus.val), dtype=torch.float64)
     for source, logps, ref_logps, n_tokens, labels in measured:
         losses, metrics = losses_and_metrics(logps, ref_logps, n_tokens, config, labels, kl)
-        n_pairs[source] += len(losses)
-        sums[source] += metrics.sum(1).cpu().double()
-    ranks.all_reduce_sum(n_pairs)
-    ranks.all_reduce_sum(sums)
-
-    means = sums / n_pairs.clamp(min=1)
-    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
-    average = named((shares[:, None] * means).sum(0).tolist(), config)
-    scores = {"val_loss": average.pop("loss")} | average
-    if len(corpus.val) > 1:
-        for name, row in zip(corpus.val, means.tolist(), strict=True):
-            scores[f"val_loss/{name}"] = row[names.index("loss")]
-            scores[f"accuracy/{name}"] = row[names.index("rewards/accuracies")]
+        sums[0, source] += len(losses)
+        sums[1:, source] += metrics.sum(1).cpu().double()
+    scores = {}
+    for end, row in sums_by_source(dict(zip(names, sums, strict=True)), "pairs", corpus).items():
+        means = named([(row[name] / row["pairs"]).item() for name in names[1:]], config)
+        scores[f"val_loss{end}"] = means.pop("loss")
+        scores |= {f"accuracy{end}": means["rewards/accuracies"]} if end else means
     return scores
 
 

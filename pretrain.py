@@ -206,10 +206,8 @@ if __name__ == "__main__":
     text = f"{total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
     refuse(rest, f"{text} = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}")
     rows_per_step = tokens_per_step // block_size
-    batch_line = (
-        f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} tokens"
-    )
-    batch_line += f" x {accum_steps} micro-steps x {world_size} ranks"
+    batch_line = f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} "
+    batch_line += f"tokens x {accum_steps} micro-steps x {world_size} ranks"
     check_schedule(config, max_steps)
     n_micro_batches = accum_steps * world_size
     if reproducible:
@@ -337,10 +335,8 @@ if __name__ == "__main__":
         )
         if step in new_shares:
             log.write("stage", step, {"weights": new_shares[step]})
-            shares = ", ".join(
-                f"{100 * share:.1f} % {name}" for name, share in new_shares[step].items()
-            )
-            log.print(f"step {step:6d}/{max_steps} | training data from here on: {shares}")
+            shares = [f"{100 * share:.1f} % {name}" for name, share in new_shares[step].items()]
+            log.print_line(step, [f"training data from here on: {', '.join(shares)}"])
 
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # of all ranks; Batches counts steps from 0

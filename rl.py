@@ -231,17 +231,16 @@ if __name__ == "__main__":
     n_updates = epochs_per_step * minibatches  # of a step
     n_answers = prompts_per_step * group_size  # of a step, over all ranks
     n_own = prompts_per_step // world_size
-    own_prompts = list(range(world.rank * n_own, (world.rank + 1) * n_own))  # numbers in the step
-    own = slice(world.rank * n_own * group_size, (world.rank + 1) * n_own * group_size)  # answers
-    draw_rows = min(draw_batch_size or n_own * group_size, n_own * group_size)
+    first = world.rank * n_own  # of them, in the step
+    own_prompts = list(range(first, first + n_own))  # numbers in the step
+    own = slice(first * group_size, (first + n_own) * group_size)  # answers
+    draw_rows = min(draw_batch_size or n_answers, n_own * group_size)
 
     # ---- the checkpoint to start from, and its tokenizer
     init_dir, tokenizer, n_known, model_config = open_start(config)
-    critic_dir = init_dir
+    critic_dir, teacher_dir = init_dir, None
     if critic_from:
         critic_dir = reward_model.find_model(critic_from, tokenizer, "critic_from")
-
-    teacher_dir = None
     if teacher:
         teacher_dir = checkpoint.resolve(teacher, "teacher")
         huggingface.check_teacher(teacher_dir, tokenizer, block_size)
@@ -329,9 +328,7 @@ if __name__ == "__main__":
 
     # ---- the critic
     if is_ppo:
-        critic_config = huggingface.tuned_config(
-            critic_dir, tokenizer.vocab_size, block_size, dropout=0.0
-        )
+        critic_config = huggingface.tuned_config(critic_dir, tokenizer.vocab_size, block_size, 0.0)
         with SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
