@@ -279,8 +279,7 @@ if __name__ == "__main__":
     data_record |= corpus.record()
     if teacher:
         data_record |= {"teacher_weights": huggingface.shared_fingerprint(teacher_dir)}
-        data_record |= {"distill_weight": distill_weight, "distill_beta": distill_beta}
-        data_record |= {"distill_temperature": distill_temperature}
+        data_record |= {key: config[key] for key in config if key.startswith("distill_")}
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
