@@ -20,13 +20,12 @@ that begin with an underscore, modules and functions are its own.
 import ast
 import contextlib
 import difflib
-import importlib.util
 import math
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -361,9 +360,6 @@ def split_weight(part: str) -> tuple[str, str]:
     return name.strip(), weight.strip()
 
 
-# ---- functions and files -------------------------------------------------------------
-
-
 def parse_number(text: str) -> float | None:
     """Return the finite number above 0 that `text` is, or None."""
     try:
@@ -373,27 +369,7 @@ def parse_number(text: str) -> float | None:
     return number if 0 < number < math.inf else None
 
 
-def load_function(name: str, key: str) -> Callable:
-    """Return the function of "file.py:function", the value of setting `key`. Runs the file."""
-    # ":" may be in a path on Windows, so the last one counts.
-    wrong = f"config: {key}={name!r}"
-    path, function = name.rsplit(":", 1) if ":" in name else (name, "")
-    if not path.endswith(".py") or not os.path.isfile(path):
-        raise UserError(f"{wrong}: there is no file {path!r}; give file.py:function")
-    # Import the file under a name of its own. dataclasses look for their module in sys.modules.
-    spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    # It may import files beside it, now or when it is called. Ours come first.
-    sys.path.append(os.path.dirname(os.path.abspath(path)))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{wrong}: {path} fails: {reason}") from error
-    if not callable(getattr(module, function, None)):
-        raise UserError(f"{wrong}: {path} has no function {function!r}; give file.py:function")
-    return getattr(module, function)
+# ---- the settings of a run -----------------------------------------------------------
 
 
 def script_of(config_file: Path) -> str:
