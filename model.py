@@ -80,7 +80,7 @@ class ModelConfig:
             if getattr(self, key) <= 0:
                 raise UserError(f"model: {key} must be positive, got {getattr(self, key)}")
         H, K, D, C, F = self.n_head, self.n_kv_head, self.head_dim, self.n_embd, self.ffn_dim
-        wrong = {
+        wrong = {  # what is said, and when; the first one counts
             f"head_dim={D} and ffn_dim={F} must not be negative": D < 0 or F < 0,
             f"dropout must be from 0 to below 1, got {self.dropout}": not 0 <= self.dropout < 1,
             f"n_head={H} must be a multiple of n_kv_head={K}": H % K,
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
                 documents = documents_of(idx, self.delimiter_id)
             starts = None if documents is None else starts_of(documents)
             # Chosen outside the blocks: a compiled block cannot ask what the hardware can do.
-            D, dropout = self.cfg.head_dim, self.cfg.dropout if self.training else 0.0
+            D, dropout = self.cfg.head_dim, self.cfg.dropout * self.training
             layout = choose_layout(idx, starts, compute_dtype(x), D, dropout, self.most_documents)
             # Each document counts its positions from 0.
             positions = slice(T) if starts is None else positions_of(starts).unsqueeze(1)
@@ -210,6 +210,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
+        # tokens look at each other, then each for itself
         y = self.self_attn(self.input_layernorm(x), cos, sin, layout)
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.mlp(self.post_attention_layernorm(x))

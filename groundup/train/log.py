@@ -255,10 +255,11 @@ class RunLog:
         losses = self.val_losses()
         later = [loss for step, loss in losses.items() if step > 0]
         if later and min(later) > losses.get(0, math.inf) and not corpus.few_val:
-            first, best = losses[0], min(later)
-            text = f"val_loss was {first:.4g} before the first step and {best:.4g} at best after it"
+            text = (
+                f"val_loss was {losses[0]:.4g} before the first step and {min(later):.4g} at best"
+            )
             hint = "training made the model worse: lower learning_rate, or look at the data"
-            self.print(f"warning: {text}; {hint}")
+            self.print(f"warning: {text} after it; {hint}")
         # 2. How to go on. The flags that delete must not be given again.
         if stopped:
             how = "the same command continues" if saved else "the last save failed"

@@ -29,10 +29,11 @@ def open_start(
     begins = checkpoint.resume_mode(config) == "never"
     dates = (init_dir if begins else config["out_dir"], *data)
     tokenizer = adapt(tokenizer.with_template_settings(config["chat_template_kwargs"], *dates))
+    # its ids may be more than the weights were trained with: the rows of new ones are trained
     n_ids = tokenizer.vocab_size
     n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
     huggingface.check_trainable(config["trainable"], init_dir, n_ids - n_known)
-    dropout = config.get("dropout", 0.0)
+    dropout = config.get("dropout", 0.0)  # rl.py has none
     model_config = huggingface.tuned_config(init_dir, n_ids, config["block_size"], dropout)
     huggingface.check_saves(model_config, tokenizer)
     return Start(init_dir, tokenizer, n_known, model_config)
