@@ -343,11 +343,6 @@ def sources_of(path: str, split: str) -> dict[Path, tuple[float, int]]:
     return {root / name: (one / total, tokens[name]) for name, one in weights.items() if one}
 
 
-def log_names(sources: Sequence[Path]) -> list[str]:
-    """Return names for the log: the last part of each path, or the path if that is not unique."""
-    return names_of([os.path.relpath(path) for path in sources], [path.name for path in sources])
-
-
 class TextCorpus(Corpus):
     """The sources that data_dir names.
 
@@ -363,7 +358,7 @@ class TextCorpus(Corpus):
         # a source that several stages name is opened once
         every = [source for path in paths for source in self.by_path[path]]
         self.sources = list(dict.fromkeys(every))
-        self.names = log_names(self.sources)
+        self.names = names_of([os.path.relpath(path) for path in self.sources])
         self.stages = [(stage.first_step, self._weights(stage.weights)) for stage in stages]
         if pack:
             self.train = [PackedData(source, block_size) for source in self.sources]
@@ -385,7 +380,8 @@ class TextCorpus(Corpus):
         sources = list(weights) or self.sources
         self.val: dict[str, TokenData] = {}
         self.no_val = {}
-        for name, source in zip(log_names(sources), sources, strict=True):
+        names = names_of([os.path.relpath(path) for path in sources])
+        for name, source in zip(names, sources, strict=True):
             try:
                 data = TokenData(source, "val")
                 data.check_tokenizer(self.train[0].tokenizer_fingerprint)
