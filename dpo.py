@@ -43,19 +43,12 @@ from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus
 from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.checkpoint import Saver
-from groundup.train.device import (
-    SkipInit,
-    autocast,
-    check_compiler,
-    choose_device,
-    choose_dtype,
-    peak_flops,
-)
+from groundup.train.device import autocast, check_compiler, choose_device, choose_dtype, peak_flops
 from groundup.train.log import RunLog, check_finite, sums_by_source
-from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
+from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
-from groundup.train.start import open_start
+from groundup.train.start import open_start, weights_to_load
 from model import Transformer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
@@ -236,9 +229,8 @@ if __name__ == "__main__":
     corpus = kind(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_pairs": pairs_per_step, "world_size": world_size}
-    lost = corpus.left_out()  # for the error message
     max_steps = steps_of(
-        settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
+        settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", corpus.left_out()
     )
     check_schedule(config, max_steps)
     order = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
@@ -253,8 +245,7 @@ if __name__ == "__main__":
         fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
-        init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with weights_to_load(trainable, torch_dtype, plan_only):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:

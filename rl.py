@@ -37,11 +37,11 @@ from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.checkpoint import Saver
-from groundup.train.device import SkipInit, check_compiler, choose_device, choose_dtype, peak_flops
+from groundup.train.device import check_compiler, choose_device, choose_dtype, peak_flops
 from groundup.train.log import MAX_SKIPPED, RunLog
-from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
+from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
-from groundup.train.start import open_start
+from groundup.train.start import open_start, weights_to_load
 from model import Transformer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
@@ -262,8 +262,7 @@ if __name__ == "__main__":
 
     # ---- model
     torch.manual_seed(seed)  # of new weights
-    init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+    with weights_to_load(trainable, torch_dtype, plan_only):
         model = Transformer(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
     if world.is_main:
@@ -329,7 +328,7 @@ if __name__ == "__main__":
     # ---- the critic
     if is_ppo:
         critic_config = huggingface.tuned_config(critic_dir, tokenizer.vocab_size, block_size, 0.0)
-        with SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with weights_to_load(trainable, torch_dtype):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
         critic.score.requires_grad_(True)

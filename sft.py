@@ -33,19 +33,12 @@ from groundup.tokens.conversations import Batch, ChatCorpus
 from groundup.tokens.rows import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.checkpoint import Saver
-from groundup.train.device import (
-    SkipInit,
-    autocast,
-    check_compiler,
-    choose_device,
-    choose_dtype,
-    peak_flops,
-)
+from groundup.train.device import autocast, check_compiler, choose_device, choose_dtype, peak_flops
 from groundup.train.log import RunLog, check_finite, sums_by_source
-from groundup.train.lora import LoRAConfig, frozen_dtype, lora_config_of, set_trainable, weights_in
+from groundup.train.lora import LoRAConfig, lora_config_of, set_trainable
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
-from groundup.train.start import open_start
+from groundup.train.start import open_start, weights_to_load
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -256,8 +249,7 @@ if __name__ == "__main__":
         fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
-        init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with weights_to_load(trainable, torch_dtype, plan_only):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:

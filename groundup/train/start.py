@@ -1,10 +1,15 @@
 """What a tuning run starts from: a checkpoint, its chat tokenizer and its architecture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from groundup.train import checkpoint, huggingface
+from groundup.train.device import SkipInit
+from groundup.train.lora import frozen_dtype, weights_in
 from model import ModelConfig
 from tokenizer import Tokenizer, chat_ready
 
@@ -37,3 +42,13 @@ def open_start(
     model_config = huggingface.tuned_config(init_dir, n_ids, config["block_size"], dropout)
     huggingface.check_saves(model_config, tokenizer)
     return Start(init_dir, tokenizer, n_known, model_config)
+
+
+@contextmanager
+def weights_to_load(trainable: str, dtype: torch.dtype, plan_only: bool = False) -> Iterator[None]:
+    """Within the context a model gets weights that are loaded later, for products in `dtype`.
+
+    plan_only: shapes without memory."""
+    device = torch.device("meta" if plan_only else "cpu")
+    with device, SkipInit(), weights_in(frozen_dtype(trainable, dtype)):
+        yield
