@@ -221,7 +221,7 @@ if __name__ == "__main__":
     text = f"{total_batch_pairs=} must be a multiple of batch_size*world_size"
     refuse(rest, f"{text} = {batch_size}*{world_size} = {pairs_per_micro_step}")
 
-    # ---- the checkpoint to start from, and its tokenizer
+    # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
     init_dir, tokenizer, n_known, model_config = open_start(config)
 
     # ---- data

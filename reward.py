@@ -191,8 +191,8 @@ if __name__ == "__main__":
     text = f"{total_batch_pairs=} must be a multiple of batch_size*world_size"
     refuse(rest, f"{text} = {batch_size}*{world_size} = {pairs_per_micro_step}")
 
-    # ---- the checkpoint to start from, and its tokenizer
-    # transformers looks for the padding
+    # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
+    # padded: transformers looks for the padding
     init_dir, tokenizer, n_known, model_config = open_start(config, adapt=reward_model.padded)
 
     # ---- data

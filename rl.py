@@ -236,7 +236,7 @@ if __name__ == "__main__":
     own = slice(first * group_size, (first + n_own) * group_size)  # answers
     draw_rows = min(draw_batch_size or n_answers, n_own * group_size)
 
-    # ---- the checkpoint to start from, and its tokenizer
+    # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
     init_dir, tokenizer, n_known, model_config = open_start(config)
     critic_dir, teacher_dir = init_dir, None
     if critic_from:

@@ -219,7 +219,7 @@ if __name__ == "__main__":
     refuse(rest, f"{text} = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}")
     rows_per_step = tokens_per_step // block_size
 
-    # ---- the checkpoint to start from, and its tokenizer
+    # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
     init_dir, tokenizer, n_known, model_config = open_start(config, *paths_of(data))
     if teacher:
         teacher_dir = checkpoint.resolve(teacher, "teacher")
