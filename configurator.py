@@ -20,39 +20,30 @@ that begin with an underscore, modules and functions are its own.
 import ast
 import contextlib
 import difflib
-import importlib.util
-import io
 import math
 import os
 import re
 import sys
-import tokenize
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
 from groundup.errors import UserError, end_in_one_line, imports_are_done, listed, naming
 
 # of settings; None and lists are not allowed
-TYPES = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "text in quotes",
-}
+TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "text in quotes"}
 TEXTS = {"prompt", "sample_prompts", "stop", "system"}  # words for a model: ~/ is no path there
-DASHES = ("\u2013", "\u2014", "\uff0d", "\u2212")  # which text programs make of hyphens
 # Our settings: their names in Hugging Face's Trainer and TRL, nanoGPT, LitGPT, axolotl and
-# LLaMA-Factory. Of several the first that the script has is meant.
+# LLaMA-Factory, but for those that are spelt nearly as ours. Of several the first that the script
+# has is meant.
 OTHER_NAMES = {
     "learning_rate": "lr peak_lr max_lr",
-    "min_lr": "lr_min final_lr",
-    "schedule": "lr_scheduler lr_scheduler_type decay_lr",
-    "warmup_steps": "warmup_iters lr_warmup_steps warmup_ratio lr_warmup_fraction",
-    "grad_clip": "max_grad_norm max_norm gradient_clipping",
-    "optimizer": "optim",
-    "max_steps": "max_iters steps num_steps train_steps max_train_steps lr_decay_iters",
+    "min_lr": "lr_min",
+    "schedule": "decay_lr",
+    "warmup_steps": "lr_warmup_fraction",
+    "grad_clip": "max_grad_norm max_norm",
+    "max_steps": "steps num_steps train_steps lr_decay_iters",
     "epochs": "epoch num_epochs num_train_epochs",
     "block_size": "max_length max_seq_length max_seq_len sequence_len seq_len cutoff_len "
     "model_max_length context_length",
@@ -64,30 +55,24 @@ OTHER_NAMES = {
     "eval_every": "eval_interval eval_steps evaluation_steps",
     "eval_steps": "eval_iters",
     "log_every": "log_interval logging_steps",
-    "save_every": "save_steps save_interval",
+    "save_every": "save_steps",
     "keep_last": "save_total_limit",
     "track": "report_to wandb wandb_log wandb_project logger_name",
     "data": "train_file dataset dataset_name dataset_dir datasets data_path data_dir",
     "data_dir": "train_file dataset dataset_name dataset_dir datasets data_path data",
     "input": "train_file dataset dataset_name dataset_dir datasets data_path data data_dir",
-    "val_data": "validation_file eval_file eval_dataset test_datasets",
+    "val_data": "validation_file eval_file test_datasets",
     "val_fraction": "val_size val_set_size val_split_fraction",
     "init_from": "model model_name model_name_or_path model_path base_model checkpoint_dir out_dir",
-    "out_dir": "output output_dir",
+    "out_dir": "output",
     "resume": "resume_from_checkpoint",
-    "overwrite": "overwrite_output_dir",
     "trainable": "use_peft finetuning_type adapter lora_target lora_target_modules",
-    "lora_rank": "lora_r",
-    "dropout": "lora_dropout",
-    "activation_checkpointing": "gradient_checkpointing",
-    "dtype": "bf16 fp16 torch_dtype precision",
-    "compile": "torch_compile",
+    "dtype": "bf16 fp16 precision",
     "parallel": "fsdp deepspeed",
-    "pack": "packing sample_packing",
-    "loss": "loss_type pref_loss",
+    "pack": "sample_packing",
+    "loss": "pref_loss",
     "beta": "pref_beta dpo_beta",
     "nll_weight": "rpo_alpha pref_ftx",
-    "gamma": "simpo_gamma",
     "group_size": "num_generations",
     "kl_coef": "beta",
     "max_new_tokens": "max_completion_length max_tokens",
@@ -95,7 +80,7 @@ OTHER_NAMES = {
     "prompt": "start",
     "n_layer": "num_layers num_hidden_layers",
     "n_head": "num_heads num_attention_heads",
-    "n_kv_head": "num_key_value_heads n_query_groups",
+    "n_kv_head": "n_query_groups",
     "n_embd": "hidden_size",
     "ffn_dim": "intermediate_size",
 }
@@ -132,9 +117,6 @@ def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None =
         if word.endswith("\r"):
             hint = "save the script that starts this with Unix line ends"
             raise UserError(f"config: {word!r} ends with a carriage return; {hint}")
-    # Some launchers (torch.distributed.launch, deepspeed) say it twice.
-    if "LOCAL_RANK" in os.environ:
-        argv = [word for word in argv if not re.match("--local[-_]rank=", word)]
     # Before the files: the 5 of "--max_steps 5" looks like one.
     flags = [parse_flag(flag, keys) for flag in argv if flag.startswith("-")]
     for path in argv:
@@ -153,8 +135,6 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
     # An argument that is no flag is taken for an override file. Many a row of JSON is Python, too.
     if not path.endswith(".py"):
         hint = "an override file ends in .py; settings are written --key=value, --data=rows.jsonl"
-        if path[:1] in DASHES:
-            hint = "a setting begins with two hyphens, --, not with a dash"
         raise UserError(f"config: cannot use {path!r}: {hint}")
     try:
         source = Path(path).read_text(encoding="utf-8-sig")
@@ -169,14 +149,8 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         if name in config or not is_helper:
             found[name] = value
 
-    # The docstring of a config says how it is run.
-    command = r"python (\w+\.py) \S*" + re.escape(os.path.basename(path))
-    scripts = re.findall(command, names.get("__doc__") or "")
-    script = os.path.basename(sys.argv[0])
-    where, hint = f"in {path}", f"{HELP}; names of the file's own begin with _"
-    if scripts and script not in scripts:
-        check_known(found, config, f"{where}, which is for {scripts[-1]}, not {script}", "")
-    check_known(found, config, where, hint)
+    where = f"in {path}"
+    check_known(found, config, where, f"{HELP}; names of the file's own begin with _")
     return {name: checked(name, value, config, comments, where) for name, value in found.items()}
 
 
@@ -330,39 +304,21 @@ def is_key(name: str, value: object) -> bool:
     return not name.startswith("_") and name == name.lower() and type(value) in TYPES
 
 
-def assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
-    """Return {name: statement} of the assignments at the left margin."""
-    found = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node
-        elif isinstance(node, ast.AnnAssign) and node.value:
-            found[node.target.id] = node
-    return found
-
-
 def defaults_of(path: str | Path) -> dict:
     """Return {name: value} of the literals that a script assigns at its left margin."""
     found = {}
-    for name, node in assignments(Path(path).read_text(encoding="utf-8")).items():
-        with contextlib.suppress(ValueError):  # an expression
-            found[name] = ast.literal_eval(node.value)
+    for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):  # an expression
+                found[node.targets[0].id] = ast.literal_eval(node.value)
     return found
 
 
 def comments_of(path: str | Path) -> dict[str, str]:
     """Return {name: trailing comment} of the assignments at the left margin of a script."""
-    source = Path(path).read_text(encoding="utf-8")
-    lines = io.StringIO(source).readlines()
-    found = {}
-    for name, node in assignments(source).items():
-        # The syntax tree has no comments, so they come from the tokens. A value in brackets has
-        # several lines.
-        text = io.StringIO("".join(lines[node.lineno - 1 : node.end_lineno]))
-        tokens = tokenize.generate_tokens(text.readline)
-        comments = [t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT]
-        found[name] = " ".join(comments)
-    return found
+    # The syntax tree has no comments; a setting is one line.
+    lines = Path(path).read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z]\w*)(?:: \w+)? = .*?  # (.*)$", lines, re.MULTILINE))
 
 
 # ---- lists in a setting --------------------------------------------------------------
@@ -398,9 +354,6 @@ def split_weight(part: str) -> tuple[str, str]:
     return name.strip(), weight.strip()
 
 
-# ---- functions and files -------------------------------------------------------------
-
-
 def parse_number(text: str) -> float | None:
     """Return the finite number above 0 that `text` is, or None."""
     try:
@@ -410,27 +363,7 @@ def parse_number(text: str) -> float | None:
     return number if 0 < number < math.inf else None
 
 
-def load_function(name: str, key: str) -> Callable:
-    """Return the function of "file.py:function", the value of setting `key`. Runs the file."""
-    # ":" may be in a path on Windows, so the last one counts.
-    wrong = f"config: {key}={name!r}"
-    path, function = name.rsplit(":", 1) if ":" in name else (name, "")
-    if not path.endswith(".py") or not os.path.isfile(path):
-        raise UserError(f"{wrong}: there is no file {path!r}; give file.py:function")
-    # Import the file under a name of its own. dataclasses look for their module in sys.modules.
-    spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    # It may import files beside it, now or when it is called. Ours come first.
-    sys.path.append(os.path.dirname(os.path.abspath(path)))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{wrong}: {path} fails: {reason}") from error
-    if not callable(getattr(module, function, None)):
-        raise UserError(f"{wrong}: {path} has no function {function!r}; give file.py:function")
-    return getattr(module, function)
+# ---- the settings of a run -----------------------------------------------------------
 
 
 def script_of(config_file: Path) -> str:

@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -38,26 +37,19 @@ from groundup.align.losses import (
     reference_logps,
     save_reference,
 )
-from groundup.errors import UserError
+from groundup.errors import refuse
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus
 from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.checkpoint import Saver
-from groundup.train.device import (
-    SkipInit,
-    autocast,
-    check_compiler,
-    choose_device,
-    choose_dtype,
-    peak_flops,
-)
-from groundup.train.log import RunLog, raise_not_finite
-from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
+from groundup.train.device import autocast, check_compiler, choose_device, choose_dtype, peak_flops
+from groundup.train.log import RunLog, check_finite, sums_by_source
+from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
+from groundup.train.start import open_start, weights_to_load
 from model import Transformer
-from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
 # The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
@@ -121,16 +113,12 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
+# the line of an evaluation
+SHOWN = "val loss {val_loss:.4f} | accuracy {rewards/accuracies:.1%} | margin {rewards/margins:.4f}"
+SHOWN += " | chosen {logps/chosen:.2f} nats | rejected {logps/rejected:.2f} nats"
 
 
-def reference_of(
-    model: Transformer,
-    batch: PairBatch,
-    table: Tensor | None,
-    torch_device: torch.device,
-    torch_dtype: torch.dtype,
-) -> Tensor:
+def reference_of(model: Transformer, batch: PairBatch, table: Tensor | None) -> Tensor:
     """Return the reference's log-probabilities of the answers, (2, B).
 
     They are 0 for a loss without a reference. Else they are looked up in table (n_pairs, 2), which
@@ -148,13 +136,7 @@ def reference_of(
 
 
 @torch.no_grad()
-def estimate_kl(
-    model: Transformer,
-    other_answers: Batches,
-    table: Tensor | None,
-    torch_device: torch.device,
-    torch_dtype: torch.dtype,
-) -> Tensor:
+def estimate_kl(model: Transformer, other_answers: Batches, table: Tensor | None) -> Tensor:
     """Return KTO's estimate for a step: how far the model has moved away from the reference.
 
     other_answers: the micro-batches of all steps, with answers to other prompts."""
@@ -163,7 +145,7 @@ def estimate_kl(
         batch = other_answers.next()
         with autocast(torch_device, torch_dtype):
             logps, _ = pair_logps(model, batch)
-        ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
+        ref_logps = reference_of(model, batch, table)
         # Of other answers alone: logps is (1, B). A table has the rows of both kinds, these last.
         measured.append((logps[0], ref_logps[-1]))
     return kl_estimate(measured, torch_device)
@@ -171,12 +153,7 @@ def estimate_kl(
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer,
-    corpus: PairCorpus,
-    table: Tensor | None,
-    config: dict,
-    torch_device: torch.device,
-    torch_dtype: torch.dtype,
+    model: Transformer, corpus: PairCorpus, table: Tensor | None, config: dict
 ) -> dict[str, float]:
     """Return the mean loss and metrics of validation pairs.
 
@@ -190,7 +167,7 @@ def evaluate(
             batch = batch.to(torch_device)
             with autocast(torch_device, torch_dtype):
                 logps, n_tokens = pair_logps(model, batch)
-            ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
+            ref_logps = reference_of(model, batch, table)
             measured.append((source, logps, ref_logps, n_tokens, batch.margin))
     model.train()
     if ranks.any_rank(stop_signal()):
@@ -210,37 +187,18 @@ def mean_scores(
 
     measured: of each batch its source, logps, ref_logps and n_tokens (2, B), and margin (B,), which
     for kto is the label."""
-    names = metric_names(config)
-    n_pairs = torch.zeros(len(corpus.val), 1, dtype=torch.float64)
-    sums = torch.zeros(len(corpus.val), len(names), dtype=torch.float64)
+    names = ("pairs", *metric_names(config))
+    sums = torch.zeros(len(names), len(corpus.val), dtype=torch.float64)
     for source, logps, ref_logps, n_tokens, labels in measured:
         losses, metrics = losses_and_metrics(logps, ref_logps, n_tokens, config, labels, kl)
-        n_pairs[source] += len(losses)
-        sums[source] += metrics.sum(1).cpu().double()
-    ranks.all_reduce_sum(n_pairs)
-    ranks.all_reduce_sum(sums)
-
-    means = sums / n_pairs.clamp(min=1)
-    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
-    average = named((shares[:, None] * means).sum(0).tolist(), config)
-    scores = {"val_loss": average.pop("loss")} | average
-    if len(corpus.val) > 1:
-        for name, row in zip(corpus.val, means.tolist(), strict=True):
-            scores[f"val_loss/{name}"] = row[names.index("loss")]
-            scores[f"accuracy/{name}"] = row[names.index("rewards/accuracies")]
+        sums[0, source] += len(losses)
+        sums[1:, source] += metrics.sum(1).cpu().double()
+    scores = {}
+    for end, row in sums_by_source(dict(zip(names, sums, strict=True)), "pairs", corpus).items():
+        means = named([(row[name] / row["pairs"]).item() for name in names[1:]], config)
+        scores[f"val_loss{end}"] = means.pop("loss")
+        scores |= {f"accuracy{end}": means["rewards/accuracies"]} if end else means
     return scores
-
-
-def report(log: RunLog, step: int, scores: dict[str, float]) -> None:
-    """Write an evaluation to the log."""
-    line = [
-        f"val loss {scores['val_loss']:.4f}",
-        f"accuracy {100 * scores['rewards/accuracies']:.1f}%",
-        f"margin {scores['rewards/margins']:.4f}",
-        f"chosen {scores['logps/chosen']:.2f} nats",
-        f"rejected {scores['logps/rejected']:.2f} nats",
-    ]
-    log.report(step, scores, line)
 
 
 if __name__ == "__main__":
@@ -259,35 +217,20 @@ if __name__ == "__main__":
     # ---- batch: a step is accum_steps micro-steps on each rank
     pairs_per_micro_step = batch_size * world_size
     pairs_per_step = total_batch_pairs or pairs_per_micro_step
-    if pairs_per_step % pairs_per_micro_step:
-        raise UserError(
-            f"config: {total_batch_pairs=} must be a multiple of batch_size*world_size"
-            f" = {batch_size}*{world_size} = {pairs_per_micro_step}"
-        )
-    accum_steps = pairs_per_step // pairs_per_micro_step
+    accum_steps, rest = divmod(pairs_per_step, pairs_per_micro_step)
+    text = f"{total_batch_pairs=} must be a multiple of batch_size*world_size"
+    refuse(rest, f"{text} = {batch_size}*{world_size} = {pairs_per_micro_step}")
 
-    # ---- the checkpoint to start from, and its tokenizer
-    init_dir = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # A template may write the date: a run that continues keeps its own, else that of init_from,
-    # else today's.
-    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
-    n_ids = tokenizer.vocab_size
-    # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
-    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout)
-    huggingface.check_saves(model_config, tokenizer)
+    # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
+    init_dir, tokenizer, n_known, model_config = open_start(config)
 
     # ---- data
     kind = LabelCorpus if loss == "kto" else PairCorpus
     corpus = kind(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_pairs": pairs_per_step, "world_size": world_size}
-    lost = corpus.left_out()  # for the error message
     max_steps = steps_of(
-        settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
+        settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", corpus.left_out()
     )
     check_schedule(config, max_steps)
     order = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
@@ -302,8 +245,7 @@ if __name__ == "__main__":
         fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
-        init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with weights_to_load(trainable, torch_dtype, plan_only):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
@@ -355,22 +297,17 @@ if __name__ == "__main__":
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)
+    betas = (0.9, 0.95)  # of AdamW
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     if parallel == "fsdp":
         ddp = fsdp.FSDP(model)
-        opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
+        opt = fsdp.AdamW(ddp.params, betas, weight_decay)
     else:
         check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
         hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
-        opt = Optimizer(
-            ddp.buckets,
-            optimizer,
-            betas=(0.9, 0.95),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
-        )
+        muon_dtype = torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32
+        opt = Optimizer(ddp.buckets, optimizer, betas, weight_decay, momentum, muon_dtype)
 
     # ---- the reference, then restore
     if must_compute:
@@ -397,8 +334,8 @@ if __name__ == "__main__":
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        scores = evaluate(model, corpus, table, config, torch_device, torch_dtype)
-        report(log, steps_done, scores)
+        scores = evaluate(model, corpus, table, config)
+        log.report(steps_done, scores, SHOWN.format_map(scores))
         saver.tidy()
     stop_signal.begin()
     stopping = False
@@ -412,14 +349,14 @@ if __name__ == "__main__":
         sums = torch.zeros(len(metric_names(config)), device=torch_device)
         kl = None
         if loss == "kto":
-            kl = estimate_kl(model, other_answers, table, torch_device, torch_dtype)
+            kl = estimate_kl(model, other_answers, table)
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             batch = batches.next()
             with autocast(torch_device, torch_dtype):
                 logps, n_tokens = pair_logps(model, batch)  # (2, B) each; (1, B) for kto
-            ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
+            ref_logps = reference_of(model, batch, table)
             # for kto, margin holds the labels; the other losses ignore it
             losses, metrics = losses_and_metrics(
                 logps, ref_logps, n_tokens, config, batch.margin, kl
@@ -449,9 +386,7 @@ if __name__ == "__main__":
             n_tokens_of_all = ranks.all_reduce_sum(n_tokens_seen).item()
             log.train(step, values | means, n_tokens_of_all)
             n_tokens_seen.zero_()
-            if ddp.skipped[1] >= MAX_SKIPPED:
-                saver.wait()
-                raise_not_finite(step, ddp.skipped, sums[0], batches)
+            check_finite(step, ddp.skipped, sums[0], batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
@@ -462,10 +397,10 @@ if __name__ == "__main__":
             if saving:
                 saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
-                scores = evaluate(model, corpus, table, config, torch_device, torch_dtype)
+                scores = evaluate(model, corpus, table, config)
                 stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
-                    report(log, step, scores)
+                    log.report(step, scores, SHOWN.format_map(scores))
                     saver.tidy()
         if stopping:
             break
@@ -478,8 +413,6 @@ if __name__ == "__main__":
         ddp.flush()
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
-    config = config | {"max_steps": max_steps}
-    next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
-    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
+    log.finish(__file__, config, corpus, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

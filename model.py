@@ -69,9 +69,6 @@ class ModelConfig:
         self.init_std = self.init_std or 0.02
         self.check()
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.head_dim % 2:
-            text = f"head_dim={self.head_dim} must be even: rotary positions turn pairs"
-            raise UserError(f"model: {text}")
         self.ffn_dim = self.ffn_dim or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
         kind = "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias else "llama"
         self.model_type = self.model_type or kind
@@ -82,16 +79,17 @@ class ModelConfig:
         for key in (*sizes, "rope_theta", "norm_eps"):
             if getattr(self, key) <= 0:
                 raise UserError(f"model: {key} must be positive, got {getattr(self, key)}")
-        H, K = self.n_head, self.n_kv_head
-        if self.head_dim < 0 or self.ffn_dim < 0:
-            values = f"head_dim={self.head_dim} and ffn_dim={self.ffn_dim}"
-            raise UserError(f"model: {values} must not be negative")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"model: dropout must be from 0 to below 1, got {self.dropout}")
-        if H % K:
-            raise UserError(f"model: n_head={H} must be a multiple of n_kv_head={K}")
-        if not self.head_dim and self.n_embd % H:
-            raise UserError(f"model: n_embd={self.n_embd} must be a multiple of n_head={H}")
+        H, K, D, C, F = self.n_head, self.n_kv_head, self.head_dim, self.n_embd, self.ffn_dim
+        wrong = {  # what is said, and when; the first one counts
+            f"head_dim={D} and ffn_dim={F} must not be negative": D < 0 or F < 0,
+            f"dropout must be from 0 to below 1, got {self.dropout}": not 0 <= self.dropout < 1,
+            f"n_head={H} must be a multiple of n_kv_head={K}": H % K,
+            f"n_embd={C} must be a multiple of n_head={H}": not D and C % H,
+            f"head_dim={D or C // H} must be even: rotary positions turn pairs": (D or C // H) % 2,
+        }
+        for text in wrong:
+            if wrong[text]:
+                raise UserError(f"model: {text}")
 
 
 class Transformer(nn.Module):
@@ -169,7 +167,10 @@ class Transformer(nn.Module):
         q (B, H, T, D) to all positions so far."""
         assert cache is None or documents is None, "with a cache each row is one document"
         # 1. The embeddings begin the residual stream, to which each block adds.
-        x = self.embed(idx)
+        x = self.embed_tokens(idx)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # sums of many layers stay in float32, also with bfloat16 weights
+        x = F.dropout(x, self.cfg.dropout, self.training)
 
         # 2. Of each token: its position, and what it may see.
         if cache is not None:
@@ -177,8 +178,12 @@ class Transformer(nn.Module):
         else:
             T = idx.shape[1]
             assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
-            starts = self.document_starts(idx, documents)
-            layout = self.layout_of(idx, starts, compute_dtype(x))
+            if documents is None and self.delimiter_id is not None:
+                documents = documents_of(idx, self.delimiter_id)
+            starts = None if documents is None else starts_of(documents)
+            # Chosen outside the blocks: a compiled block cannot ask what the hardware can do.
+            D, dropout = self.cfg.head_dim, self.cfg.dropout * self.training
+            layout = choose_layout(idx, starts, compute_dtype(x), D, dropout, self.most_documents)
             # Each document counts its positions from 0.
             positions = slice(T) if starts is None else positions_of(starts).unsqueeze(1)
         cos, sin = self.cos[positions], self.sin[positions]  # (T, D/2) or (.., 1, T, D/2)
@@ -193,31 +198,6 @@ class Transformer(nn.Module):
                 x = block(x, cos, sin, layout)
         return self.norm(x)
 
-    def embed(self, idx: Tensor) -> Tensor:
-        """Return the embeddings (B, T, C): the start of the residual stream."""
-        x = self.embed_tokens(idx)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # sums of many layers stay in float32, also with bfloat16 weights
-        return F.dropout(x, self.cfg.dropout, self.training)
-
-    def document_starts(self, idx: Tensor, documents: Tensor | None) -> Tensor | None:
-        """Return where documents start, (B, T) bool; None = rows are not divided."""
-        if documents is None and self.delimiter_id is not None:
-            documents = documents_of(idx, self.delimiter_id)
-        return None if documents is None else starts_of(documents)
-
-    def layout_of(self, idx: Tensor, starts: Tensor | None, dtype: torch.dtype) -> Layout:
-        """Return what each position may see. starts: of `document_starts`; dtype: of q, k and v."""
-        # Chosen outside the blocks: a compiled block cannot ask what the hardware can do.
-        return choose_layout(
-            idx,
-            starts,
-            dtype,
-            head_dim=self.cfg.head_dim,
-            dropout=self.cfg.dropout if self.training else 0.0,
-            most_documents=self.most_documents,
-        )
-
 
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
@@ -230,6 +210,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
+        # tokens look at each other, then each for itself
         y = self.self_attn(self.input_layernorm(x), cos, sin, layout)
         x = x + F.dropout(y, self.dropout, self.training)
         y = self.mlp(self.post_attention_layernorm(x))

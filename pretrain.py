@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
 import dataclasses
 import math
-import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from configurator import configure, defaults_of
 from ddp import DDP, InTree, check_options
-from groundup.errors import UserError, refuse
+from groundup.errors import refuse
 from groundup.kernels.cross_entropy import compile_loss
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
@@ -38,7 +37,7 @@ from groundup.train.device import (
     choose_dtype,
     peak_flops,
 )
-from groundup.train.log import RunLog, raise_not_finite, sums_by_source
+from groundup.train.log import RunLog, check_finite, sums_by_source
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
@@ -109,7 +108,7 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
+SHOWN = "val loss {val_loss:.4f} | {val_bpb:.4f} bits per byte"  # of an evaluation
 
 
 def choose_architecture(config: dict, init_dir: Path | None, n_ids: int) -> ModelConfig:
@@ -135,13 +134,7 @@ def choose_architecture(config: dict, init_dir: Path | None, n_ids: int) -> Mode
 
 
 @torch.no_grad()
-def evaluate(
-    model: Transformer,
-    corpus: TextCorpus,
-    token_bytes: Tensor,
-    torch_device: torch.device,
-    torch_dtype: torch.dtype,
-) -> dict[str, float]:
+def evaluate(model: Transformer, corpus: TextCorpus, token_bytes: Tensor) -> dict[str, float]:
     """Return the validation loss in nats per token and in bits per byte of text.
 
     With several sources: of each, and their average weighted by the sources' shares. {} if a signal
@@ -194,14 +187,6 @@ def sample(model: Transformer, tokenizer: TextTokenizer, prompt: str, n_tokens: 
     return tokenizer.decode(ids)
 
 
-def report(log: RunLog, step: int, scores: dict[str, float], samples: list[str]) -> None:
-    """Write an evaluation to the log, with the loss of each source if there are several."""
-    line = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
-    for name in (key.partition("/")[2] for key in scores if key.startswith("val_loss/")):
-        line.append(f"{name} {scores[f'val_loss/{name}']:.4f}, {scores[f'val_bpb/{name}']:.4f}")
-    log.report(step, scores, line, [f"    {text!r}" for text in samples])
-
-
 if __name__ == "__main__":
     config = configure(globals())
 
@@ -217,17 +202,12 @@ if __name__ == "__main__":
     # ---- batch: a step is accum_steps micro-steps on each rank
     tokens_per_micro_step = batch_size * block_size * world_size
     tokens_per_step = total_batch_tokens or tokens_per_micro_step
-    if tokens_per_step % tokens_per_micro_step:
-        raise UserError(
-            f"config: {total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
-            f" = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}"
-        )
-    accum_steps = tokens_per_step // tokens_per_micro_step
+    accum_steps, rest = divmod(tokens_per_step, tokens_per_micro_step)
+    text = f"{total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
+    refuse(rest, f"{text} = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}")
     rows_per_step = tokens_per_step // block_size
-    batch_line = (
-        f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} tokens"
-    )
-    batch_line += f" x {accum_steps} micro-steps x {world_size} ranks"
+    batch_line = f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} "
+    batch_line += f"tokens x {accum_steps} micro-steps x {world_size} ranks"
     check_schedule(config, max_steps)
     n_micro_batches = accum_steps * world_size
     if reproducible:
@@ -307,24 +287,20 @@ if __name__ == "__main__":
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)
+    betas = (0.9, 0.95)  # of AdamW
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     if parallel == "fsdp":
         ddp = fsdp.FSDP(model)
-        opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
+        opt = fsdp.AdamW(ddp.params, betas, weight_decay)
     else:
         check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
         hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
         if reproducible:
             hook = InTree()
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
+        muon_dtype = torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32
         opt = Optimizer(
-            ddp.buckets,
-            optimizer,
-            betas=(0.9, 0.95),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
-            one_by_one=reproducible,
+            ddp.buckets, optimizer, betas, weight_decay, momentum, muon_dtype, reproducible
         )
 
     # ---- restore, and make the run directory
@@ -346,8 +322,9 @@ if __name__ == "__main__":
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
-        report(log, steps_done, scores, [sample(model, tokenizer, prompt) for prompt in prompts])
+        scores = evaluate(model, corpus, token_bytes)
+        texts = [sample(model, tokenizer, prompt) for prompt in prompts]
+        log.report(steps_done, scores, SHOWN.format_map(scores), map(repr, texts))
         saver.tidy()
     stop_signal.begin()
     log.restart_clock()
@@ -358,10 +335,8 @@ if __name__ == "__main__":
         )
         if step in new_shares:
             log.write("stage", step, {"weights": new_shares[step]})
-            shares = ", ".join(
-                f"{100 * share:.1f} % {name}" for name, share in new_shares[step].items()
-            )
-            log.print(f"step {step:6d}/{max_steps} | training data from here on: {shares}")
+            shares = [f"{100 * share:.1f} % {name}" for name, share in new_shares[step].items()]
+            log.print_line(step, [f"training data from here on: {', '.join(shares)}"])
 
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # of all ranks; Batches counts steps from 0
@@ -395,9 +370,7 @@ if __name__ == "__main__":
             values |= {"grad_norm": grad_norm.item(), "skipped": int(ddp.skipped[0])}
             values |= corpus.tokens_seen(order, step * rows_per_step)
             log.train(step, values, log.steps_since_line() * tokens_per_step)
-            if ddp.skipped[1] >= MAX_SKIPPED:
-                saver.wait()
-                raise_not_finite(step, ddp.skipped, losses.sum(), batches)
+            check_finite(step, ddp.skipped, losses.sum(), batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
@@ -408,11 +381,11 @@ if __name__ == "__main__":
             if saving:
                 saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
-                scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+                scores = evaluate(model, corpus, token_bytes)
                 texts = [sample(model, tokenizer, prompt) for prompt in prompts]
                 stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
-                    report(log, step, scores, texts)
+                    log.report(step, scores, SHOWN.format_map(scores), map(repr, texts))
                     saver.tidy()  # point best and best2, remove old steps
         if stopping:
             break
@@ -423,7 +396,6 @@ if __name__ == "__main__":
         ddp.flush()
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
-    next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
-    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
+    log.finish(__file__, config, corpus, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -25,26 +24,20 @@ from configurator import configure
 from ddp import DDP, check_options
 from groundup.align import reward_model
 from groundup.align.reward_model import LENGTH_BUCKETS, RewardModel, bradley_terry, score_pairs
-from groundup.errors import UserError, refuse
+from groundup.errors import refuse
 from groundup.scores import rows
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
 from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.checkpoint import Saver
-from groundup.train.device import (
-    SkipInit,
-    autocast,
-    check_compiler,
-    choose_device,
-    choose_dtype,
-    peak_flops,
-)
-from groundup.train.log import RunLog, raise_not_finite
-from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
+from groundup.train.device import autocast, check_compiler, choose_device, choose_dtype, peak_flops
+from groundup.train.log import RunLog, check_finite
+from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
-from tokenizer import Tokenizer, chat_ready
+from groundup.train.start import open_start, weights_to_load
+from tokenizer import Tokenizer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
 # The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
@@ -105,16 +98,9 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
-
 
 @torch.no_grad()
-def evaluate(
-    model: RewardModel,
-    corpus: PairCorpus,
-    torch_device: torch.device,
-    torch_dtype: torch.dtype,
-) -> dict[str, float]:
+def evaluate(model: RewardModel, corpus: PairCorpus) -> dict[str, float]:
     """Return the mean loss and the metrics of `reward_model.measure` of all validation pairs.
 
     With several sources: their loss weighted by the sources' shares, and of each its loss and
@@ -152,20 +138,17 @@ def evaluate(
 
 def report(log: RunLog, step: int, scores: dict[str, float]) -> None:
     """Write an evaluation to the log, with the accuracy by the lengths of the two answers."""
-    line = [
-        f"val loss {scores['val_loss']:.4f}",
-        f"accuracy {100 * scores['accuracy']:.1f}%",
-        f"longer wins {100 * scores['longer_wins']:.1f}%",
-        f"ece {scores['ece']:.3f}",
-        f"margin {scores['margin']:.3f}",
-        f"correlation with length {scores['length_correlation']:.2f}",
-    ]
+    shown = "val loss {val_loss:.4f} | accuracy {accuracy:.1%} | longer wins {longer_wins:.1%} | "
+    shown += (
+        "ece {ece:.3f} | margin {margin:.3f} | correlation with length {length_correlation:.2f}"
+    )
     by_length = []
     for name in LENGTH_BUCKETS:
         n_pairs, accuracy = scores[f"pairs/{name}"], scores[f"accuracy/{name}"]
         if n_pairs:
             by_length.append(f"{name} {100 * accuracy:.1f}% of {n_pairs}")
-    log.report(step, scores, line, ["    accuracy by length: " + ", ".join(by_length)])
+    lines = ["accuracy by length: " + ", ".join(by_length)]
+    log.report(step, scores, shown.format_map(scores), lines)
 
 
 def score_files(torch_device: torch.device, torch_dtype: torch.dtype) -> None:
@@ -204,35 +187,20 @@ if __name__ == "__main__":
     # ---- batch: a step is accum_steps micro-steps on each rank
     pairs_per_micro_step = batch_size * world_size
     pairs_per_step = total_batch_pairs or pairs_per_micro_step
-    if pairs_per_step % pairs_per_micro_step:
-        raise UserError(
-            f"config: {total_batch_pairs=} must be a multiple of batch_size*world_size"
-            f" = {batch_size}*{world_size} = {pairs_per_micro_step}"
-        )
-    accum_steps = pairs_per_step // pairs_per_micro_step
+    accum_steps, rest = divmod(pairs_per_step, pairs_per_micro_step)
+    text = f"{total_batch_pairs=} must be a multiple of batch_size*world_size"
+    refuse(rest, f"{text} = {batch_size}*{world_size} = {pairs_per_micro_step}")
 
-    # ---- the checkpoint to start from, and its tokenizer
-    init_dir = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # A template may write the date: a run that continues keeps its own, else that of init_from,
-    # else today's.
-    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
-    tokenizer = reward_model.padded(tokenizer)  # transformers looks for the padding
-    n_ids = tokenizer.vocab_size
-    # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
-    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout)
-    huggingface.check_saves(model_config, tokenizer)
+    # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
+    # padded: transformers looks for the padding
+    init_dir, tokenizer, n_known, model_config = open_start(config, adapt=reward_model.padded)
 
     # ---- data
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_pairs": pairs_per_step, "world_size": world_size}
-    lost = corpus.left_out()  # for the error message
     max_steps = steps_of(
-        settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
+        settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", corpus.left_out()
     )
     check_schedule(config, max_steps)
     order = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
@@ -241,8 +209,7 @@ if __name__ == "__main__":
 
     # ---- model
     torch.manual_seed(seed)  # of new weights
-    init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+    with weights_to_load(trainable, torch_dtype, plan_only):
         model = RewardModel(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     model.score.requires_grad_(True)  # the new head, whatever else is trained
@@ -280,18 +247,13 @@ if __name__ == "__main__":
         # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)
+    betas = (0.9, 0.95)  # of AdamW
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
     hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
     ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
-    opt = Optimizer(
-        ddp.buckets,
-        optimizer,
-        betas=(0.9, 0.95),
-        weight_decay=weight_decay,
-        momentum=momentum,
-        muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
-    )
+    muon_dtype = torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32
+    opt = Optimizer(ddp.buckets, optimizer, betas, weight_decay, momentum, muon_dtype)
 
     # ---- restore, and make the run directory
     checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
@@ -308,7 +270,7 @@ if __name__ == "__main__":
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        report(log, steps_done, evaluate(model, corpus, torch_device, torch_dtype))
+        report(log, steps_done, evaluate(model, corpus))
         saver.tidy()
     stop_signal.begin()
     log.restart_clock()
@@ -356,9 +318,7 @@ if __name__ == "__main__":
             n_tokens = ranks.all_reduce_sum(n_tokens_seen).item()
             log.train(step, values, n_tokens)
             n_tokens_seen.zero_()
-            if ddp.skipped[1] >= MAX_SKIPPED:
-                saver.wait()
-                raise_not_finite(step, ddp.skipped, sums[0], batches)
+            check_finite(step, ddp.skipped, sums[0], batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
@@ -369,7 +329,7 @@ if __name__ == "__main__":
             if saving:
                 saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
-                scores = evaluate(model, corpus, torch_device, torch_dtype)
+                scores = evaluate(model, corpus)
                 stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
                     report(log, step, scores)
@@ -383,9 +343,7 @@ if __name__ == "__main__":
         ddp.flush()
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
-    config = config | {"max_steps": max_steps}
-    scored = "--score=chat.jsonl --out=scored.jsonl"
-    next_command = f"python reward.py --init_from={shlex.quote(out_dir)} {scored}"
-    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
+    next_command = "python reward.py --score=chat.jsonl --out=scored.jsonl"
+    log.finish(__file__, config, corpus, stopping, saver.saved, next_command)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -38,18 +37,12 @@ from groundup.tokens.rows import steps_of
 from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.checkpoint import Saver
-from groundup.train.device import (
-    SkipInit,
-    check_compiler,
-    choose_device,
-    choose_dtype,
-    peak_flops,
-)
-from groundup.train.log import RunLog
-from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
+from groundup.train.device import check_compiler, choose_device, choose_dtype, peak_flops
+from groundup.train.log import MAX_SKIPPED, RunLog
+from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
+from groundup.train.start import open_start, weights_to_load
 from model import Transformer
-from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
 # The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
@@ -123,7 +116,6 @@ CLIP_HIGH = 0.2  # and above at 1 + CLIP_HIGH
 LAMBDA = 0.95  # ppo: of advantage estimation; 1 = whole returns, 0 = one token ahead
 GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end
 VALUE_CLIP = 0.2  # ppo: clip the change of a value within a step to this
-MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 N_SHOWN = 2  # answers that an evaluation shows
 
 
@@ -201,14 +193,14 @@ def evaluate(
 
 def report(log: RunLog, step: int, scores: dict[str, float], lines: list[str]) -> None:
     """Write an evaluation to the log."""
-    line = ["held out", f"reward {scores['reward']:.4f}", f"std {scores['reward_std']:.3f}"]
-    line.append(f"finished {100 * scores['finished']:.1f}%")
-    line.append(f"length {scores['length']:.1f}")
+    shown = "held out | reward {reward:.4f} | std {reward_std:.3f} | finished {finished:.1%} | "
+    shown += "length {length:.1f}"
     if teacher:
-        line.append(f"kl from the teacher {scores['kl_teacher']:.4f}")
+        shown += " | kl from the teacher {kl_teacher:.4f}"
+    shown = shown.format_map(scores)
     for name in (key.partition("/")[2] for key in scores if key.startswith("reward/")):
-        line.append(f"{name} {scores[f'reward/{name}']:.3f}")
-    log.report(step, scores, line, lines)
+        shown += f" | {name} {scores[f'reward/{name}']:.3f}"
+    log.report(step, scores, shown, lines)
 
 
 def state_beside_policy(warmup: int, reward_sums: Tensor, learner: tuple | None) -> dict:
@@ -239,28 +231,16 @@ if __name__ == "__main__":
     n_updates = epochs_per_step * minibatches  # of a step
     n_answers = prompts_per_step * group_size  # of a step, over all ranks
     n_own = prompts_per_step // world_size
-    own_prompts = list(range(world.rank * n_own, (world.rank + 1) * n_own))  # numbers in the step
-    own = slice(world.rank * n_own * group_size, (world.rank + 1) * n_own * group_size)  # answers
-    draw_rows = min(draw_batch_size or n_own * group_size, n_own * group_size)
+    first = world.rank * n_own  # of them, in the step
+    own_prompts = list(range(first, first + n_own))  # numbers in the step
+    own = slice(first * group_size, (first + n_own) * group_size)  # answers
+    draw_rows = min(draw_batch_size or n_answers, n_own * group_size)
 
-    # ---- the checkpoint to start from, and its tokenizer
-    init_dir = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # A template may write the date: a run that continues keeps its own, else that of init_from,
-    # else today's.
-    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir)
-    n_ids = tokenizer.vocab_size
-    # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
-    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout=0.0)
-    huggingface.check_saves(model_config, tokenizer)
-    critic_dir = init_dir
+    # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
+    init_dir, tokenizer, n_known, model_config = open_start(config)
+    critic_dir, teacher_dir = init_dir, None
     if critic_from:
         critic_dir = reward_model.find_model(critic_from, tokenizer, "critic_from")
-
-    teacher_dir = None
     if teacher:
         teacher_dir = checkpoint.resolve(teacher, "teacher")
         huggingface.check_teacher(teacher_dir, tokenizer, block_size)
@@ -282,8 +262,7 @@ if __name__ == "__main__":
 
     # ---- model
     torch.manual_seed(seed)  # of new weights
-    init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+    with weights_to_load(trainable, torch_dtype, plan_only):
         model = Transformer(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
     if world.is_main:
@@ -348,8 +327,8 @@ if __name__ == "__main__":
 
     # ---- the critic
     if is_ppo:
-        critic_config = huggingface.tuned_config(critic_dir, n_ids, block_size, dropout=0.0)
-        with SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        critic_config = huggingface.tuned_config(critic_dir, tokenizer.vocab_size, block_size, 0.0)
+        with weights_to_load(trainable, torch_dtype):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
         critic.score.requires_grad_(True)
@@ -595,8 +574,6 @@ if __name__ == "__main__":
         extra_state = state_beside_policy(warmup, reward_sums, learner)
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
-    config = config | {"max_steps": max_steps}
-    next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
-    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
+    log.finish(__file__, config, corpus, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -16,7 +16,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
     end_in_one_line()
 
 import math
-import shlex
 import sys
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from configurator import configure, defaults_of
 from ddp import DDP, check_options
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.generate.completion import generate, never_sampled
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_scores
@@ -34,20 +33,14 @@ from groundup.tokens.conversations import Batch, ChatCorpus
 from groundup.tokens.rows import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.checkpoint import Saver
-from groundup.train.device import (
-    SkipInit,
-    autocast,
-    check_compiler,
-    choose_device,
-    choose_dtype,
-    peak_flops,
-)
-from groundup.train.log import RunLog, raise_not_finite, sums_by_source
-from groundup.train.lora import LoRAConfig, frozen_dtype, lora_config_of, set_trainable, weights_in
+from groundup.train.device import autocast, check_compiler, choose_device, choose_dtype, peak_flops
+from groundup.train.log import RunLog, check_finite, sums_by_source
+from groundup.train.lora import LoRAConfig, lora_config_of, set_trainable
 from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
+from groundup.train.start import open_start, weights_to_load
 from model import Transformer
-from tokenizer import Tokenizer, chat_ready
+from tokenizer import Tokenizer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
 # The comments are checked: a value must be one of `a | b`, `at least n`, or `from a to b`.
@@ -112,8 +105,6 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
-
 
 def hidden_at_labels(model: Transformer, batch: Batch) -> Tensor:
     """Return the hidden states (n, C) of the positions that have a label.
@@ -123,13 +114,7 @@ def hidden_at_labels(model: Transformer, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(
-    model: Transformer,
-    corpus: ChatCorpus,
-    token_bytes: Tensor,
-    torch_device: torch.device,
-    torch_dtype: torch.dtype,
-) -> dict[str, float]:
+def evaluate(model: Transformer, corpus: ChatCorpus, token_bytes: Tensor) -> dict[str, float]:
     """Return the validation loss in nats per label, the bits per byte of the assistant's text, and
     the accuracy: how often the likeliest token is the label.
 
@@ -206,14 +191,12 @@ def sample(model: Transformer, tokenizer: Tokenizer, prompts: list[str]) -> list
 
 
 def report(log: RunLog, step: int, scores: dict[str, float], samples: list[str]) -> None:
-    """Write an evaluation to the log, with the loss of each source if there are several."""
-    line = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
-    line.append(f"accuracy {100 * scores['mean_token_accuracy']:.1f}%")
+    """Write an evaluation to the log."""
+    shown = "val loss {val_loss:.4f} | {val_bpb:.4f} bits per byte | "
+    shown += "accuracy {mean_token_accuracy:.1%}"
     if math.isfinite(scores["self_stop"]):
-        line.append(f"stops on its own {100 * scores['self_stop']:.0f}%")
-    for name in (key.partition("/")[2] for key in scores if key.startswith("val_loss/")):
-        line.append(f"{name} {scores[f'val_loss/{name}']:.4f}")
-    log.report(step, scores, line, [f"    {text}" for text in samples])
+        shown += " | stops on its own {self_stop:.0%}"
+    log.report(step, scores, shown.format_map(scores), samples)
 
 
 if __name__ == "__main__":
@@ -231,27 +214,13 @@ if __name__ == "__main__":
     # ---- batch: a step is accum_steps micro-steps on each rank
     tokens_per_micro_step = batch_size * block_size * world_size
     tokens_per_step = total_batch_tokens or tokens_per_micro_step
-    if tokens_per_step % tokens_per_micro_step:
-        raise UserError(
-            f"config: {total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
-            f" = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}"
-        )
-    accum_steps = tokens_per_step // tokens_per_micro_step
+    accum_steps, rest = divmod(tokens_per_step, tokens_per_micro_step)
+    text = f"{total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
+    refuse(rest, f"{text} = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}")
     rows_per_step = tokens_per_step // block_size
 
-    # ---- the checkpoint to start from, and its tokenizer
-    init_dir = checkpoint.resolve(init_from)
-    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
-    # A template may write the date: that of the run that continues, else of init_from, else of the
-    # data, else today.
-    dated_dir = init_dir if checkpoint.resume_mode(config) == "never" else out_dir
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, dated_dir, *paths_of(data))
-    n_ids = tokenizer.vocab_size
-    # token ids that the weights were trained with
-    n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
-    huggingface.check_trainable(trainable, init_dir, n_ids - n_known)
-    model_config = huggingface.tuned_config(init_dir, n_ids, block_size, dropout)
-    huggingface.check_saves(model_config, tokenizer)
+    # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
+    init_dir, tokenizer, n_known, model_config = open_start(config, *paths_of(data))
     if teacher:
         teacher_dir = checkpoint.resolve(teacher, "teacher")
         huggingface.check_teacher(teacher_dir, tokenizer, block_size)
@@ -280,25 +249,16 @@ if __name__ == "__main__":
         fsdp.check_settings(config, torch_dtype)
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
-        init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with init_device, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with weights_to_load(trainable, torch_dtype, plan_only):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps}
         n_tokens = tokens_per_step * max_steps
-        others = {"teacher": plan.teacher_bytes(teacher_dir, torch_dtype)} if teacher else {}
+        held = {"teacher": plan.teacher_bytes(teacher_dir, torch_dtype)} if teacher else {}
         text = plan.describe(
-            model,
-            settings,
-            batch_line,
-            n_tokens,
-            world_size,
-            torch_device,
-            torch_dtype,
-            peak,
-            others,
+            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak, held
         )
         warnings += plan.rate_warning(model, learning_rate)
         print(text, *warnings, sep="\n", flush=True)
@@ -311,8 +271,7 @@ if __name__ == "__main__":
     data_record |= corpus.record()
     if teacher:
         data_record |= {"teacher_weights": huggingface.shared_fingerprint(teacher_dir)}
-        data_record |= {"distill_weight": distill_weight, "distill_beta": distill_beta}
-        data_record |= {"distill_temperature": distill_temperature}
+        data_record |= {key: config[key] for key in config if key.startswith("distill_")}
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
     # None and {"step": 0} for a new run. load_resumed() loads the weights, restore() the rest.
     resume_dir, state = checkpoint.find(config, model_config, data_record, max_steps)
@@ -344,22 +303,17 @@ if __name__ == "__main__":
             part.forward = torch.compile(part.forward)
         for part in (*guide.layers, guide.norm) if teacher else ():
             part.forward = torch.compile(part.forward)
+    betas = (0.9, 0.95)  # of AdamW
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     if parallel == "fsdp":
         ddp = fsdp.FSDP(model)
-        opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
+        opt = fsdp.AdamW(ddp.params, betas, weight_decay)
     else:
         check_options(compress, overlap_step, zero1, grad_clip, scaler.is_enabled())
         hook = make_hook(compress, start_step=warmup, seed=seed, scaler=scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
-        opt = Optimizer(
-            ddp.buckets,
-            optimizer,
-            betas=(0.9, 0.95),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
-        )
+        muon_dtype = torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32
+        opt = Optimizer(ddp.buckets, optimizer, betas, weight_decay, momentum, muon_dtype)
 
     # ---- restore, and make the run directory
     checkpoint.restore(resume_dir, state, model, ddp, opt, scaler, seed)
@@ -376,7 +330,7 @@ if __name__ == "__main__":
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+        scores = evaluate(model, corpus, token_bytes)
         scores["self_stop"] = share_that_stops(model, tokenizer, questions)
         report(log, steps_done, scores, sample(model, tokenizer, prompts))
         saver.tidy()
@@ -398,21 +352,19 @@ if __name__ == "__main__":
             counts += torch.tensor([batch.x.numel(), len(batch.targets)])
             batch = batch.even()
             with autocast(torch_device, torch_dtype):
-                hidden = hidden_at_labels(model, batch)  # (n, C)
+                hidden, head = (
+                    hidden_at_labels(model, batch),
+                    model.lm_head.weight,
+                )  # (n, C), (V, C)
                 if teacher:
                     with torch.no_grad():
                         guided = hidden_at_labels(guide, batch)
                     loss, _, kl = distill(
-                        hidden,
-                        model.lm_head.weight,
-                        batch.targets,
-                        guided,
-                        guide.lm_head.weight,
-                        distillation,
+                        hidden, head, batch.targets, guided, guide.lm_head.weight, distillation
                     )
                     divergence_sum += kl.sum()
                 else:
-                    loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)
+                    loss, _ = cross_entropy(hidden, head, batch.targets)
                 # the loss is a sum; ddp averages over the ranks
                 loss = loss * (world_size / n_targets)
             scaler.scale(loss).backward()  # full buckets are sent from inside this call
@@ -440,9 +392,7 @@ if __name__ == "__main__":
             values |= corpus.tokens_seen(order, step * rows_per_step)
             log.train(step, values, n_tokens)
             counts.zero_()
-            if ddp.skipped[1] >= MAX_SKIPPED:
-                saver.wait()
-                raise_not_finite(step, ddp.skipped, loss_sum, batches)
+            check_finite(step, ddp.skipped, loss_sum, batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
@@ -453,7 +403,7 @@ if __name__ == "__main__":
             if saving:
                 saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
-                scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+                scores = evaluate(model, corpus, token_bytes)
                 if scores:  # else a signal came, on this rank or another
                     scores["self_stop"] = share_that_stops(model, tokenizer, questions)
                 texts = sample(model, tokenizer, prompts)
@@ -470,8 +420,6 @@ if __name__ == "__main__":
         ddp.flush()
         saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
-    config = config | {"max_steps": max_steps}
-    next_command = f"python sample.py --init_from={shlex.quote(out_dir)}"
-    log.finish(__file__, config, corpus, next_command, stopping, saver.saved)
+    log.finish(__file__, config, corpus, stopping, saver.saved)
     ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -10,7 +10,6 @@ import signal
 import forks
 import pytest
 
-import configurator
 from groundup.demo import debug_data
 
 # float32 products on a GPU are exact, in what the tests start too: they are compared with a CPU's.
@@ -22,7 +21,6 @@ os.fsync = lambda fd: os.fstat(fd) and None
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 # Hundreds of runs compile and parse the same few scripts.
-configurator.assignments = functools.cache(configurator.assignments)
 compile_script = runpy._get_code_from_file
 compiled_at = functools.cache(lambda changed, *args: compile_script(*args))
 runpy._get_code_from_file = lambda *args: compiled_at(os.stat(args[-1]).st_mtime_ns, *args)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forks
@@ -30,7 +30,7 @@ import pretrain
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens import IGNORE
-from groundup.tokens.batches import Batches, TextCorpus, val_batches
+from groundup.tokens.batches import Batches, TextCorpus
 from groundup.tokens.packing import pack
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.token_writer import ShardWriter, write_manifest
@@ -95,6 +95,13 @@ def finish(process: subprocess.Popen) -> str:
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     return output
+
+
+def val_batches(data: TokenData, block_size: int, *how: int) -> Iterator:
+    """The evaluation batches of these data alone. how: batch_size, eval_steps, rank, world_size."""
+    corpus = TextCorpus.__new__(TextCorpus)
+    corpus.block_size = block_size
+    return corpus.batches_of(data, *how)
 
 
 def events(out: Path, kind: str) -> list[dict]:

@@ -281,7 +281,9 @@ def test_evaluation_equals_scores_of_one_answer_at_a_time(base, monkeypatch):
     corpus = PairCorpus(str(base / "pairs.jsonl"), tokenizer, 128, seed=1, val_fraction=0.3)
     monkeypatch.setattr(reward, "batch_size", 4)
     monkeypatch.setattr(reward, "stop_signal", lambda: False, raising=False)
-    found = reward.evaluate(model, corpus, *CPU)
+    monkeypatch.setattr(reward, "torch_device", torch.device("cpu"), raising=False)
+    monkeypatch.setattr(reward, "torch_dtype", torch.float32, raising=False)
+    found = reward.evaluate(model, corpus)
     (val,) = corpus.val.values()
     sides = [[[*prompt, *answer] for answer in answers] for prompt, *answers in map(val.ids, range(val.n_rows))]
     scores = [reward_model.score_ids(model, [[int(i) for i in ids] for ids in rows]) for rows in sides]

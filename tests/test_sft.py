@@ -196,25 +196,32 @@ def test_a_micro_batch_without_labels_gives_zero_and_finite_gradients(base):
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_evaluation_needs_no_float64_on_the_device(base, monkeypatch):
+def set_globals(monkeypatch) -> None:
+    """What evaluate reads of the script's own names."""
     monkeypatch.setattr(sft, "stop_signal", lambda: False, raising=False)
+    monkeypatch.setattr(sft, "torch_device", torch.device("cpu"), raising=False)
+    monkeypatch.setattr(sft, "torch_dtype", torch.float32, raising=False)
+
+
+def test_evaluation_needs_no_float64_on_the_device(base, monkeypatch):
+    set_globals(monkeypatch)
     model, corpus = huggingface.load_model(base / "model").eval(), corpus_of(base, pack=True)
     token_bytes = torch.from_numpy(corpus.tokenizer.token_byte_lengths())
     scores = []
     for wrap in (lambda function: function, on_device):
         monkeypatch.setattr(sft, "token_scores", wrap(sft.token_scores))
-        scores.append(sft.evaluate(model, corpus, token_bytes, torch.device("cpu"), torch.float32))
+        scores.append(sft.evaluate(model, corpus, token_bytes))
     assert scores[0] == scores[1]
 
 
 def test_evaluation_equals_a_count_by_hand(base, monkeypatch):
     monkeypatch.setattr(sft, "batch_size", 3)
     monkeypatch.setattr(sft, "eval_steps", 0)
-    monkeypatch.setattr(sft, "stop_signal", lambda: False, raising=False)
+    set_globals(monkeypatch)
     model, corpus = huggingface.load_model(base / "model").eval(), corpus_of(base, pack=True)
     tokenizer = corpus.tokenizer
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    scores = sft.evaluate(model, corpus, token_bytes, torch.device("cpu"), torch.float32)
+    scores = sft.evaluate(model, corpus, token_bytes)
     nats = labels = right = n_bytes = 0
     with torch.no_grad():
         (rows,) = corpus.val.values()

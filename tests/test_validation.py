@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_pretrain import data_dir, events, finish, mixed, refused, run, start  # noqa: F401 - fixtures
+from test_pretrain import data_dir, events, finish, mixed, refused, run, start, val_batches  # noqa: F401 - fixtures
 
 from groundup.errors import UserError
-from groundup.tokens.batches import TextCorpus, val_batches
+from groundup.tokens.batches import TextCorpus
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.token_writer import write_record
 

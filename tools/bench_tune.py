@@ -149,7 +149,7 @@ def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side
     model.train()
 
     def step(numbers: np.ndarray) -> None:
-        batch = load_pairs(corpus.train, np.zeros_like(numbers), numbers).to(device)
+        batch = load_pairs(corpus.train * len(numbers), numbers).to(device)
         parallel.expect_step(opt, LEARNING_RATE)
         with autocast(device, dtype):
             logps, n_tokens = pair_logps(model, batch)

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configurator import load_function
 from groundup.align.reward_model import drawn_ids, find_model, load, score_ids
 from groundup.errors import UserError
+from groundup.files.functions import load_function
 from groundup.tokens.batches import names_of
 from groundup.tokens.prompts import Prompt
 from groundup.tokens.token_files import file_sha256

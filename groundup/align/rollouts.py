@@ -471,7 +471,7 @@ def show(drawn: Sequence[Rollout], rewards: Sequence[float]) -> list[str]:
         question = " ".join(answer.prompt.messages[-1]["content"].split())
         text = " ".join(answer.text.split())
         figure = f"{reward:8.3f}" if answer.finished else "     cut"
-        lines.append(f"    {figure}  {question:.60} -> {text:.100}")
+        lines.append(f"{figure}  {question:.60} -> {text:.100}")
     return lines
 
 

@@ -4,9 +4,9 @@ In: raw files (text, JSON, CSV, parquet, compressed). Out: documents, conversati
 pairs, and in which split each belongs. Read paths and streams (bytes), then readers, encodings,
 records and parquet (containers) for how files are taken apart; row_formats, turns and text_keys for
 what a row means and whether it can be trained on; splits; sources (of `input`) and text_mix (for
-tokenizers); answer_files (what sample.py writes). untrusted reads what belongs to a checkpoint from
-elsewhere. disk has what a file system may refuse: locks, links, removals; directories are locked,
-or made whole.
+tokenizers); answer_files (what sample.py writes); functions (of a user's file). untrusted reads
+what belongs to a checkpoint from elsewhere. disk has what a file system may refuse: locks, links,
+removals; directories are locked, or made whole.
 """
 
 # How tools stand in a system message: turns writes them so, tokens/templates.py reads them.

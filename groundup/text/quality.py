@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configurator import load_function
 from groundup.errors import UserError, refuse
+from groundup.files.functions import load_function
 from groundup.text.clean import (
     HAN_CLASS,
     LETTERS,

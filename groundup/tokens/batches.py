@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,10 +73,7 @@ class Batches:
         self.rank = world.rank
         self.samples_per_step = batch_size * accum_steps * world.world_size
         self.first_step = first_step  # steps that are done already
-        self.device = torch.device(device)
-        # "cuda" means another device in another thread, so name the number of this rank's
-        if self.device == torch.device("cuda"):
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.device(device)  # with its number: the thread has another current one
         # At most `ahead` micro-batches wait in the queue, so the thread uses little memory.
         self.error: Exception | None = None  # what `next` raises from now on
         self.stop = threading.Event()
@@ -157,17 +154,24 @@ class Corpus:
         stages        [(first step, weight of each source)]
         val           {name: validation data}
         val_weights   {name: weight}, {} without val_data
+        no_val        {name: why it has no validation data}
         few_val       whether there are too few validation rows to trust their loss
     and defines
         sampler(source, seed, samples_per_step)     the order of one source
-        load(sources, starts)            a micro-batch of these samples: a NamedTuple of tensors
+        batch(splits, starts)            a NamedTuple of tensors; sample i starts at starts[i] of
+                                         splits[i], which is one of train or val
+        val_starts(data)                 where the samples of validation data start
         targets_of(source, starts)       (n,) int64: how many targets each of these samples has,
                                          where a loss is a mean over tokens (pretrain.py, sft.py)
         by_source(max_epochs)       {number of a source: most epochs}, from paths or names
-        val_batches_of(data, batch_size, eval_steps, rank, world_size)      for `val_batches`
     """
 
     few_val = False
+    no_val: Mapping[str, Exception] = {}
+
+    def load(self, sources: np.ndarray, starts: np.ndarray) -> tuple:
+        """Return the micro-batch of these training samples, for `Batches`."""
+        return self.batch([self.train[source] for source in sources], starts)
 
     def order(
         self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = ""
@@ -220,7 +224,10 @@ class Corpus:
         # with one source its name says nothing new
         several = len(self.names) > 1
         advice = "lower its weight or set max_epochs" if several else "train for fewer steps"
-        parts, warnings = [], []
+        parts = []
+        warnings = [
+            f"warning     {why}; {name} is not evaluated" for name, why in self.no_val.items()
+        ]
         for k, times in enumerate(order.epochs(n_samples).tolist()):
             name = self.names[k]
             named = f" ({name})" if several else ""
@@ -258,8 +265,16 @@ class Corpus:
             steps = max(1, share + (k < extra)) if eval_steps else 0
             # the last, small batches of the sources go to different ranks
             first = (rank + k) % world_size
-            found[name] = self.val_batches_of(data, batch_size, steps, first, world_size)
+            found[name] = self.batches_of(data, batch_size, steps, first, world_size)
         return found
+
+    def batches_of(
+        self, data: Any, batch_size: int, eval_steps: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple]:
+        """Yield this rank's part of eval_steps batches (0 = all) of validation data, on the CPU."""
+        starts = self.val_starts(data)
+        for chosen in spread(len(starts), batch_size, eval_steps, rank, world_size):
+            yield self.batch([data] * len(chosen), starts[chosen])
 
 
 def names_of(paths: Sequence[str], names: Sequence[str] = ()) -> list[str]:
@@ -328,17 +343,11 @@ def sources_of(path: str, split: str) -> dict[Path, tuple[float, int]]:
     return {root / name: (one / total, tokens[name]) for name, one in weights.items() if one}
 
 
-def log_names(sources: Sequence[Path]) -> list[str]:
-    """Return names for the log: the last part of each path, or the path if that is not unique."""
-    return names_of([os.path.relpath(path) for path in sources], [path.name for path in sources])
-
-
 class TextCorpus(Corpus):
     """The sources that data_dir names.
 
     val: validation splits of the sources that val_data names, else of data_dir's own.
-    no_val: {name: why it has none}. Raise UserError if no source has one, or if the sources do not
-    have the same tokenizer.
+    Raise UserError if no source has one, or if the sources do not have the same tokenizer.
     """
 
     def __init__(self, spec: str, block_size: int, pack: bool = False, val_data: str = "") -> None:
@@ -349,7 +358,7 @@ class TextCorpus(Corpus):
         # a source that several stages name is opened once
         every = [source for path in paths for source in self.by_path[path]]
         self.sources = list(dict.fromkeys(every))
-        self.names = log_names(self.sources)
+        self.names = names_of([os.path.relpath(path) for path in self.sources])
         self.stages = [(stage.first_step, self._weights(stage.weights)) for stage in stages]
         if pack:
             self.train = [PackedData(source, block_size) for source in self.sources]
@@ -370,8 +379,9 @@ class TextCorpus(Corpus):
                 weights[source] = n_tokens if weight is None else weight * share
         sources = list(weights) or self.sources
         self.val: dict[str, TokenData] = {}
-        self.no_val: dict[str, NoSplit] = {}
-        for name, source in zip(log_names(sources), sources, strict=True):
+        self.no_val = {}
+        names = names_of([os.path.relpath(path) for path in sources])
+        for name, source in zip(names, sources, strict=True):
             try:
                 data = TokenData(source, "val")
                 data.check_tokenizer(self.train[0].tokenizer_fingerprint)
@@ -430,11 +440,6 @@ class TextCorpus(Corpus):
         every = [*self.train, *self.val.values()]  # attention has room for the most of all
         return max(data.most_documents(self.block_size) for data in every)
 
-    def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
-        text, warnings = super().describe(order, n_samples)
-        lost = [f"warning     {why}; {name} is not evaluated" for name, why in self.no_val.items()]
-        return text, lost + warnings
-
     def report(self) -> list[str]:
         """Return lines for people: the size of each source and validation split."""
         lines = []
@@ -454,18 +459,16 @@ class TextCorpus(Corpus):
         counts = (order.counts(n_samples) * self.block_size).tolist()
         return {f"tokens/{name}": n for name, n in zip(self.names, counts, strict=True)}
 
-    def load(self, sources: np.ndarray, starts: np.ndarray) -> "Windows":
-        """Return the micro-batch of the windows that start at starts[i] of source sources[i]."""
-        return load_windows([self.train[k] for k in sources], starts, self.block_size)
+    def batch(self, splits: Sequence[TokenData], starts: np.ndarray) -> "Windows":
+        return load_windows(splits, starts, self.block_size)
+
+    def val_starts(self, data: TokenData) -> np.ndarray:
+        # Windows lie side by side: no token is a target twice. What is behind the last is left out.
+        return np.arange(count_val_windows(data, self.block_size)) * self.block_size
 
     def targets_of(self, source: int, starts: np.ndarray) -> np.ndarray:
         # a window of n tokens has n - 1 targets: the first token has nothing before it
         return self.train[source].text_lengths(starts, self.block_size + 1) - 1
-
-    def val_batches_of(
-        self, data: TokenData, batch_size: int, eval_steps: int, rank: int, world_size: int
-    ) -> Iterator["Windows"]:
-        return val_batches(data, self.block_size, batch_size, eval_steps, rank, world_size)
 
 
 class Windows(NamedTuple):
@@ -485,21 +488,6 @@ def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int)
     n_text = np.concatenate(one_by_one)  # (B,)
     y[np.arange(block_size) >= n_text[:, None] - 1] = IGNORE
     return Windows(torch.from_numpy(x), torch.from_numpy(y))
-
-
-def val_batches(
-    data: TokenData,
-    block_size: int,
-    batch_size: int,
-    eval_steps: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Iterator[Windows]:
-    """Yield this rank's part of eval_steps batches (0 = all), spread evenly, on the CPU."""
-    # Windows lie side by side: no token is a target twice. What is behind the last one is left out.
-    n_windows = count_val_windows(data, block_size)
-    for windows in spread(n_windows, batch_size, eval_steps, rank, world_size):
-        yield load_windows([data] * len(windows), windows * block_size, block_size)
 
 
 def count_val_windows(data: TokenData, block_size: int) -> int:

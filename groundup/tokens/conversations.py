@@ -33,7 +33,7 @@ from groundup.files import row_formats, turns
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens import IGNORE
-from groundup.tokens.batches import map_tensors, spread
+from groundup.tokens.batches import map_tensors
 from groundup.tokens.mixture import Mixture
 from groundup.tokens.packing import pack_rows
 from groundup.tokens.rows import (
@@ -329,13 +329,13 @@ def padded_length(length: np.ndarray | int, block_size: int) -> np.ndarray:
     return np.minimum(block_size, -(-length // step) * step)
 
 
-def load_rows(rows: Sequence[ChatRows], sources: np.ndarray, numbers: np.ndarray) -> Batch:
-    """Return the batch whose row i is row numbers[i] of rows[sources[i]].
+def load_rows(rows: Sequence[ChatRows], numbers: np.ndarray) -> Batch:
+    """Return the batch whose row i is row numbers[i] of rows[i].
 
     All are packed, or none. Without packing T is the longest row's length, rounded up by
     `padded_length`."""
-    places = zip(sources, numbers, strict=True)
-    read = [list(rows[source].row(int(number))) for source, number in places]
+    places = zip(rows, numbers, strict=True)
+    read = [list(split.row(int(number))) for split, number in places]
     pack, n_columns = rows[0].pack, rows[0].block_size
     if not pack:
         longest = max(len(ids) - 1 for row in read for ids, _ in row)
@@ -445,9 +445,11 @@ class ChatCorpus(RowCorpus):
         """Return an upper bound on the documents in a row, for attention within documents."""
         return max(rows.most_documents for rows in [*self.train, *self.all_val])
 
-    def load(self, sources: np.ndarray, numbers: np.ndarray) -> Batch:
-        """Return the micro-batch of these rows, for `Batches`."""
-        return load_rows(self.train, sources, numbers)
+    def batch(self, splits: Sequence[ChatRows], numbers: np.ndarray) -> Batch:
+        return load_rows(splits, numbers)
+
+    def val_starts(self, data: ChatRows) -> np.ndarray:
+        return np.arange(data.n_rows)
 
     def targets_of(self, source: int, numbers: np.ndarray) -> np.ndarray:
         return self.train[source].n_labels[numbers]
@@ -462,12 +464,6 @@ class ChatCorpus(RowCorpus):
         epochs = order.epochs(n_samples).tolist()
         pairs = zip(self.train, epochs, strict=True)
         return {f"tokens/{rows.name}": round(n * rows.n_used.sum()) for rows, n in pairs}
-
-    def val_batches_of(
-        self, data: ChatRows, batch_size: int, eval_steps: int, rank: int, world_size: int
-    ) -> Iterator[Batch]:
-        for numbers in spread(data.n_rows, batch_size, eval_steps, rank, world_size):
-            yield load_rows([data], np.zeros_like(numbers), numbers)
 
     def prompts(self, n: int) -> list[tuple[list[int], str]]:
         """Return (ids up to the last answer, that answer) of n validation conversations.

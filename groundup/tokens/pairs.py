@@ -201,14 +201,13 @@ class PairBatch(NamedTuple):
 
 
 def load_pairs(
-    splits: Sequence[Pairs], sources: np.ndarray, rows: np.ndarray, sides: tuple[int, ...] = (1, 2)
+    splits: Sequence[Pairs], rows: np.ndarray, sides: tuple[int, ...] = (1, 2)
 ) -> PairBatch:
-    """Return the batch whose pair i is row rows[i] of splits[sources[i]].
+    """Return the batch whose pair i is row rows[i] of splits[i].
 
     T is the longest row's length, rounded up to an eighth of block_size (`padded_length`). sides:
     1 = the chosen answers, 2 = the rejected ones."""
-    numbers = zip(sources.tolist(), rows.tolist(), strict=True)
-    places = [(splits[source], row) for source, row in numbers]
+    places = list(zip(splits, rows.tolist(), strict=True))
     ids = [split.ids(row) for split, row in places]  # (prompt, chosen, rejected) of each pair
     n_columns = max(int(split.columns[row]) for split, row in places)
     # all chosen answers, then all rejected ones: the loss splits the batch in the middle
@@ -326,14 +325,11 @@ class PairCorpus(RowCorpus):
     def sampler(self, source: int, seed: int, samples_per_step: int) -> LengthSampler:
         return LengthSampler(self.train[source].columns, samples_per_step, seed, source)
 
-    def load(self, sources: np.ndarray, rows: np.ndarray) -> PairBatch:
-        """Return the micro-batch of these pairs, for `Batches`."""
-        return load_pairs(self.train, sources, rows)
+    def batch(self, splits: Sequence[Pairs], rows: np.ndarray) -> PairBatch:
+        return load_pairs(splits, rows)
 
-    def val_batches_of(
-        self, data: Pairs, batch_size: int, eval_steps: int, rank: int, world_size: int
-    ) -> Iterator[PairBatch]:
-        return batches_by_length([data], batch_size, eval_steps, rank, world_size)
+    def val_starts(self, data: Pairs) -> np.ndarray:
+        return by_length([data])
 
     def all_batches(
         self, batch_size: int, rank: int = 0, world_size: int = 1
@@ -341,20 +337,17 @@ class PairCorpus(RowCorpus):
         """Yield this rank's part of batches, by length, of every pair of train and val once."""
         # short ones together: there is no order to keep, and less padding
         splits = [*self.train, *self.val.values()]
-        return batches_by_length(splits, batch_size, 0, rank, world_size)
+        places = [(data, row) for data in splits for row in range(data.n_rows)]
+        order = by_length(splits)
+        for chosen in spread(len(order), batch_size, 0, rank, world_size):
+            of_batch, rows = zip(*(places[k] for k in order[chosen]), strict=True)
+            yield load_pairs(of_batch, np.array(rows))
 
 
-def batches_by_length(
-    splits: Sequence[Pairs], batch_size: int, eval_steps: int, rank: int, world_size: int
-) -> Iterator[PairBatch]:
-    """Yield this rank's part of eval_steps batches (0 = all) of pairs, by length, spread evenly."""
-    sources = np.repeat(np.arange(len(splits)), [pairs.n_rows for pairs in splits])
-    rows = np.concatenate([np.arange(pairs.n_rows) for pairs in splits])
+def by_length(splits: Sequence[Pairs]) -> np.ndarray:
+    """Return the numbers of the pairs of all splits, from the shortest one to the longest."""
     longer = np.concatenate([pairs.lengths.max(1) for pairs in splits])
-    by_length = np.argsort(longer, kind="stable")
-    for chosen in spread(len(rows), batch_size, eval_steps, rank, world_size):
-        pairs = by_length[chosen]
-        yield load_pairs(splits, sources[pairs], rows[pairs])
+    return np.argsort(longer, kind="stable")
 
 
 # ---- single answers --------------------------------------------------------------------------
@@ -412,7 +405,7 @@ class LabelCorpus(PairCorpus):
 
     def load(self, sources: np.ndarray, rows: np.ndarray) -> PairBatch:
         """Return the micro-batch of these answers."""
-        return load_pairs(self.train, sources, rows, sides=(self.side,))
+        return load_pairs([self.train[k] for k in sources], rows, sides=(self.side,))
 
     def others(self) -> "LabelCorpus":
         """Return the same prompts, in the same order, with answers to other prompts."""

@@ -253,16 +253,12 @@ class TokenData:
         self.eot_id = self.manifest["eot_id"]
         self.tokenizer_fingerprint = self.manifest["tokenizer_fingerprint"]
 
-        # {split: entries of the manifest, one for each shard}
-        entries = {
-            name: [s for s in entry["shards"] if source in (None, s.get("source", ""))]
-            for name, entry in self.manifest["splits"].items()
-        }
-        if not entries.get(split):
-            has = ", ".join(name for name, shards in entries.items() if shards) or "none"
-            lacks = f"{self.dir / (source or '')} has no split {split!r} (has: {has})"
+        # entries of the manifest, one for each shard, in the order of the text
+        shards = self.manifest["splits"].get(split, {"shards": []})["shards"]
+        self.entries = [one for one in shards if source in (None, one.get("source", ""))]
+        if not self.entries:
+            lacks = f"{self.dir / (source or '')} has no split {split!r}"
             raise NoSplit(f"data: {lacks}; rerun prepare.py with more text")
-        self.entries = entries[split]  # in the order of the text
         self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)  # of text in UTF-8
         self.n_documents: int = sum(shard["documents"] for shard in self.entries)
         sha256 = {name: sha for shard in self.entries for name, sha in shard["sha256"].items()}

@@ -5,6 +5,7 @@ checkpoints that resume exactly. In the order in which a trainer uses them:
 
     ranks, device          the processes, the GPU or CPU, random numbers
     huggingface            model directories; config_json is their architecture
+    start                  the checkpoint, tokenizer and architecture that a tuning run begins with
     lora                   which parameters are trained, adapters
     plan                   parameters, FLOPs, memory and time before anything is trained; a check
                            of the device

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -27,15 +28,14 @@ from configurator import defaults_of
 from groundup.errors import UserError, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches, Corpus
-from groundup.train import huggingface, ranks
-from groundup.train.checkpoint import BEST, made_by_a_run, step_of, step_path
-from groundup.train.config_json import CHANGED
+from groundup.train import ranks
+from groundup.train.checkpoint import BEST, Saver, made_by_a_run, step_of, step_path
 from groundup.train.device import hardware, peak_memory_gib, versions
 
 # ---- the log -------------------------------------------------------------------------------------
 
 ALONE, CPU = ranks.World(rank=0, local_rank=0, world_size=1), torch.device("cpu")
-SLOW_STEP_S = 10  # seconds
+MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 # Every line begins with the first three; "tokens" is for log.jsonl only.
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 
@@ -72,16 +72,15 @@ class RunLog:
             self.to_tracker, self.close_tracker = open_tracker(track, out_dir, steps_done)
             with naming(self.path):
                 self._open()
-            # No progress bar where the output goes to a file.
-            hidden = not sys.stdout.isatty()
-            self.bar = tqdm(total=max_steps, initial=steps_done, disable=hidden, leave=False)
+            # disable=None: no progress bar in a file
+            self.bar = tqdm(total=max_steps, initial=steps_done, disable=None, leave=False)
 
     def _open(self) -> None:
         """Open log.jsonl. A resumed run repeats the steps after its checkpoint: their events go."""
         events = []
         if self.path.exists():
             # a new run keeps none of them: it evaluates step 0 again
-            keep_events_until(self.path, self.steps_done or -1)
+            drop_events_after(self.path, self.steps_done or -1)
             events = read_events(self.path)
         self.evaluations = [event for event in events if event["event"] == "eval"]
         self.file = open(self.path, "a", encoding="utf-8")
@@ -121,9 +120,6 @@ class RunLog:
         self.step += 1
         if self.enabled:
             self.bar.update()
-        # The first training line may be minutes away: say that the run goes on.
-        if self.step == self.steps_done + 1 and self.seconds() > SLOW_STEP_S:
-            self.print_line(self.step, [f"the first step took {self.seconds():.0f} s"])
 
     # ---- events
 
@@ -163,14 +159,18 @@ class RunLog:
         self.print_line(step, parts)
         self.restart_clock()
 
-    def report(
-        self, step: int, scores: Mapping, parts: Iterable[str], lines: Iterable[str] = ()
-    ) -> None:
-        """Log an evaluation: `scores` to the file; `parts` on a line for people, then `lines`."""
+    def report(self, step: int, scores: Mapping, shown: str, lines: Iterable[str] = ()) -> None:
+        """Log an evaluation: `scores` to the file; `shown` on a line for people, then `lines`.
+
+        The line also has the loss of each source, if there are several, and its bits per byte."""
         self.write("eval", step, scores)
+        parts = [shown]
+        for name in (key.partition("/")[2] for key in scores if key.startswith("val_loss/")):
+            keys = [f"{key}/{name}" for key in ("val_loss", "val_bpb")]
+            parts.append(f"{name} " + ", ".join(f"{scores[k]:.4f}" for k in keys if k in scores))
         self.print_line(step, parts)
         for line in lines:
-            self.print(line)
+            self.print(f"    {line}")
 
     def write(self, event: str, step: int, values: Mapping[str, object]) -> None:
         """Append {"event", "step", **values} to log.jsonl. Any thread may call it."""
@@ -188,7 +188,8 @@ class RunLog:
             if event == "eval":
                 self.evaluations.append(whole)
             if event == "save":  # a resume tells whether the log up to here has changed
-                whole["crc32"] = save_sum(whole, zlib.crc32(self.path.read_bytes()))
+                lines = self.path.read_bytes().split(b"\n")[:-1]
+                whole["crc32"] = save_sum(whole, lines)
             self.file.write(json.dumps(whole) + "\n")
             self.file.flush()
             # A tracker draws curves, so it gets no texts.
@@ -239,12 +240,13 @@ class RunLog:
         script: str,
         config: dict,
         corpus: Corpus,
-        next_command: str,
         stopped: bool,
         saved: bool,
+        next_command: str = "python sample.py",
     ) -> None:
-        """Say how the run ended and what to do next, close the log, and write the card."""
-        # stopped: by a signal. saved: the last save succeeded.
+        """Say how the run ended and what to do next, close the log, and write the card.
+
+        stopped: by a signal. saved: the last save succeeded. next_command: without --init_from."""
         out = self.path.parent
         # 1. Anything to worry about?
         if self.n_skipped:
@@ -253,10 +255,11 @@ class RunLog:
         losses = self.val_losses()
         later = [loss for step, loss in losses.items() if step > 0]
         if later and min(later) > losses.get(0, math.inf) and not corpus.few_val:
-            first, best = losses[0], min(later)
-            text = f"val_loss was {first:.4g} before the first step and {best:.4g} at best after it"
+            text = (
+                f"val_loss was {losses[0]:.4g} before the first step and {min(later):.4g} at best"
+            )
             hint = "training made the model worse: lower learning_rate, or look at the data"
-            self.print(f"warning: {text}; {hint}")
+            self.print(f"warning: {text} after it; {hint}")
         # 2. How to go on. The flags that delete must not be given again.
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
@@ -272,6 +275,7 @@ class RunLog:
         # 4. What to do next, as the last line, after a tracker's own.
         if saved and not stopped:
             card = f" (summary: {out}/README.md)" if made_by_a_run(out / "README.md") else ""
+            next_command += f" --init_from={shlex.quote(str(out))}"
             self.print(f"saved in {out}{card}; next: {next_command}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
@@ -281,14 +285,13 @@ class RunLog:
         best = out / BEST[0]
         saved = step_of(best.resolve()) if best.exists() else -1
         # The defaults are read from the script: a reader wants to know what differs.
-        usual = defaults_of(script)
+        usual, config = defaults_of(script), config | {"max_steps": self.max_steps}
         changed = [key for key in config if key in usual and config[key] != usual[key]]
         launcher = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
         text = CARD.format(
             run=out.name,
             script=name,
             summary=summary(events, self.max_steps),
-            edited=EDITED if has_edited_model(out) else "",
             result=result_table(events, saved),
             # In another out_dir, because in its own a run that is complete does nothing.
             command=f"{launcher} {name} {out}/config.py --out_dir={out}_again",
@@ -326,9 +329,16 @@ def warn_if_unwritable(path: Path) -> Iterator[None]:
         tqdm.write(f"log: cannot write {path}: {error.strerror}")
 
 
-def raise_not_finite(step: int, skipped: Tensor, loss_sum: Tensor, batches: Batches) -> NoReturn:
-    """Raise UserError on every rank, naming the ranks whose loss is not finite, and samples."""
-    # skipped: of DDP. loss_sum: this rank's loss of the step, 0-d.
+def check_finite(
+    step: int, skipped: Tensor, loss_sum: Tensor, batches: Batches, saver: Saver
+) -> None:
+    """Raise UserError on every rank after MAX_SKIPPED steps in a row without a finite gradient.
+
+    It names the ranks whose loss is not finite, and their samples. skipped: of DDP. loss_sum: this
+    rank's loss of the step, 0-d."""
+    if skipped[1] < MAX_SKIPPED:
+        return
+    saver.wait()  # until the last checkpoint is complete
     # A loss that is not finite on one rank alone points at the samples which that rank read.
     finite = ranks.gather_objects(bool(loss_sum.isfinite()))
     bad = [rank for rank, ok in enumerate(finite) if not ok]
@@ -434,57 +444,44 @@ def event_of(line: bytes) -> dict | None:
     return event if valid else None
 
 
-def save_sum(event: dict, crc: int) -> str:
-    """Return the CRC-32 of a save's event and of the lines before it. crc: of those."""
-    return f"{zlib.crc32(json.dumps(event).encode(), crc):08x}"
+def until(lines: Iterable[bytes], step: int) -> list[bytes]:
+    """Return the lines without the events after `step`. Lines that cannot be read stay."""
+    events = ((line, event_of(line)) for line in lines)
+    return [line for line, event in events if event is None or event["step"] <= step]
 
 
-def keep_events_until(path: Path, step: int) -> None:
+def save_sum(event: dict, lines: Iterable[bytes]) -> str:
+    """Return the CRC-32 of a save's event and of the lines before it that a resume there keeps."""
+    # Not of later steps: a run trains on while it saves, so the line of step 210 may come first.
+    kept = until(lines, event["step"])
+    return f"{zlib.crc32(json.dumps(event).encode(), zlib.crc32(b' '.join(kept))):08x}"
+
+
+def drop_events_after(path: Path, step: int) -> None:
     """Drop the events of `path` after `step`, and what a kill has left of a last line.
 
-    Other lines that cannot be read are named and stay. Say so if the lines up to a save are not
-    those that were there."""
+    Other lines that cannot be read are named and stay. Say so if the lines up to the save of `step`
+    are not those that were there: a person may have edited them, and plots show it."""
     check_regular(path)
-    kept, damaged, changed = [], [], []
-    # CRC-32 of the lines so far: of those found in the file, and of those that stay. The event of a
-    # save holds that of the lines before it and of itself: if it differs now, they were edited.
-    found_crc = kept_crc = 0
     *lines, rest = path.read_bytes().split(b"\n")
     if event_of(rest):
         lines.append(rest)
     elif rest:
         where = f"{path}:{len(lines) + 1}"
         print(f"log: {where}: an incomplete last line is removed (was the run killed?)")
-    for number, line in enumerate(lines, 1):
-        event, new = event_of(line), line
-        if event is None:
-            damaged.append(str(number))
-        elif event["event"] == "save":
-            if event.pop("crc32", None) == save_sum(event, found_crc):
-                # The event of step 200 may come after the line of step 210, because a run trains on
-                # while it saves. A resume drops that line; so the event gets the sum of what stays.
-                new = json.dumps(event | {"crc32": save_sum(event, kept_crc)}).encode()
-            else:
-                changed.append(number)
-        found_crc = zlib.crc32(line + b"\n", found_crc)
-        if event is None or event["step"] <= step:
-            kept.append(new + b"\n")
-            kept_crc = zlib.crc32(kept[-1], kept_crc)
-    report_edits(path, damaged, changed)
-    # Renamed when complete, so that a kill leaves the old log or the new one.
-    tmp = path.with_suffix(".jsonl.tmp")
-    tmp.write_bytes(b"".join(kept))
-    os.replace(tmp, path)
-
-
-def report_edits(path: Path, damaged: list[str], changed: list[int]) -> None:
-    """Say which lines cannot be read, and up to which the log has changed since it was written."""
-    # A person may have edited it, and should know that plots show it.
+    damaged = [str(number) for number, line in enumerate(lines, 1) if not event_of(line)]
     if damaged:
         where = f"{path}:{', '.join(damaged[:5])}"
         print(f"log: {where}: {len(damaged)} lines cannot be read; they are left as they are")
-    if changed:
-        print(f"log: {path}: the lines up to {changed[0]} have changed since they were written")
+    kept = until(lines, step)
+    for k, event in enumerate(map(event_of, kept)):
+        if event and (event["event"], event["step"]) == ("save", step):
+            if event.pop("crc32", None) != save_sum(event, kept[:k]):
+                print(f"log: {path}: the lines up to the save of step {step} have changed")
+    # Renamed when complete, so that a kill leaves the old log or the new one.
+    tmp = path.with_suffix(".jsonl.tmp")
+    tmp.write_bytes(b"".join(line + b"\n" for line in kept))
+    os.replace(tmp, path)
 
 
 # ---- the card ------------------------------------------------------------------------------------
@@ -492,7 +489,7 @@ def report_edits(path: Path, damaged: list[str], changed: list[int]) -> None:
 CARD = """\
 # {run}: a run of {script}
 
-{summary}{edited}
+{summary}
 
 {result}
 
@@ -510,17 +507,6 @@ Settings other than the defaults, and the data:
 {data}
 ```
 """
-
-
-EDITED = " Its model.py was edited: only with that file these weights are what was trained."
-
-
-def has_edited_model(out: Path) -> bool:
-    """Return whether the run's newest checkpoint is of an edited model.py."""
-    try:
-        return CHANGED in huggingface.config_path(out / "latest").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
 
 
 def summary(events: list[dict], max_steps: int) -> str:

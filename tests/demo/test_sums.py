@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configurator import load_function
+from groundup.files.functions import load_function
 from groundup.files.turns import call_text
 from groundup.generate.tools import CallReader, Tools
 

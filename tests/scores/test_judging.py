@@ -98,7 +98,9 @@ def test_preference_is_what_reward_py_measures(judge, tmp_path, monkeypatch):
     corpus = PairCorpus(path, tokenizer, 96, seed=1, val_data=path)
     monkeypatch.setattr(reward, "batch_size", 16)
     monkeypatch.setattr(reward, "stop_signal", lambda: False, raising=False)
-    want = reward.evaluate(model, corpus, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(reward, "torch_device", torch.device("cpu"), raising=False)
+    monkeypatch.setattr(reward, "torch_dtype", torch.float32, raising=False)
+    want = reward.evaluate(model, corpus)
     for name in set(want) - {"val_loss"}:
         assert found[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
     assert found["n"] == 60 and sum(found["left_out"].values()) == 2 and "pairs.jsonl:61" in found["places"][0]

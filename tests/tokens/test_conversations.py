@@ -118,7 +118,7 @@ def rows_of(found: list[list[dict]], tokenizer, block_size: int, pack: bool, see
 def everything(rows: ChatRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x, y with IGNORE, documents of all rows in one batch."""
     numbers = np.arange(rows.n_rows)
-    batch = load_rows([rows], np.zeros_like(numbers), numbers)
+    batch = load_rows([rows] * len(numbers), numbers)
     y = torch.full_like(batch.x, IGNORE).reshape(-1)
     y[batch.index] = batch.targets
     return batch.x, y.view(batch.x.shape), batch.documents
@@ -233,7 +233,7 @@ def test_rows_without_packing_have_one_conversation_and_few_widths(tok):
     rows = rows_of(found, tok, 256, pack=False)
     widths = set()
     for row in range(rows.n_rows):
-        batch = load_rows([rows], np.array([0]), np.array([row]))
+        batch = load_rows([rows], np.array([row]))
         n = int(rows.n_used[row])
         widths.add(batch.x.shape[1])
         assert batch.x.shape[1] - 32 < n <= batch.x.shape[1] <= 256 and batch.x.shape[1] % 32 == 0

@@ -108,7 +108,7 @@ def test_worked_batch(tmp_path):
         {"prompt": "i", "chosen": "i", "rejected": "好好好好"},
     ]
     corpus = corpus_of(tmp_path / "p.jsonl", rows, Toy(), 32)
-    batch = load_pairs(corpus.train, np.array([0, 0]), np.array([0, 1]))
+    batch = load_pairs(corpus.train * 2, np.array([0, 1]))
     assert batch.x.tolist() == [
         [1, 10, 11, 12, 13, 2, 11, 1, 14, 11, 15, 16, 2, 0, 0, 0],  # the chosen ones, then
         [1, 10, 11, 13, 2, 11, 1, 14, 11, 13, 2, 0, 0, 0, 0, 0],
@@ -140,7 +140,7 @@ def test_batches_equal_a_loop_whatever_their_mates(tok, tmp_path):
     corpus = corpus_of(tmp_path / "p.jsonl", rows, tok)
     for size in (1, 3, 8):
         chosen = np.random.default_rng(size).permutation(30)[:size]
-        batch = load_pairs(corpus.train, np.zeros(size, int), chosen)
+        batch = load_pairs(corpus.train * size, chosen)
         assert batch.number.tolist() == chosen.tolist()
         assert batch.x.shape[1] == min(t for t in range(32, 257, 32) if t >= batch.lengths.max())
         index = batch.index.tolist()
