@@ -33,6 +33,7 @@ from groundup.errors import UserError, end_in_one_line, imports_are_done, listed
 
 # of settings; None and lists are not allowed
 TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "text in quotes"}
+DASHES = ("\u2013", "\u2014", "\uff0d", "\u2212")  # which text programs make of hyphens
 TEXTS = {"prompt", "sample_prompts", "stop", "system"}  # words for a model: ~/ is no path there
 # Our settings: their names in Hugging Face's Trainer and TRL, nanoGPT, LitGPT, axolotl and
 # LLaMA-Factory, but for those that are spelt nearly as ours. Of several the first that the script
@@ -117,6 +118,9 @@ def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None =
         if word.endswith("\r"):
             hint = "save the script that starts this with Unix line ends"
             raise UserError(f"config: {word!r} ends with a carriage return; {hint}")
+    # Some launchers (torch.distributed.launch, deepspeed) say it twice.
+    if "LOCAL_RANK" in os.environ:
+        argv = [word for word in argv if not re.match("--local[-_]rank=", word)]
     # Before the files: the 5 of "--max_steps 5" looks like one.
     flags = [parse_flag(flag, keys) for flag in argv if flag.startswith("-")]
     for path in argv:
@@ -135,6 +139,8 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
     # An argument that is no flag is taken for an override file. Many a row of JSON is Python, too.
     if not path.endswith(".py"):
         hint = "an override file ends in .py; settings are written --key=value, --data=rows.jsonl"
+        if path[:1] in DASHES:
+            hint = "a setting begins with two hyphens, --, not with a dash"
         raise UserError(f"config: cannot use {path!r}: {hint}")
     try:
         source = Path(path).read_text(encoding="utf-8-sig")
@@ -149,8 +155,14 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         if name in config or not is_helper:
             found[name] = value
 
-    where = f"in {path}"
-    check_known(found, config, where, f"{HELP}; names of the file's own begin with _")
+    where, hint = f"in {path}", f"{HELP}; names of the file's own begin with _"
+    # The docstring of a config says how it is run.
+    command = r"python (\w+\.py) \S*" + re.escape(os.path.basename(path))
+    scripts = re.findall(command, names.get("__doc__") or "")
+    script = os.path.basename(sys.argv[0])
+    if scripts and script not in scripts:
+        check_known(found, config, f"{where}, which is for {scripts[-1]}, not {script}", "")
+    check_known(found, config, where, hint)
     return {name: checked(name, value, config, comments, where) for name, value in found.items()}
 
 

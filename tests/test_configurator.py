@@ -258,9 +258,11 @@ def test_all_unknown_keys_are_named(override):
     assert mistake([path]).startswith(f"config: {words} in {path}; --help lists the keys; names of")
 
 
-def test_a_value_behind_a_space():
+def test_a_value_behind_a_space_and_dashes_of_a_text_program():
     for argv in (["--max_steps", "5"], ["--max_steps"]):
         assert mistake(argv).endswith("settings are written --key=value; write --max_steps=VALUE")
+    for flag in ("\u2014max_steps=5", "\u2013-max_steps=5", "\uff0d\uff0dmax_steps=5", "\u2212max_steps=5"):
+        assert "begins with two hyphens, --, not with a dash" in mistake([flag])
 
 
 @pytest.mark.parametrize("word", ["config/debug.py", "--out_dir=out/x", "--max_steps=5", "--prompt=a"])
@@ -268,6 +270,15 @@ def test_a_line_end_of_windows_behind_the_last_word(word):
     """Of a shell script: a directory 'out/x\\r' would look right wherever it is printed."""
     said = mistake(["--grad_clip=2.0", word + "\r"])
     assert f"{word}\\r' ends with a carriage return" in said and "Unix line ends" in said
+
+
+def test_a_rank_that_a_launcher_gives_twice(monkeypatch):
+    """As torch.distributed.launch and deepspeed do. Without them it is an unknown key."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert "unknown key 'local_rank'" in mistake(["--local_rank=1"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for flag in ("--local_rank=1", "--local-rank=1"):
+        assert changed([flag, "--max_steps=5"]) == {"max_steps": 5}
 
 
 def test_quotes_that_no_shell_took_off():
@@ -386,6 +397,17 @@ def test_unreadable_files(tmp_path, override):
     (tmp_path / "gbk.py").write_bytes("prompt = '从前'\n".encode("gbk"))
     assert "it is not UTF-8 text" in mistake([str(tmp_path / "gbk.py")])
     assert "settings are written --key=value" in mistake(["max_steps=5"])
+
+
+def test_a_config_of_another_script_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "demo.py"
+    doc = "'python pretrain.py config/demo.py'"
+    path.write_text(f"{doc}\nn_layer = 4\n", encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["sft.py"])
+    error = mistake([str(path)])
+    assert error == f"config: unknown key 'n_layer' in {path}, which is for pretrain.py, not sft.py"
+    monkeypatch.setattr("sys.argv", ["pretrain.py"])
+    assert "which is for" not in mistake([str(path)])
 
 
 def test_a_file_from_windows(tmp_path):

@@ -35,6 +35,7 @@ from groundup.train.device import hardware, peak_memory_gib, versions
 # ---- the log -------------------------------------------------------------------------------------
 
 ALONE, CPU = ranks.World(rank=0, local_rank=0, world_size=1), torch.device("cpu")
+SLOW_STEP_S = 10  # seconds
 MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 # Every line begins with the first three; "tokens" is for log.jsonl only.
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
@@ -120,6 +121,9 @@ class RunLog:
         self.step += 1
         if self.enabled:
             self.bar.update()
+        # The first training line may be minutes away: say that the run goes on.
+        if self.step == self.steps_done + 1 and self.seconds() > SLOW_STEP_S:
+            self.print_line(self.step, [f"the first step took {self.seconds():.0f} s"])
 
     # ---- events
 

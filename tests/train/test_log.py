@@ -101,6 +101,15 @@ def test_each_line_has_its_own_time(tmp_path, now):
     assert [event["tokens_per_s"] for event in read_events(tmp_path / "log.jsonl")] == [3.0, 2.0]
 
 
+def test_a_slow_first_step_is_a_line_of_its_own(tmp_path, capsys, now):
+    for seconds, said in ((9.0, ""), (57.4, "step      4/10 | the first step took 57 s\n")):
+        log = RunLog(str(tmp_path), max_steps=10, steps_done=3)
+        now[0] += seconds
+        steps(log, 2)
+        log.close()
+        assert capsys.readouterr().out == said
+
+
 def test_other_ranks_keep_the_clock_and_write_nothing(tmp_path, capsys, now):
     log = RunLog(str(tmp_path / "none"), 9, 0, World(1, 1, 2))
     steps(log, 2)
