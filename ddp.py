@@ -233,13 +233,16 @@ class Average:
         sent = bucket.grad if wire_dtype is None else bucket.grad.to(wire_dtype)
         begin, end = bucket.shard
         mine = bucket.grad[begin:end]
-        if bucket.sharded:
-            received = launch_scatter(bucket, sent)
-        else:
+        if not bucket.sharded:
             received = sent
             bucket.launch(dist.all_reduce, sent)
+        elif has_native_shards(bucket):
+            received = own_shard(bucket, sent)
+            bucket.launch(REDUCE_SCATTER, received, sent)
+        else:  # gloo's reduce_scatter moves as many bytes as an all-reduce
+            received = launch_exchange(bucket, sent)
         yield State.IN_FLIGHT
-        if received.ndim == 2:  # all ranks' terms, see launch_scatter; added in the ranks' order
+        if received.ndim == 2:  # the terms, in the order of the ranks
             torch.sum(received, dim=0, dtype=mine.dtype, out=mine)
         elif received.dtype != mine.dtype:  # else the collective has written into bucket.grad
             mine.copy_(received)
@@ -303,7 +306,8 @@ class DDP:
         hook = hook or Average()
         check_options(getattr(hook, "compress", "this hook"), overlap_step, zero1)
         options = f"{bucket_mb=}, {overlap_step=}, {zero1=}, {whole_matrices=}"
-        check_same_model(model, f"{options}, {settings_of(hook)}")
+        of_hook = {key: value for key, value in vars(hook).items() if isinstance(value, int | str)}
+        check_same_model(model, f"{options}, {of_hook}")
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
         self.in_tree = isinstance(hook, InTree)
         self.device, self.world_size = device_of(model), ranks.world_size()
@@ -692,19 +696,6 @@ def muon_trains(name: str) -> bool:
     return name.startswith("layers.") and ".lora_" not in name
 
 
-def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
-    """Start to send every rank its shard of `flat`; return what this rank will receive.
-
-    It is the sum over the ranks (shard,), or the terms of that sum (ranks, shard): with gloo, and
-    where shards differ in size."""
-    if has_native_shards(bucket):
-        mine = own_shard(bucket, flat)
-        bucket.launch(REDUCE_SCATTER, mine, flat)
-        return mine
-    # gloo's reduce_scatter moves as many bytes as an all-reduce.
-    return launch_exchange(bucket, flat)
-
-
 def launch_exchange(bucket: Bucket, flat: Tensor) -> Tensor:
     """Start to send every rank its shard of `flat`; return what this rank will receive.
 
@@ -821,12 +812,6 @@ def check_options(
         cannot = "skip a step that overflows (float16)"
     text = "overlap_step='backward' updates a bucket before the others came, so it cannot"
     refuse(overlap_step == "backward" and cannot, f"{text} {cannot}; use 'forward'")
-
-
-def settings_of(hook: Hook) -> dict[str, int | str]:
-    """Return the plain numbers and texts that a hook holds."""
-    values = getattr(hook, "__dict__", {}).items()
-    return {key: value for key, value in values if isinstance(value, int | str)}
 
 
 def check_same_model(model: nn.Module, settings: str) -> None:
