@@ -57,10 +57,10 @@ class State(Enum):
     """What a bucket waits for, in the order of a step. READY and STALE: sections 5 and 6."""
 
     WAITING = "for its gradients; the weights are current"
-    HALFWAY = "for a collective, after which its hook launches another one"
+    HALFWAY = "for a collective, after which its hook launches a second and last one"
     IN_FLIGHT = "for the last collective of its hook"
     REDUCED = "for the global norm; its own norm is known"
-    READY = "for its update: the mean is in grad, and all norms are known"
+    READY = "for its update; the mean is in grad"
     STALE = "for the other ranks' shards; this rank's own is updated (ZeRO-1)"
 
 
@@ -210,7 +210,7 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 # the sum over ranks is the mean. It is a generator, so that backward waits as little as possible.
 # It yields the state that the bucket is in, and DDP resumes it when that has passed:
 #
-#     HALFWAY     it has launched a collective; resumed when the next bucket has left
+#     HALFWAY     it has launched the first of two collectives; resumed when the next bucket has left
 #     IN_FLIGHT   it has launched its last one; resumed in step(), or in backward if the bucket is
 #                 updated there or ZeRO-1 frees what was received, and it has arrived
 #     REDUCED     it has set bucket.squared_norm; resumed when bucket.update is known
@@ -341,7 +341,8 @@ class DDP:
         """Make autograd call `_on_grad` when a gradient is final."""
         for bucket in self.buckets:
             for i, p in enumerate(bucket.params):
-                p.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, i))
+                slot = bucket.view(bucket.grad, i)
+                p.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, i, slot))
 
     def _bucket_bytes(self, bucket_mb: float) -> float:
         """Return the size up to which blocks are merged into a bucket."""
@@ -365,12 +366,12 @@ class DDP:
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.params)))
 
-    def _on_grad(self, bucket: Bucket, i: int, p: nn.Parameter) -> None:
+    def _on_grad(self, bucket: Bucket, i: int, slot: Tensor, p: nn.Parameter) -> None:
         """Take p.grad, which is now final for this backward. Waiting here would stop backward.
 
-        p: params[i] of the bucket."""
+        p: params[i] of the bucket; slot: where its gradient belongs."""
         self._check_use(bucket, i)
-        grad, slot = p.grad.detach(), bucket.view(bucket.grad, i)
+        grad = p.grad.detach()
         if self.in_tree:
             subtree = self.hook.add(p, grad, self.sync)
             if not self.sync:
@@ -413,34 +414,23 @@ class DDP:
         bucket.n_updates = self.n_updates
         bucket.running_hook = self.hook(bucket)
         self._resume_hook(bucket)
-        self._launch_second_collectives(before=bucket.index)
-        if self._expected or bucket.sharded:
-            # Take what has arrived: update it, or with ZeRO-1 free what was received. This
-            # launches nothing, so it may depend on timing.
-            for other in self.buckets[: bucket.index]:
-                if other.state is State.IN_FLIGHT and other.has_arrived():
-                    self._resume_hook(other)
-                    if self._expected:
-                        self._update_alone(other)
-
-    def _launch_second_collectives(self, before: int) -> None:
-        """Launch the next collective of every bucket that is halfway."""
-        # With two collectives P and Q per bucket the order is P0, P1 Q0, P2 Q1, ... on every rank.
-        for bucket in reversed(self.buckets[:before]):
-            if bucket.state is State.HALFWAY:
-                self._resume_hook(bucket)
+        takes_arrived = self._expected or bucket.sharded
+        for other in self.buckets[: bucket.index]:
+            if other.state is State.HALFWAY:
+                # Of two collectives P and Q the order is P0, P1 Q0, P2 Q1, ... on every rank.
+                self._resume_hook(other)
+            elif takes_arrived and other.state is State.IN_FLIGHT and other.has_arrived():
+                # Update it, or with ZeRO-1 free what was received. This launches nothing, so it may
+                # depend on timing.
+                self._resume_hook(other)
+                if self._expected:
+                    self._update_alone(other)
 
     def _resume_hook(self, bucket: Bucket) -> None:
         """Run the hook up to its next collective, or after the last one up to the norm."""
         bucket.wait()
         with torch.autocast(self.device.type, enabled=False):
             bucket.state = next(bucket.running_hook)
-
-    def _end_hook(self, bucket: Bucket, update: Update) -> None:
-        """Let the hook write the mean into bucket.grad, now that the update is known."""
-        bucket.state, bucket.update = State.READY, update
-        if next(bucket.running_hook, None):
-            raise UserError("ddp: a communication hook must end after the norm")
 
     # ---- 4. the step -----------------------------------------------------------------------------
 
@@ -482,6 +472,12 @@ class DDP:
         self._start_updates()
         return norm
 
+    def _end_hook(self, bucket: Bucket, update: Update) -> None:
+        """Let the hook write the mean into bucket.grad, now that the update is known."""
+        bucket.state, bucket.update = State.READY, update
+        if next(bucket.running_hook, None):
+            raise UserError("ddp: a communication hook must end after the norm")
+
     def _start_updates(self) -> None:
         """Update now; or leave it to the next forward, but for the buckets that it needs first."""
         if self.overlap_step == "off":
@@ -512,8 +508,9 @@ class DDP:
         while self._next < len(self.buckets):
             # Incomplete: an error below, but the other ranks wait for this collective
             self._launch_next_bucket()
-        while any(bucket.state is State.HALFWAY for bucket in self.buckets):
-            self._launch_second_collectives(before=len(self.buckets))
+        for bucket in self.buckets:
+            if bucket.state is State.HALFWAY:
+                self._resume_hook(bucket)  # the last one's second collective
         # The agreement travels while the norms are computed, and each norm is computed while later
         # buckets travel.
         agree = ranks.start_agreement(self._problem(), f"step {self.n_updates + 1}", stop)
