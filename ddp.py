@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,7 @@ from torch import Tensor, nn
 
 from groundup.errors import UserError, listed, refuse
 from groundup.train import ranks
-
-if TYPE_CHECKING:
-    from groundup.train.optim import Optimizer
+from groundup.train.optim import Optimizer, muon_trains
 
 MIB = 2**20
 ALIGNMENT = 128  # elements: buckets are multiples of world_size * ALIGNMENT, so shards are equal
@@ -472,32 +470,6 @@ class DDP:
         self._start_updates()
         return norm
 
-    def _end_hook(self, bucket: Bucket, update: Update) -> None:
-        """Let the hook write the mean into bucket.grad, now that the update is known."""
-        bucket.state, bucket.update = State.READY, update
-        if next(bucket.running_hook, None):
-            raise UserError("ddp: a communication hook must end after the norm")
-
-    def _start_updates(self) -> None:
-        """Update now; or leave it to the next forward, but for the buckets that it needs first."""
-        if self.overlap_step == "off":
-            for bucket in self.buckets:
-                self._apply(bucket)
-        for bucket in reversed(self.buckets[-PREFETCH:]):
-            self._begin_refresh(bucket)
-
-    def _note_whether_finite(self, norm: Tensor) -> None:
-        """Set `found_inf` and `skipped`."""
-        self.found_inf = 1.0 - norm.isfinite().float()
-        self.skipped = count_skipped(self.skipped, self.found_inf)
-        # Waits for the GPU: with overlap_step="backward" no update can be skipped any more.
-        if self._expected and self.found_inf:
-            raise UserError(
-                f"ddp: step {self.n_updates + 1}: the gradient is not finite, and overlap_step="
-                "'backward' has applied a part of it; continue from the last checkpoint with "
-                "overlap_step='forward'"
-            )
-
     def _finish_reduction(self, stop: bool) -> Tensor:
         """Wait for all buckets and return the global norm."""
         for bucket in self.buckets[self._next :]:
@@ -553,6 +525,32 @@ class DDP:
         if changed:
             return f".grad was replaced between backward and step for {listed(changed)}"
         return ""
+
+    def _note_whether_finite(self, norm: Tensor) -> None:
+        """Set `found_inf` and `skipped`."""
+        self.found_inf = 1.0 - norm.isfinite().float()
+        self.skipped = count_skipped(self.skipped, self.found_inf)
+        # Waits for the GPU: with overlap_step="backward" no update can be skipped any more.
+        if self._expected and self.found_inf:
+            raise UserError(
+                f"ddp: step {self.n_updates + 1}: the gradient is not finite, and overlap_step="
+                "'backward' has applied a part of it; continue from the last checkpoint with "
+                "overlap_step='forward'"
+            )
+
+    def _end_hook(self, bucket: Bucket, update: Update) -> None:
+        """Let the hook write the mean into bucket.grad, now that the update is known."""
+        bucket.state, bucket.update = State.READY, update
+        if next(bucket.running_hook, None):
+            raise UserError("ddp: a communication hook must end after the norm")
+
+    def _start_updates(self) -> None:
+        """Update now; or leave it to the next forward, but for the buckets that it needs first."""
+        if self.overlap_step == "off":
+            for bucket in self.buckets:
+                self._apply(bucket)
+        for bucket in reversed(self.buckets[-PREFETCH:]):
+            self._begin_refresh(bucket)
 
     def _apply(self, bucket: Bucket) -> None:
         """Update this rank's shard of the bucket and drop the gradients."""
@@ -685,12 +683,6 @@ def cut_into_shards(bucket: Bucket, whole_matrices: bool, unit: int) -> None:
     bucket.shard_sizes = [end - begin for begin, end in pairwise(cuts)]
     bucket.shard = cuts[ranks.rank()], cuts[ranks.rank() + 1]
     bucket.sharded = True
-
-
-def muon_trains(name: str) -> bool:
-    """Return whether Muon would train a matrix of this name: of the blocks, no LoRA factor."""
-    # A factor is no map whose singular values should be equal: AdamW trains it.
-    return name.startswith("layers.") and ".lora_" not in name
 
 
 def launch_exchange(bucket: Bucket, flat: Tensor) -> Tensor:

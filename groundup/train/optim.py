@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ddp import muon_trains
 from groundup.errors import UserError, refuse
 from groundup.train import ranks
 
@@ -170,6 +169,12 @@ def row_scales(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> T
     before = squares.sum((1, 2), keepdim=True)
     after = (squares * scales.square()).sum((1, 2), keepdim=True)
     return scales * (before / after.clamp(min=1e-7)).sqrt()
+
+
+def muon_trains(name: str) -> bool:
+    """Return whether Muon would train a matrix of this name: of the blocks, no LoRA factor."""
+    # A factor is no map whose singular values should be equal: AdamW trains it.
+    return name.startswith("layers.") and ".lora_" not in name
 
 
 # A group: neighbouring parameters of a bucket, their update rule and its state.
