@@ -208,7 +208,7 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 # the sum over ranks is the mean. It is a generator, so that backward waits as little as possible.
 # It yields the state that the bucket is in, and DDP resumes it when that has passed:
 #
-#     HALFWAY     it has launched the first of two collectives; resumed when the next bucket has left
+#     HALFWAY     it has launched the first of two collectives; resumed when the next bucket left
 #     IN_FLIGHT   it has launched its last one; resumed in step(), or in backward if the bucket is
 #                 updated there or ZeRO-1 frees what was received, and it has arrived
 #     REDUCED     it has set bucket.squared_norm; resumed when bucket.update is known
