@@ -21,12 +21,13 @@ docs/ddp.md explains each idea.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,7 @@ from torch import Tensor, nn
 
 from groundup.errors import UserError, listed, refuse
 from groundup.train import ranks
-
-if TYPE_CHECKING:
-    from groundup.train.optim import Optimizer
+from groundup.train.optim import Optimizer, muon_trains
 
 MIB = 2**20
 ALIGNMENT = 128  # elements: buckets are multiples of world_size * ALIGNMENT, so shards are equal
@@ -56,10 +55,21 @@ class State(Enum):
     """What a bucket waits for, in the order of a step. READY and STALE: sections 5 and 6."""
 
     WAITING = "for its gradients; the weights are current"
-    IN_FLIGHT = "for a collective of its hook"
+    HALFWAY = "for a collective, after which its hook launches a second and last one"
+    IN_FLIGHT = "for the last collective of its hook"
     REDUCED = "for the global norm; its own norm is known"
-    READY = "for its update: the mean is in grad, and all norms are known"
+    READY = "for its update; the mean is in grad"
     STALE = "for the other ranks' shards; this rank's own is updated (ZeRO-1)"
+
+
+@dataclass
+class Update:
+    """What the optimizer gets for every bucket of a step, now or later."""
+
+    optimizer: Optimizer
+    lr: float
+    grad_scale: Tensor  # 0-d; gradients are divided by it: loss scale and clipping
+    found_inf: Tensor  # 0-d; 1 = leave weights and state as they are
 
 
 @dataclass(eq=False)
@@ -75,17 +85,17 @@ class Bucket:
     offsets: list[int]  # where each parameter starts, in elements
     param: Tensor  # (padded,) every p.data is a view of it; the padding stays zero
     grad: Tensor  # (padded,) after backward every p.grad is a view of it
-    # Changed by cut_into_shards() for ZeRO-1
-    shard_sizes: list[int]  # elements that each rank updates; without ZeRO-1 [padded]
+    # One shard per rank, of equal sizes; cut_into_shards() may move the cuts for ZeRO-1
+    shard_sizes: list[int]  # elements
     shard: tuple[int, int]  # first and one past the last element that this rank updates
-    sharded: bool = False
+    sharded: bool = False  # ZeRO-1; without it a rank updates the whole bucket
     # What changes from step to step
     state: State = State.WAITING
     n_updates: int = 0  # done before this step; PowerSGD compares it with its start_step
-    missing: int = 0  # gradients that have not arrived in the synced backward
-    running_hook: Generator | None = None  # the communication hook at work on this bucket
-    sends_more: bool = False  # in flight: the hook will launch another collective
-    squared_norm: Tensor | None = None  # of the mean gradient in this rank's shard, see Reduced
+    missing: set[int] = field(default_factory=set)  # numbers of the gradients still to come
+    running_hook: Iterator[State] | None = None  # the communication hook at work on this bucket
+    squared_norm: Tensor | None = None  # of this rank's shard of the mean, 0-d; InTree: terms (n,)
+    update: Update | None = None  # what the optimizer does with the mean, once that is known
     work: dist.Work | None = None  # the collective under way
     work_name: str = ""  # for errors: the step, the operation and the bucket
     update_done: torch.cuda.Event | None = None  # recorded after an update on the side stream
@@ -138,7 +148,7 @@ def make_buckets(model: nn.Module, bucket_bytes: float, world_size: int) -> list
             offsets=[0, *ends[:-1]],
             param=torch.zeros(padded, dtype=params[0].dtype, device=params[0].device),
             grad=torch.zeros(padded, dtype=params[0].dtype, device=params[0].device),
-            shard_sizes=[padded],
+            shard_sizes=[padded // world_size] * world_size,
             shard=(0, padded),
         )
         for i, p in enumerate(params):
@@ -195,31 +205,18 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 
 # ---- 2. the communication hook: how a bucket travels ---------------------------------------------
 # A hook gets a bucket whose `grad` holds this rank's gradient / world_size (for InTree undivided):
-# the sum over ranks is the mean. It is a generator, so that backward waits as little as possible:
+# the sum over ranks is the mean. It is a generator, so that backward waits as little as possible.
+# It yields the state that the bucket is in, and DDP resumes it when that has passed:
 #
-#     it launches a collective and yields Sent.MORE if a second one follows, else Sent.LAST
-#     DDP waits for the collective, then resumes the hook: after MORE once the next bucket has left,
-#     after LAST in step() (with ZeRO-1 or overlap_step='backward' in backward, if it has arrived)
-#     it yields Reduced; DDP sends it found_inf; it ends with the mean in bucket.grad
+#     HALFWAY     it has launched the first of two collectives; resumed when the next bucket left
+#     IN_FLIGHT   it has launched its last one; resumed in step(), or in backward if the bucket is
+#                 updated there or ZeRO-1 frees what was received, and it has arrived
+#     REDUCED     it has set bucket.squared_norm; resumed when bucket.update is known
 #
-# If found_inf is 1 the step is skipped, and the hook must not change its own state.
+# It ends with the mean in bucket.grad. If bucket.update.found_inf is 1 the step is skipped, and the
+# hook must not change its own state.
 
-
-class Sent(Enum):
-    """What a hook yields after a launch."""
-
-    MORE = "another collective follows: resume the hook once the next bucket is launched"
-    LAST = "this was the last collective"
-
-
-@dataclass
-class Reduced:
-    """What a hook yields after its last collective."""
-
-    squared_norm: Tensor  # of the mean gradient, 0-d float32; or its terms (n,), see InTree
-
-
-Hook = Callable[[Bucket], Generator[Sent | Reduced, Tensor, None]]
+Hook = Callable[[Bucket], Iterator[State]]
 
 
 class Average:
@@ -228,26 +225,28 @@ class Average:
     def __init__(self, compress: str = "none") -> None:
         self.compress = compress
 
-    def __call__(self, bucket: Bucket) -> Generator[Sent | Reduced, Tensor, None]:
+    def __call__(self, bucket: Bucket) -> Iterator[State]:
         """Reduce `bucket`; with ZeRO-1 this rank receives the mean of its shard alone."""
         wire_dtype = WIRES[self.compress]
         sent = bucket.grad if wire_dtype is None else bucket.grad.to(wire_dtype)
         begin, end = bucket.shard
         mine = bucket.grad[begin:end]
-        if bucket.sharded:
-            received = launch_scatter(bucket, sent)
-        else:
+        if not bucket.sharded:
             received = sent
             bucket.launch(dist.all_reduce, sent)
-        yield Sent.LAST
-        if received.ndim == 2:  # all ranks' terms, see launch_scatter; added in the ranks' order
+        elif has_native_shards(bucket):
+            received = own_shard(bucket, sent)
+            bucket.launch(REDUCE_SCATTER, received, sent)
+        else:  # gloo's reduce_scatter moves as many bytes as an all-reduce
+            received = launch_exchange(bucket, sent)
+        yield State.IN_FLIGHT
+        if received.ndim == 2:  # the terms, in the order of the ranks
             torch.sum(received, dim=0, dtype=mine.dtype, out=mine)
-        elif wire_dtype is not None:  # else the collective has written into bucket.grad
+        elif received.dtype != mine.dtype:  # else the collective has written into bucket.grad
             mine.copy_(received)
-        if received.is_cuda:  # the current stream is the side stream if updates run in backward
-            received.record_stream(torch.cuda.current_stream())
         del sent, received  # as large as the bucket, and the generator lives on
-        yield Reduced(sum_of_squares(mine))
+        bucket.squared_norm = sum_of_squares(mine)
+        yield State.REDUCED
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
@@ -259,16 +258,6 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     rows, rest = flat[:n_in_rows].view(-1, ALIGNMENT), flat[n_in_rows:]
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
     return (norms.square().sum() + rest.to(dtype).square().sum()).float()
-
-
-@dataclass
-class Update:
-    """What the optimizer gets for every bucket of a step, now or later."""
-
-    optimizer: Optimizer
-    lr: float
-    grad_scale: Tensor  # 0-d; gradients are divided by it: loss scale and clipping
-    found_inf: Tensor  # 0-d; 1 = leave weights and state as they are
 
 
 def with_clipping(grad_scale: Tensor, norm: Tensor, clip: float) -> Tensor:
@@ -315,7 +304,8 @@ class DDP:
         hook = hook or Average()
         check_options(getattr(hook, "compress", "this hook"), overlap_step, zero1)
         options = f"{bucket_mb=}, {overlap_step=}, {zero1=}, {whole_matrices=}"
-        check_same_model(model, f"{options}, {settings_of(hook)}")
+        of_hook = {key: value for key, value in vars(hook).items() if isinstance(value, int | str)}
+        check_same_model(model, f"{options}, {of_hook}")
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
         self.in_tree = isinstance(hook, InTree)
         self.device, self.world_size = device_of(model), ranks.world_size()
@@ -324,7 +314,6 @@ class DDP:
         self.sync, self.n_updates, self.stopping = True, 0, False
         self.found_inf = torch.zeros((), device=self.device)
         self.skipped = torch.zeros(2, device=self.device)
-        self._update: Update | None = None  # the last step's, for buckets that are READY
         self._stream: torch.cuda.Stream | None = None  # for updates beside the model
         if self.device.type == "cuda" and overlap_step != "off":
             self._stream = torch.cuda.Stream()
@@ -336,9 +325,8 @@ class DDP:
         """Make the flat buffers, and put the weights of rank 0 into them."""
         self.buckets = make_buckets(self.model, self._bucket_bytes(bucket_mb), self.world_size)
         if zero1 and dist.is_initialized():
-            unit = PIECE if self.in_tree else 1
             for bucket in self.buckets:
-                cut_into_shards(bucket, self.world_size, ranks.rank(), whole_matrices, unit)
+                cut_into_shards(bucket, whole_matrices, unit=PIECE if self.in_tree else 1)
         # What is in no bucket: frozen parameters and buffers
         frozen = [p.data for p in self.model.parameters() if not p.requires_grad]
         flat = [bucket.param for bucket in self.buckets]
@@ -349,12 +337,10 @@ class DDP:
 
     def _watch_backward(self) -> None:
         """Make autograd call `_on_grad` when a gradient is final."""
-        # {parameter: its bucket, its number there, the slot of its gradient}
-        self._slot: dict[nn.Parameter, tuple[Bucket, int, Tensor]] = {}
-        for b in self.buckets:
-            for i, p in enumerate(b.params):
-                self._slot[p] = b, i, b.view(b.grad, i)
-                p.register_post_accumulate_grad_hook(self._on_grad)
+        for bucket in self.buckets:
+            for i, p in enumerate(bucket.params):
+                slot = bucket.view(bucket.grad, i)
+                p.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, i, slot))
 
     def _bucket_bytes(self, bucket_mb: float) -> float:
         """Return the size up to which blocks are merged into a bucket."""
@@ -372,21 +358,20 @@ class DDP:
 
     def _start_step(self) -> None:
         """Expect one gradient per parameter; bucket 0 is launched first."""
-        self._arrived: set[nn.Parameter] = set()
-        self._subtrees: dict[nn.Parameter, list] = {}  # see _add_in_tree
         self._next = 0  # index of the bucket to launch next
         # Optimizer and lr, if buckets are updated in this backward: see expect_step
-        self._update_in_backward: tuple[Optimizer, float] | None = None
+        self._expected: tuple[Optimizer, float] | None = None
         for bucket in self.buckets:
-            bucket.missing = len(bucket.params)
+            bucket.missing = set(range(len(bucket.params)))
 
-    def _on_grad(self, p: nn.Parameter) -> None:
-        """Take p.grad, which is now final for this backward. Waiting here would stop backward."""
-        bucket, i, slot = self._slot[p]
+    def _on_grad(self, bucket: Bucket, i: int, slot: Tensor, p: nn.Parameter) -> None:
+        """Take p.grad, which is now final for this backward. Waiting here would stop backward.
+
+        p: params[i] of the bucket; slot: where its gradient belongs."""
         self._check_use(bucket, i)
         grad = p.grad.detach()
         if self.in_tree:
-            subtree = self._add_in_tree(p, grad)
+            subtree = self.hook.add(p, grad, self.sync)
             if not self.sync:
                 p.grad = None  # the next micro-batch's gradient comes alone
                 return
@@ -399,28 +384,14 @@ class DDP:
         p.grad = slot
         if not self.sync:
             return  # accumulation: autograd adds into the slot, nothing is sent
-        self._arrived.add(p)
-        bucket.missing -= 1
-        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+        bucket.missing.remove(i)
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._launch_next_bucket()
-
-    def _add_in_tree(self, p: nn.Parameter, grad: Tensor) -> Tensor:
-        """Add a micro-batch's gradient; return the sum of the largest subtree that it completes."""
-        # Subtrees of 1, 2, 4, .. micro-batches wait for a neighbour of their size, as ones in a
-        # binary counter wait for a carry.
-        size, waiting = 1, self._subtrees.setdefault(p, [])
-        while waiting and waiting[-1][0] == size:
-            grad = waiting.pop()[1].add_(grad)
-            size *= 2
-        if not self.sync:
-            waiting.append((size, grad))
-        assert not (self.sync and waiting), f"{size=}: micro-steps must be a power of two"
-        return grad
 
     def _check_use(self, bucket: Bucket, i: int) -> None:
         """Raise UserError if this gradient cannot be right."""
         name, p = bucket.names[i], bucket.params[i]
-        if p in self._arrived:
+        if i not in bucket.missing:
             raise UserError(
                 f"ddp: {name} received its gradient twice in one synced backward: step() was not "
                 "called after it, or a reentrant checkpoint uses a block twice"
@@ -436,47 +407,28 @@ class DDP:
     @torch.no_grad()
     def _launch_next_bucket(self) -> None:
         """Launch the next bucket, then advance the earlier ones."""
-        # With two collectives P and Q per bucket the order is P0, P1 Q0, P2 Q1, ... on every rank.
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.state, bucket.n_updates = State.IN_FLIGHT, self.n_updates
+        bucket.n_updates = self.n_updates
         bucket.running_hook = self.hook(bucket)
         self._resume_hook(bucket)
-        self._launch_further_collectives(before=bucket.index)
-        if self._update_in_backward or bucket.sharded:
-            # Finish what has arrived: update it, or with ZeRO-1 free what was received. This
-            # launches nothing, so it may depend on timing.
-            for other in self.buckets[: bucket.index]:
-                if other.state is State.IN_FLIGHT and not other.sends_more and other.has_arrived():
-                    self._finish_bucket(other)
-
-    def _launch_further_collectives(self, before: int) -> bool:
-        """Launch the next collective of the buckets that have one; return False if none has."""
-        unfinished = [bucket for bucket in self.buckets[:before] if bucket.sends_more]
-        for bucket in reversed(unfinished):
-            self._resume_hook(bucket)
-        return bool(unfinished)
+        takes_arrived = self._expected or bucket.sharded
+        for other in self.buckets[: bucket.index]:
+            if other.state is State.HALFWAY:
+                # Of two collectives P and Q the order is P0, P1 Q0, P2 Q1, ... on every rank.
+                self._resume_hook(other)
+            elif takes_arrived and other.state is State.IN_FLIGHT and other.has_arrived():
+                # Update it, or with ZeRO-1 free what was received. This launches nothing, so it may
+                # depend on timing.
+                self._resume_hook(other)
+                if self._expected:
+                    self._update_alone(other)
 
     def _resume_hook(self, bucket: Bucket) -> None:
         """Run the hook up to its next collective, or after the last one up to the norm."""
         bucket.wait()
         with torch.autocast(self.device.type, enabled=False):
-            reached = next(bucket.running_hook)
-        bucket.sends_more = reached is Sent.MORE
-        if isinstance(reached, Reduced):
-            bucket.state, bucket.squared_norm = State.REDUCED, reached.squared_norm
-
-    def _finish_bucket(self, bucket: Bucket) -> None:
-        """Compute the bucket's norm and, with overlap_step="backward", update the bucket."""
-        with self._on_side_stream() if self._update_in_backward else nullcontext():
-            self._resume_hook(bucket)
-            if self._update_in_backward:
-                # Nothing depends on other buckets: no clipping, no loss scale
-                optimizer, lr = self._update_in_backward
-                found_inf = 1.0 - bucket.squared_norm.sum().isfinite().float()
-                self._end_hook(bucket, found_inf)
-                update = Update(optimizer, lr, torch.ones_like(found_inf), found_inf)
-                self._apply(update, bucket)
+            bucket.state = next(bucket.running_hook)
 
     # ---- 4. the step -----------------------------------------------------------------------------
 
@@ -497,7 +449,7 @@ class DDP:
         scaled = scaler is not None and scaler.is_enabled()  # float16
         # `clip` and the scaler are known only here; the rest was checked at the start
         check_options("", self.overlap_step, False, clip, scaled)
-        if self._update_in_backward not in (None, (optimizer, lr)):
+        if self._expected not in (None, (optimizer, lr)):
             raise UserError("ddp: step() got another optimizer or lr than expect_step()")
         norm = self._finish_reduction(stop)
         # Everything below stays on the device: `found_inf` skips the update without a host sync
@@ -507,12 +459,10 @@ class DDP:
             unscale(norm, scaler)
         grad_scale = with_clipping(grad_scale, norm, clip)
         self._note_whether_finite(norm)
-        if not self._update_in_backward:
-            # Kept until the next step: the side stream may still read its tensors
-            self._update = Update(optimizer, lr, grad_scale, self.found_inf)
-            for bucket in self.buckets:
-                self._end_hook(bucket, self.found_inf)
-                bucket.state = State.READY
+        update = Update(optimizer, lr, grad_scale, self.found_inf)
+        for bucket in self.buckets:
+            if bucket.state is State.REDUCED:  # else backward has updated it
+                self._end_hook(bucket, update)
         if scaled:
             scaler.update()
         self.n_updates += 1
@@ -520,46 +470,25 @@ class DDP:
         self._start_updates()
         return norm
 
-    def _start_updates(self) -> None:
-        """Update now; or leave it to the next forward, but for the buckets that it needs first."""
-        if self.overlap_step == "off":
-            for bucket in self.buckets:
-                self._apply(self._update, bucket)
-        for bucket in reversed(self.buckets[-PREFETCH:]):
-            self._begin_refresh(bucket)
-
-    def _note_whether_finite(self, norm: Tensor) -> None:
-        """Set `found_inf` and `skipped`."""
-        self.found_inf = 1.0 - norm.isfinite().float()
-        self.skipped = count_skipped(self.skipped, self.found_inf)
-        # Waits for the GPU: with overlap_step="backward" no update can be skipped any more.
-        if self._update_in_backward and self.found_inf:
-            raise UserError(
-                f"ddp: step {self.n_updates + 1}: the gradient is not finite, and overlap_step="
-                "'backward' has applied a part of it; continue from the last checkpoint with "
-                "overlap_step='forward'"
-            )
-
     def _finish_reduction(self, stop: bool) -> Tensor:
         """Wait for all buckets and return the global norm."""
         for bucket in self.buckets[self._next :]:
             # Usually there are none: all have left in backward. If forward skipped a block on this
             # rank alone, the others have fetched its shards (ZeRO-1). Without the same fetch here
             # the ranks would hang, instead of ending with the error below.
-            self._refresh(bucket, ahead=0)
+            self._refresh(bucket)
         while self._next < len(self.buckets):
             # Incomplete: an error below, but the other ranks wait for this collective
             self._launch_next_bucket()
-        while self._launch_further_collectives(before=len(self.buckets)):
-            pass  # until every hook has launched its last one
+        for bucket in self.buckets:
+            if bucket.state is State.HALFWAY:
+                self._resume_hook(bucket)  # the last one's second collective
         # The agreement travels while the norms are computed, and each norm is computed while later
         # buckets travel.
         agree = ranks.start_agreement(self._problem(), f"step {self.n_updates + 1}", stop)
         for bucket in self.buckets:
             if bucket.state is State.IN_FLIGHT:
-                self._finish_bucket(bucket)
-        if self._stream is not None:  # norms were computed there if updates run in backward
-            torch.cuda.current_stream().wait_stream(self._stream)
+                self._resume_hook(bucket)
         squares = torch.cat([bucket.squared_norm.flatten() for bucket in self.buckets])
         if not self.in_tree:
             squares = squares.sum()
@@ -574,17 +503,17 @@ class DDP:
     def _problem(self) -> str:
         """Return why this rank's gradients are not those of the whole model, or ""."""
         lost, absent, changed = [], [], []
-        for p, (bucket, i, _) in self._slot.items():
-            if not bucket.holds(p, bucket.param, i):
-                lost.append(bucket.names[i])
-            elif p not in self._arrived:
-                absent.append(bucket.names[i])
-            elif not bucket.holds(p.grad, bucket.grad, i):
-                changed.append(bucket.names[i])
-        if absent:  # is it still the model's parameter?
-            current = dict(self.model.named_parameters())
-            ours = {b.names[i]: p for p, (b, i, _) in self._slot.items()}
-            lost += [name for name in absent if current.get(name) is not ours[name]]
+        for bucket in self.buckets:
+            is_updated = bucket.state in (State.WAITING, State.STALE)  # by this backward
+            for i, name in enumerate(bucket.names):
+                p = bucket.params[i]
+                if not bucket.holds(p, bucket.param, i):
+                    lost.append(name)
+                elif i in bucket.missing:  # is it still the model's parameter?
+                    current = dict(self.model.named_parameters()).get(name)
+                    (absent if current is p else lost).append(name)
+                elif not is_updated and not bucket.holds(p.grad, bucket.grad, i):
+                    changed.append(name)
         if lost:
             return moved(lost)
         if absent:
@@ -593,22 +522,41 @@ class DDP:
                 "does not use them; remove them from model.py, or set requires_grad=False before "
                 "DDP(model)"
             )
-        # After an update in backward the gradients are gone, which is right
-        if changed and not self._update_in_backward:
+        if changed:
             return f".grad was replaced between backward and step for {listed(changed)}"
         return ""
 
-    def _end_hook(self, bucket: Bucket, found_inf: Tensor) -> None:
-        """Let the hook write the mean into bucket.grad and end."""
-        try:
-            bucket.running_hook.send(found_inf)
-        except StopIteration:
-            return
-        raise UserError("ddp: a communication hook must end after the norm")
+    def _note_whether_finite(self, norm: Tensor) -> None:
+        """Set `found_inf` and `skipped`."""
+        self.found_inf = 1.0 - norm.isfinite().float()
+        self.skipped = count_skipped(self.skipped, self.found_inf)
+        # Waits for the GPU: with overlap_step="backward" no update can be skipped any more.
+        if self._expected and self.found_inf:
+            raise UserError(
+                f"ddp: step {self.n_updates + 1}: the gradient is not finite, and overlap_step="
+                "'backward' has applied a part of it; continue from the last checkpoint with "
+                "overlap_step='forward'"
+            )
 
-    def _apply(self, update: Update, bucket: Bucket) -> None:
+    def _end_hook(self, bucket: Bucket, update: Update) -> None:
+        """Let the hook write the mean into bucket.grad, now that the update is known."""
+        bucket.state, bucket.update = State.READY, update
+        if next(bucket.running_hook, None):
+            raise UserError("ddp: a communication hook must end after the norm")
+
+    def _start_updates(self) -> None:
+        """Update now; or leave it to the next forward, but for the buckets that it needs first."""
+        if self.overlap_step == "off":
+            for bucket in self.buckets:
+                self._apply(bucket)
+        for bucket in reversed(self.buckets[-PREFETCH:]):
+            self._begin_refresh(bucket)
+
+    def _apply(self, bucket: Bucket) -> None:
         """Update this rank's shard of the bucket and drop the gradients."""
-        with torch.autocast(self.device.type, enabled=False):  # a forward may have triggered it
+        update = bucket.update  # it stays there: the side stream may still read its tensors
+        # A forward with autocast may have brought us here
+        with self._on_side_stream(), torch.autocast(self.device.type, enabled=False):
             update.optimizer.update(bucket, update.lr, update.grad_scale, update.found_inf)
         for p in bucket.params:
             p.grad = None  # adding into zeros would cost two more passes over the memory
@@ -626,12 +574,12 @@ class DDP:
     #              in backward              in step()                before its next use, or flush()
     #   off        send                     receive, norm, update
     #   forward    send                     receive, norm            update
-    #   backward   send, receive, update    those still on their way
+    #   backward   send, receive, update    those still on their way, as with forward
     #
-    # "backward" needs expect_step(). With ZeRO-1 a rank receives its shard during backward if it
-    # has arrived by then, and updates that shard alone; the others' shards are fetched before the
-    # next use. For the PREFETCH buckets that forward needs first, step() starts the work of the
-    # last column before it returns. Forward also waits for an update on the side stream.
+    # With ZeRO-1 a rank receives its shard during backward if it has arrived by then, and updates
+    # that shard alone; the others' shards are fetched before the next use. For the PREFETCH buckets
+    # that forward needs first, step() starts the work of the last column before it returns. On a
+    # GPU updates run on a side stream, for which forward waits.
 
     def expect_step(self, optimizer: Optimizer, lr: float) -> None:
         """Announce the next step() before its synced backward.
@@ -639,7 +587,14 @@ class DDP:
         overlap_step="backward" needs it to update buckets during backward; without it, buckets are
         updated as with "forward"."""
         if self.overlap_step == "backward":
-            self._update_in_backward = optimizer, lr
+            self._expected = optimizer, lr
+
+    def _update_alone(self, bucket: Bucket) -> None:
+        """Update a bucket in backward: nothing depends on others, no clipping and no loss scale."""
+        optimizer, lr = self._expected
+        found_inf = 1.0 - bucket.squared_norm.sum().isfinite().float()
+        self._end_hook(bucket, Update(optimizer, lr, torch.ones_like(found_inf), found_inf))
+        self._apply(bucket)
 
     def flush(self) -> None:
         """Make all weights current. All ranks call it before anything but a forward reads them."""
@@ -669,9 +624,9 @@ class DDP:
                 module.register_forward_pre_hook(refresh)
 
     @torch.no_grad()
-    def _refresh(self, bucket: Bucket, ahead: int = PREFETCH) -> None:
-        """Make the bucket's weights current, and start on all up to `ahead` buckets after it."""
-        if self._update_in_backward and self._next == len(self.buckets):
+    def _refresh(self, bucket: Bucket) -> None:
+        """Make the bucket's weights current, and start on all up to PREFETCH buckets after it."""
+        if self._expected and self._next == len(self.buckets):
             # Otherwise forward would use weights of which a part is updated
             text = "after backward call step() before a forward or flush()"
             raise UserError(f"ddp: overlap_step='backward': {text}")
@@ -680,7 +635,7 @@ class DDP:
         # is current already is left alone. Activation checkpointing runs a block again in backward:
         # then buckets below _next have left. Which of them are updated by now depends on timing, so
         # to fetch them here could happen in another order on another rank.
-        first = max(self._next, bucket.index - ahead)
+        first = max(self._next, bucket.index - PREFETCH)
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)
         if bucket.state is State.STALE and bucket.work is not None:
@@ -693,11 +648,10 @@ class DDP:
     def _begin_refresh(self, bucket: Bucket) -> None:
         """Run the bucket's deferred update; with ZeRO-1 start to fetch the other ranks' shards."""
         if bucket.state is State.READY:
-            with self._on_side_stream():
-                self._apply(self._update, bucket)
+            self._apply(bucket)
         if bucket.state is State.STALE and bucket.work is None:
             with self._on_side_stream():
-                launch_gather(bucket, bucket.param, bucket.shard_sizes)
+                launch_gather(bucket, bucket.param)
 
     def _on_side_stream(self) -> AbstractContextManager:
         """On a GPU with overlap: run on the side stream, after all work queued so far."""
@@ -713,14 +667,12 @@ class DDP:
 # their next use. In bytes the two together are one all-reduce.
 
 
-def cut_into_shards(
-    bucket: Bucket, world_size: int, rank: int, whole_matrices: bool, unit: int = 1
-) -> None:
-    """Divide the bucket into a shard for each rank: equal, unless a cut has to move.
+def cut_into_shards(bucket: Bucket, whole_matrices: bool, unit: int) -> None:
+    """Let this rank update its shard of the bucket. Shards are equal, unless a cut has to move.
 
     whole_matrices: a cut within a matrix that Muon trains moves to the nearer end of it. unit: any
     other cut moves to a multiple of `unit` elements from the beginning of its parameter."""
-    cuts = [bucket.param.numel() * r // world_size for r in range(world_size + 1)]
+    cuts = [0, *accumulate(bucket.shard_sizes)]
     for name, p, begin in zip(bucket.names, bucket.params, bucket.offsets, strict=True):
         end = begin + p.numel()
         multiple = p.numel() if whole_matrices and muon_trains(name) else unit
@@ -729,66 +681,45 @@ def cut_into_shards(
                 n_units = (cut - begin + multiple // 2) // multiple  # rounded to the nearest
                 cuts[k] = min(begin + n_units * multiple, end)
     bucket.shard_sizes = [end - begin for begin, end in pairwise(cuts)]
-    bucket.shard = cuts[rank], cuts[rank + 1]
+    bucket.shard = cuts[ranks.rank()], cuts[ranks.rank() + 1]
     bucket.sharded = True
 
 
-def muon_trains(name: str) -> bool:
-    """Return whether Muon would train a matrix of this name: of the blocks, no LoRA factor."""
-    # A factor is no map whose singular values should be equal: AdamW trains it.
-    return name.startswith("layers.") and ".lora_" not in name
-
-
-def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
-    """Start to send every rank its shard of `flat`; return what this rank will receive.
-
-    It is the sum over the ranks (shard,), or the terms of that sum (ranks, shard): with gloo, and
-    where shards differ in size."""
-    if has_native_shards(flat, bucket.shard_sizes):
-        mine = own_shard(flat, bucket.shard_sizes)
-        bucket.launch(REDUCE_SCATTER, mine, flat)
-        return mine
-    # gloo's reduce_scatter moves as many bytes as an all-reduce.
-    return launch_exchange(bucket, flat, bucket.shard_sizes)
-
-
-def launch_exchange(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> Tensor:
+def launch_exchange(bucket: Bucket, flat: Tensor) -> Tensor:
     """Start to send every rank its shard of `flat`; return what this rank will receive.
 
     It is what each rank has in the place of this rank's shard, (ranks, shard)."""
-    n, own_size = len(shard_sizes), shard_sizes[ranks.rank()]
+    n, own_size = len(bucket.shard_sizes), len(own_shard(bucket, flat))
     received = flat.new_empty(n, own_size)
-    to_receive, to_send = [own_size] * n, shard_sizes  # elements from and to each rank
+    to_receive, to_send = [own_size] * n, bucket.shard_sizes  # elements from and to each rank
     bucket.launch(dist.all_to_all_single, received.view(-1), flat, to_receive, to_send)
     return received
 
 
-def launch_gather(bucket: Bucket, flat: Tensor, shard_sizes: list[int]) -> None:
+def launch_gather(bucket: Bucket, flat: Tensor) -> None:
     """Start to complete `flat`, of which each rank holds its shard."""
-    mine = own_shard(flat, shard_sizes)
-    if has_native_shards(flat, shard_sizes):
+    n, mine = len(bucket.shard_sizes), own_shard(bucket, flat)
+    if has_native_shards(bucket):
         bucket.launch(ALL_GATHER, flat, mine)
         return
-    n = len(shard_sizes)
-    to_receive, to_send = shard_sizes, [len(mine)] * n  # elements from and to each rank
+    to_receive, to_send = bucket.shard_sizes, [len(mine)] * n  # elements from and to each rank
     bucket.launch(dist.all_to_all_single, flat, mine.repeat(n), to_receive, to_send)
 
 
-def own_shard(flat: Tensor, shard_sizes: list[int]) -> Tensor:
+def own_shard(bucket: Bucket, flat: Tensor) -> Tensor:
     """Return this rank's shard of `flat`, a view."""
-    return flat.split(shard_sizes)[ranks.rank()]
+    return flat.split(bucket.shard_sizes)[ranks.rank()]
 
 
-def has_native_shards(flat: Tensor, shard_sizes: list[int]) -> bool:
+def has_native_shards(bucket: Bucket) -> bool:
     """Return whether NCCL can scatter and gather in place: it wants shards of equal size."""
-    return flat.is_cuda and len(set(shard_sizes)) == 1
+    return bucket.param.is_cuda and len(set(bucket.shard_sizes)) == 1
 
 
 # ---- 7. optional: the same bits on any number of ranks -------------------------------------------
 # The last bits of a sum depend on the order of its terms. Here the micro-batches of a step are
 # added as one binary tree over their number, ((g0 + g1) + (g2 + g3)) + ... A rank computes
-# consecutive ones, so it adds a subtree of its own (DDP._add_in_tree) and the hook adds those of
-# the ranks.
+# consecutive ones, so it adds a subtree of its own (`add`) and the hook adds those of the ranks.
 
 # Elements of a parameter in a piece. One rank adds up the squares of a piece, so no shard cuts it.
 # A multiple of 128, because AdamW's kernel rounds the last few elements of a tensor in another way.
@@ -802,25 +733,39 @@ class InTree:
 
     compress = "none"
 
-    def __call__(self, bucket: Bucket) -> Generator[Sent | Reduced, Tensor, None]:
+    def __init__(self) -> None:
+        # {parameter: (micro-batches, sum of their gradients) of every subtree without a neighbour}
+        self.waiting: dict[nn.Parameter, list[tuple[int, Tensor]]] = {}
+
+    def add(self, p: nn.Parameter, grad: Tensor, is_last: bool) -> Tensor:
+        """Add a micro-batch's gradient of p; return the sum of the largest subtree it completes.
+
+        is_last: it is the last of the step on this rank."""
+        # Subtrees of 1, 2, 4, .. micro-batches wait for a neighbour of their size, as ones in a
+        # binary counter wait for a carry.
+        size, waiting = 1, self.waiting.setdefault(p, [])
+        while waiting and waiting[-1][0] == size:
+            grad = waiting.pop()[1].add_(grad)
+            size *= 2
+        if not is_last:
+            waiting.append((size, grad))
+        assert not (is_last and waiting), f"{size=}: micro-steps must be a power of two"
+        return grad
+
+    def __call__(self, bucket: Bucket) -> Iterator[State]:
         """Add up `bucket` over the ranks; with ZeRO-1 this rank receives its shard alone."""
-        n, sizes = ranks.world_size(), bucket.shard_sizes
-        if not bucket.sharded:
-            sizes = [len(bucket.grad) // n] * n
-        if n > 1:
-            terms = launch_exchange(bucket, bucket.grad, sizes)
-            yield Sent.LAST if bucket.sharded else Sent.MORE
+        if dist.is_initialized():
+            terms = launch_exchange(bucket, bucket.grad)
+            yield State.IN_FLIGHT if bucket.sharded else State.HALFWAY
             while len(terms) > 1:
                 terms = terms[0::2] + terms[1::2]  # neighbours, which are subtrees of one size
-            own_shard(bucket.grad, sizes).copy_(terms[0])
-            if terms.is_cuda:  # as in Average
-                terms.record_stream(torch.cuda.current_stream())
+            own_shard(bucket, bucket.grad).copy_(terms[0])
             del terms  # as large as the bucket, and the generator lives on
             if not bucket.sharded:
-                launch_gather(bucket, bucket.grad, sizes)
-        if n == 1 or not bucket.sharded:  # else the exchange was the last
-            yield Sent.LAST
-        yield Reduced(squares_of_pieces(bucket))
+                launch_gather(bucket, bucket.grad)
+                yield State.IN_FLIGHT
+        bucket.squared_norm = squares_of_pieces(bucket)
+        yield State.REDUCED
 
 
 def squares_of_pieces(bucket: Bucket) -> Tensor:
@@ -841,8 +786,10 @@ def check_options(
     compress: str, overlap_step: str, zero1: bool, clip: float = 0.0, scaled: bool = False
 ) -> None:
     """Raise UserError for options that cannot be combined. scaled: float16 with a GradScaler."""
-    known = overlap_step in ("off", "forward", "backward")
-    refuse(not known, f"overlap_step must be one of off, forward, backward, got {overlap_step!r}")
+    is_known = overlap_step in ("off", "forward", "backward")
+    refuse(
+        not is_known, f"overlap_step must be one of off, forward, backward, got {overlap_step!r}"
+    )
     text = f"zero1=True uses reduce-scatter, but {compress} needs an all-reduce"
     refuse(zero1 and compress not in WIRES, f"{text}; use one of the two")
     cannot = ""
@@ -854,12 +801,6 @@ def check_options(
         cannot = "skip a step that overflows (float16)"
     text = "overlap_step='backward' updates a bucket before the others came, so it cannot"
     refuse(overlap_step == "backward" and cannot, f"{text} {cannot}; use 'forward'")
-
-
-def settings_of(hook: Hook) -> dict[str, int | str]:
-    """Return the plain numbers and texts that a hook holds."""
-    values = getattr(hook, "__dict__", {}).items()
-    return {key: value for key, value in values if isinstance(value, int | str)}
 
 
 def check_same_model(model: nn.Module, settings: str) -> None:

@@ -458,10 +458,11 @@ def check_narrow_wire(world: ranks.World) -> None:
 def summing(bucket: ddp.Bucket, goes_on: bool = False) -> Iterator:
     """A user's hook: one collective, the sum instead of the mean."""
     bucket.launch(dist.all_reduce, bucket.grad)
-    yield ddp.Sent.LAST
-    yield ddp.Reduced(ddp.sum_of_squares(bucket.grad))
+    yield ddp.State.IN_FLIGHT
+    bucket.squared_norm = ddp.sum_of_squares(bucket.grad)
+    yield ddp.State.REDUCED
     if goes_on:
-        yield ddp.Sent.LAST
+        yield ddp.State.IN_FLIGHT
 
 
 class Quantized:
@@ -474,14 +475,15 @@ class Quantized:
         largest = bucket.grad.abs().max()
         self.events.append(f"P{bucket.index}")
         bucket.launch(dist.all_reduce, largest, dist.ReduceOp.MAX)
-        yield ddp.Sent.MORE
+        yield ddp.State.HALFWAY
         unit = largest / 2**20
         whole = (bucket.grad / unit).round().int()
         self.events.append(f"Q{bucket.index}")
         bucket.launch(dist.all_reduce, whole)
-        yield ddp.Sent.LAST
+        yield ddp.State.IN_FLIGHT
         mean = whole * unit
-        yield ddp.Reduced(ddp.sum_of_squares(mean))
+        bucket.squared_norm = ddp.sum_of_squares(mean)
+        yield ddp.State.REDUCED
         bucket.grad.copy_(mean)
 
 
@@ -667,9 +669,8 @@ def virtual_time(ms_per_bucket: float, late: bool, **options: object) -> float:
             parallel.expect_step(optimizer, 1e-3)
             loss = model(torch.ones(1, D))
             for bucket in parallel.buckets:
-                bucket.missing += (
-                    late  # it waits for a gradient that never comes; step() launches it
-                )
+                if late:  # it waits for a gradient that never comes; step() launches it
+                    bucket.missing.add(-1)
             loss.backward()
             ideal = model.now
             parallel.step(optimizer, 1e-3)

@@ -99,7 +99,7 @@ class Sequential(ddp.DDP):
     def _start_step(self) -> None:
         super()._start_step()
         for bucket in self.buckets:
-            bucket.missing += 1
+            bucket.missing.add(-1)
 
 
 def our_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
@@ -107,8 +107,9 @@ def our_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
 
     def silent(bucket: ddp.Bucket) -> Iterator:
         times.append(time.perf_counter())
-        yield ddp.Sent.LAST
-        yield ddp.Reduced(ddp.sum_of_squares(bucket.grad))
+        yield ddp.State.IN_FLIGHT
+        bucket.squared_norm = ddp.sum_of_squares(bucket.grad)
+        yield ddp.State.REDUCED
 
     options = {"hook": silent} if key == "compute" else CASES[key]
     parallel = (Sequential if key == "sequential" else ddp.DDP)(model, **options)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ddp import muon_trains
 from groundup.errors import UserError, refuse
 from groundup.train import ranks
 
@@ -172,6 +171,12 @@ def row_scales(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> T
     return scales * (before / after.clamp(min=1e-7)).sqrt()
 
 
+def muon_trains(name: str) -> bool:
+    """Return whether Muon would train a matrix of this name: of the blocks, no LoRA factor."""
+    # A factor is no map whose singular values should be equal: AdamW trains it.
+    return name.startswith("layers.") and ".lora_" not in name
+
+
 # A group: neighbouring parameters of a bucket, their update rule and its state.
 Group = AdamWSegment | MuonStack
 
@@ -282,18 +287,17 @@ def segments(bucket: Bucket, kind: str, one_by_one: bool) -> list[tuple[str, lis
     """Cut a bucket into (rule, indices of consecutive parameters, or of one).
 
     rule: muon (one shape each), decay or no_decay."""
-    found: list[tuple[str, list[int]]] = []
-    before = None  # rule and shape of the parameter before
-    for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
-        rule, shape = "decay" if p.ndim >= 2 else "no_decay", None
-        if kind == "muon" and p.ndim == 2 and muon_trains(name):
+
+    def what_neighbours_share(i: int) -> tuple:
+        p, rule, shape = bucket.params[i], "no_decay", None
+        if kind == "muon" and p.ndim == 2 and muon_trains(bucket.names[i]):
             rule, shape = "muon", p.shape  # matrices of another shape begin another stack
-        if before == (rule, shape) and not one_by_one:  # the last segment goes on
-            found[-1][1].append(i)
-        else:
-            found.append((rule, [i]))
-        before = rule, shape
-    return found
+        elif p.ndim >= 2:
+            rule = "decay"
+        return rule, shape, i if one_by_one else None
+
+    indices = range(len(bucket.params))
+    return [(shared[0], list(group)) for shared, group in groupby(indices, what_neighbours_share)]
 
 
 def own_span(bucket: Bucket, indices: list[int]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ sent instead of n m. One step of subspace iteration finds them, from the Q of th
 """
 
 import zlib
-from collections.abc import Generator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp import AFTER, BEFORE, Average, Bucket, Hook, Reduced, Sent, sum_of_squares
+from ddp import AFTER, BEFORE, Average, Bucket, Hook, State, sum_of_squares
 from groundup.train import ranks
 
 
@@ -92,7 +92,7 @@ class PowerSGD:
             bases.append(torch.randn(grad.shape[2], r, generator=generator))
         return Stack(names, grad, error, torch.stack(bases).to(error))
 
-    def __call__(self, bucket: Bucket) -> Generator[Sent | Reduced, Tensor, None]:
+    def __call__(self, bucket: Bucket) -> Iterator[State]:
         """Reduce `bucket`; see the protocol in ddp.py."""
         stacks, raw = self.stacks[bucket.index], self.raw[bucket.index]
         # A bucket without large matrices, or the warm-up: gradients change too fast at first.
@@ -108,7 +108,7 @@ class PowerSGD:
             left.append(d @ torch.linalg.qr(s.basis)[0])  # an orthonormal basis: P stays in range
         message = torch.cat([t.flatten() for t in left + raw])
         bucket.launch(dist.all_reduce, message)
-        yield Sent.MORE
+        yield State.HALFWAY
 
         # 2. The mean P, orthonormal, and the mean of what is sent whole; then Q = D^T P
         parts = split_like(message, left + raw)
@@ -118,15 +118,15 @@ class PowerSGD:
         own_right = [d.mT @ p for d, p in zip(wanted, left, strict=True)]  # (K, m, r)
         message = torch.cat([q.flatten() for q in own_right])
         bucket.launch(dist.all_reduce, message)
-        yield Sent.LAST
+        yield State.IN_FLIGHT
 
         # 3. The norm. |P Q^T| = |Q|, because the columns of P are orthonormal
         right = split_like(message, own_right)
-        square = sum(sum_of_squares(t.flatten()) for t in right + raw)
-        found_inf = yield Reduced(square)
+        bucket.squared_norm = sum(sum_of_squares(t.flatten()) for t in right + raw)
+        yield State.REDUCED
 
         # 4. The mean gradient P Q^T. Error and basis change only if the step is not skipped.
-        skip = found_inf > 0
+        skip = bucket.update.found_inf > 0
         for s, d, p, own, q in zip(stacks, wanted, left, own_right, right, strict=True):
             lost = d.baddbmm_(p, own.mT, alpha=-1).div_(scale)
             torch.where(skip, s.error, lost, out=s.error)
