@@ -115,7 +115,7 @@ class Tokenizer(TextTokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return `encode` as uint32 (n,): faster than a list for a long text."""
-        with engines.panics_in_one_line():
+        with engines.PanicsInOneLine():
             return self.engine.encode_array(text)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -292,7 +292,7 @@ class Tokenizer(TextTokenizer):
 
     def _spans(self, text: str, cuts: tuple[int, ...], place: str) -> Spans:
         """Return the ids of a piece's text, and where each begins and ends."""
-        with engines.panics_in_one_line():
+        with engines.PanicsInOneLine():
             return encode_parts(self.engine, text, cuts, place)
 
     def _ids(self, text: str, cuts: tuple[int, ...] = (), place: str = engines.START) -> list[int]:

@@ -16,7 +16,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -284,18 +283,18 @@ def read_ranks(model: dict, added: dict[str, int]) -> dict[bytes, int]:
     return ranks
 
 
-@contextmanager
-def panics_in_one_line() -> Iterator[None]:
-    """Raise UserError for a panic of the library that splits text, within the context."""
-    try:
-        yield
-    except BaseException as error:
+class PanicsInOneLine:
+    """Within `with` it raises UserError for a panic of the library that splits text."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
         # Rust's panics come as a BaseException of a class that no module exports
-        if type(error).__name__ != "PanicException":
-            raise
-        fails = "the pattern that splits text fails on this text"
-        what = " ".join(str(error).split())
-        raise UserError(f"tokenizer: {fails} ({what:.200})") from None
+        if kind and kind.__name__ == "PanicException":
+            fails = "the pattern that splits text fails on this text"
+            what = " ".join(str(error).split())
+            raise UserError(f"tokenizer: {fails} ({what:.200})") from None
 
 
 def merge_words(model: dict) -> list[list[str]]:

@@ -22,10 +22,10 @@ from groundup.tokens.engines import (
     ByteLevelBPE,
     Engine,
     LibraryTokenizer,
+    PanicsInOneLine,
     SentencePieceBPE,
     Unsupported,
     added_token,
-    panics_in_one_line,
     to_json,
     vocab_of,
 )
@@ -186,7 +186,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text, never a special one; lone surrogates become U+FFFD."""
-        with panics_in_one_line():
+        with PanicsInOneLine():
             return self.engine.encode(text)
 
     def encode_token(self, token: bytes) -> list[int]:

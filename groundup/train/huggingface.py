@@ -335,10 +335,13 @@ def checksum_once(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def weights_fingerprint(directory: str | Path) -> str:
-    """Return names and checksums of the files of a directory's weights that are there."""
-    parts = []
-    # Others may lie beside them, such as the ._model.safetensors of a Mac.
-    for path in filter(Path.exists, weight_files(Path(directory))):
+    """Return names and checksums of the files of a directory's weights, of an adapter also those
+    of its base."""
+    parts, directory = [], Path(directory)
+    paths = weight_files(directory)
+    if is_adapter(directory):
+        paths += weight_files(base_of(directory))
+    for path in filter(Path.exists, paths):
         # Size and time of the last change tell whether the file is still the same.
         status = path.stat()
         parts.append(f"{path.name} {checksum_once(path, status.st_size, status.st_mtime_ns)}")
