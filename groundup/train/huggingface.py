@@ -451,13 +451,12 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     if ranks.is_sharded(model):  # otherwise these could be gathered copies
         model.reshard()
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if ".lora_" not in n}
-    new, own = None, {}
+    cfg, own = None, {}  # of an adapter
     if is_adapter(directory):
         base = base_of(directory)
         check_base(base, directory)
         cfg, own = open_adapter(model, directory)
         shapes |= lora.adapter_shapes(model, cfg)
-        new = cfg if lora_config_of(model) is None else None
     tensors = open_weights(base)
     if model.cfg.tie_embeddings:  # one parameter, though files may hold two tensors
         drop_tied_head(tensors, base)
@@ -465,12 +464,13 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
 
     # Everything is checked before the first change, so an error leaves the model as it was.
     check_fit(shapes, tensors, directory)
-    if new:
-        lora.add_lora(model, new)
+    merges = cfg is not None and lora_config_of(model) is None
+    if merges:
+        lora.add_lora(model, cfg)
     params = dict(model.named_parameters())
     for name in shapes:
         put(params[name], tensors[name])
-    if new:
+    if merges:
         lora.merge_(model)
 
 
