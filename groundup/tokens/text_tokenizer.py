@@ -143,23 +143,19 @@ class TextTokenizer:
 
         In old directories these are special_tokens_map.json, {"eos_token": name}, and
         added_tokens.json, {name: id}."""
-        config = parse_object(files.get("tokenizer_config.json", b"{}"))
-        changes = {}
+        read = parse_object(files.get("tokenizer_config.json", b"{}"))
+        config, tokens = dict(read), read.get("added_tokens_decoder") or {}
         # Newer directories have all this in tokenizer_config.json, which then wins.
-        tokens = config.get("added_tokens_decoder") or {}
-        names = directory / "special_tokens_map.json"
-        if not tokens and names.exists():
-            for key, name in read_json(names).items():
-                if key.endswith("_token") and config.get(key) != name:
-                    changes[key] = name  # the names of eos_token and so on
-        added = directory / "added_tokens.json"
+        names, added = directory / "special_tokens_map.json", directory / "added_tokens.json"
+        if not tokens and names.exists():  # the names of eos_token and so on
+            config |= {key: n for key, n in read_json(names).items() if key.endswith("_token")}
         if added.exists():
             tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
-            changes["added_tokens_decoder"] = tokens
         if "tokenizer.json" in files:
             files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
-            changes.pop("added_tokens_decoder", None)  # tokenizer.json has them now
-        return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
+        elif tokens:
+            config["added_tokens_decoder"] = tokens
+        return files if config == read else files | {"tokenizer_config.json": to_json(config)}
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read."""
