@@ -281,7 +281,7 @@ def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -
     check_fit({name: shapes[name] for name in stored}, stored, directory)
 
 
-def check_fit(shapes: dict[str, tuple], tensors: dict[str, Stored], directory: Path) -> None:
+def check_fit(shapes: dict[str, tuple], tensors: dict[str, Stored], directory: str | Path) -> None:
     """Raise UserError unless `tensors` has one tensor for each name, of that shape."""
     problems = [f"{name} is missing" for name in shapes if name not in tensors]
     problems += [f"{name} is unknown" for name in tensors if name not in shapes]
@@ -463,7 +463,7 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     tensors |= own  # what was trained beside adapters is in both places
 
     # Everything is checked before the first change, so an error leaves the model as it was.
-    check_fit(shapes, tensors, directory)
+    check_fit(shapes, tensors, f"{base} with {directory}" if own else base)
     merges = cfg is not None and lora_config_of(model) is None
     if merges:
         lora.add_lora(model, cfg)
