@@ -288,8 +288,6 @@ def describe_model(directory: Path) -> dict:
     """Return what identifies a model."""
     weights = huggingface.weights_fingerprint(directory)
     found = {"directory": str(directory.resolve()), "weights": weights}
-    if huggingface.is_adapter(directory):
-        found["base_weights"] = huggingface.weights_fingerprint(huggingface.base_of(directory))
     found["tokenizer"] = Tokenizer.load(huggingface.tokenizer_dir(directory)).fingerprint()
     return found | {"architecture": dataclasses.asdict(huggingface.load_config(directory))}
 

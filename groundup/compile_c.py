@@ -88,9 +88,7 @@ def cache_directory(fallback: Path) -> Path:
 
 def processor() -> str:
     """Return what -march=native depends on: several machines may share one home directory."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor()
-    text = info.read_text(encoding="utf-8", errors="replace")
+    info = Path("/proc/cpuinfo")  # of Linux
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     first_core = re.findall(r"^(?:flags|Features|model name)\s*:.*", text, re.M)[:2]
     return "".join(first_core) or platform.processor()

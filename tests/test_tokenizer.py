@@ -633,6 +633,14 @@ def test_any_tokenizer_json_gives_the_ids_of_its_library(bpe: Tokenizer, tmp_pat
         assert not tok.special_ids & set(ids)
 
 
+def test_bytes_without_a_token_are_left_out_of_a_token(bpe: Tokenizer, tmp_path: Path):
+    description = json.loads(bpe.files["tokenizer.json"])
+    for byte in UNUSED_BYTES:
+        specials_in_vocab(description).pop(TO_CHAR[byte])
+    tok = Tokenizer.load(foreign_dir(tmp_path, description, {}))
+    assert tok.encode_token(b"\xff") == [] and tok.encode_token(b"\xffa\xc0") == tok.encode("a")
+
+
 def random_text(rng: random.Random) -> str:
     """Return characters of all planes that every version of Unicode at hand knows."""
     ranges = [(32, 127)] * 4 + [(0x4E00, 0x9FFF), (0, 0x3000), (0, 0x20000), (9, 14), (32, 33), (48, 58)]

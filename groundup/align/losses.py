@@ -262,12 +262,8 @@ def named(means: Iterable[float], config: Mapping) -> dict[str, float]:
 
 def describe_reference(init_dir: Path, corpus: PairCorpus, dtype: torch.dtype) -> dict[str, str]:
     """Return {what the reference's log-probabilities depend on: its fingerprint}."""
-    weights = huggingface.shared_fingerprint(init_dir)
-    # an adapter is a reference together with the model below it
-    if huggingface.is_adapter(init_dir):
-        weights += f" on {huggingface.shared_fingerprint(huggingface.base_of(init_dir))}"
     return {
-        "checkpoint": weights,
+        "checkpoint": huggingface.shared_fingerprint(init_dir),
         "pairs": corpus.fingerprint,
         "tokenizer": corpus.tokenizer.fingerprint(),
         "dtype": str(dtype),

@@ -298,7 +298,7 @@ def load(
     if not is_reward_model(directory):
         raise UserError(f"reward: {directory} holds no reward model; reward.py trains one")
     model = huggingface.build(RewardModel, huggingface.load_config(directory), dtype)
-    huggingface.load_on_ranks(huggingface.copy_weights, model, directory)
+    huggingface.load_on_ranks(huggingface.load_weights, model, directory)
     ranks.broadcast_weights(model)
     return model.to(device).eval()
 
@@ -319,7 +319,7 @@ def load_resumed(model: RewardModel, path: Path, trained: dict) -> None:
 def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
     """Copy the weights of a reward model, or of a language model, whose head is not used."""
     if is_reward_model(source):
-        huggingface.copy_weights(model, source)
+        huggingface.load_weights(model, source)
     else:
         huggingface.load_with_new_rows(model, source, n_known, tokenizer)
 
@@ -351,7 +351,7 @@ def load_weights(model: RewardModel, path: Path, trained: dict) -> None:
 
     Raise UserError if the weights below the adapters have changed."""
     if not trained:  # no adapters: the saved weights are all there is
-        huggingface.copy_weights(model, path)
+        huggingface.load_weights(model, path)
         return
     # The saved weights are merged, which rounds. Load the base again, then the adapters.
     base = Path(trained["base"])

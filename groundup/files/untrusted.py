@@ -33,24 +33,18 @@ POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
 BYTES_PER_VALUE = 16  # at most one value for so many: Python needs up to 100 bytes for each
 
 
-def regular_size(path: str | Path) -> int:
-    """Return the size of a file. Raise OSError unless it is a regular one.
+def check_regular(path: str | Path) -> int:
+    """Return the size of a file. Raise OSError unless it is a regular one, and not a pointer.
 
     A pipe would wait for ever, and a device never end."""
     status = os.stat(path)  # follows links
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "is no regular file", str(path))
-    return status.st_size
-
-
-def check_regular(path: str | Path) -> int:
-    """Return the size of a file. Raise OSError unless it is a regular one, and not a pointer."""
-    size = regular_size(path)
-    if size < 1000:
+    if status.st_size < 1000:
         with open(path, "rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise OSError(0, f"it is {POINTER_HINT}", str(path))
-    return size
+    return status.st_size
 
 
 def crc32_of(path: str | Path) -> int:
@@ -188,7 +182,7 @@ def why_unusable(action: Callable[[], object]) -> str:
     if child == 0:
         status = 1
         try:
-            limit_this_process()
+            limit_memory(TRIAL_MB, TRIAL_S)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(STUCK_S)  # in seconds of the clock
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust tells its panics
@@ -204,23 +198,18 @@ def why_unusable(action: Callable[[], object]) -> str:
     return f"it fails, or needs more than {TRIAL_MB} MB" if ended else ""
 
 
-def limit_this_process() -> None:
-    """Have the kernel end this process if it takes much more memory, or time of a CPU."""
-    import resource  # not on Windows
+def limit_memory(megabytes: int, cpu_s: int = 0) -> None:
+    """Let this process take so much more memory than it has now, where the system can do that.
 
-    limit_memory(TRIAL_MB)
-    for what, bound in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, TRIAL_S)):
-        with contextlib.suppress(ValueError):  # there is a lower limit already
-            resource.setrlimit(what, (bound, bound))
-
-
-def limit_memory(megabytes: int) -> None:
-    """Let this process take so much more memory than it has now, where the system can do that."""
+    cpu_s: the kernel ends the process after so many seconds of a CPU; 0 = any number."""
     if sys.platform != "linux":
         return
     import resource  # not on Windows
 
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + megabytes * 10**6
-    with contextlib.suppress(ValueError):  # there is a lower limit already
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    bounds = {resource.RLIMIT_AS: pages * resource.getpagesize() + megabytes * 10**6}
+    if cpu_s:
+        bounds |= {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_CORE: 0}  # no file of its memory
+    for what, most in bounds.items():
+        with contextlib.suppress(ValueError):  # there is a lower limit already
+            resource.setrlimit(what, (most, most))

@@ -75,6 +75,14 @@ def in_bytes(word: str) -> bytes:
         raise UserError(f"its token {word!r} is not in byte-level BPE's alphabet") from None
 
 
+def vocab_of(description: dict) -> dict[str, int]:
+    """Return {word: id} of a parsed tokenizer.json; added tokens may be missing there."""
+    vocab = description["model"]["vocab"]
+    if isinstance(vocab, dict):
+        return vocab
+    return {piece: i for i, (piece, _) in enumerate(vocab)}  # Unigram: [[piece, score], ...]
+
+
 def added_token(content: str, token_id: int = -1) -> dict:
     """Return a special token's entry in tokenizer.json, or, without an id, in the config."""
     entry = {"id": token_id} if token_id >= 0 else {}
@@ -131,7 +139,6 @@ class Engine:
 
 # ---- byte-level BPE: tokenizer.json by tiktoken ----------------------------------------------
 
-IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))  # bytes; a vocabulary may lack the others, or some
 # Letters, digits, marks, emoji, quotes and white space of many kinds: a pattern must match them all
 ALL_KINDS = (
     "a Z1\u0664 \u00e9\u0915\u093f \u7532\U0001f600 _'s'!\u3002 "
@@ -145,7 +152,7 @@ class ByteLevelBPE(Engine):
     ranks {token: id}: bytes and what merges make of them
     pattern: the regular expression that cuts text into chunks
     nfc: whether text is first brought to Unicode's form C (Qwen)
-    missing: bytes that UTF-8 uses and that have no token
+    missing: bytes that have no token
     """
 
     backend = "bpe"
@@ -164,7 +171,7 @@ class ByteLevelBPE(Engine):
         # newer files list added tokens among the others, too
         added = self.special_tokens | self.words
         self.ranks = read_ranks(model, added)  # checked: tiktoken merges alike
-        self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in self.ranks)
+        self.missing = bytes(b for b in range(256) if bytes([b]) not in self.ranks)
 
         self.added_words = set(self.words)  # tiktoken takes no other collection
         self.encoding = tiktoken.Encoding(
@@ -400,9 +407,7 @@ class LibraryTokenizer(Engine):
             to_bytes = bytes_of_piece
         else:
             raise UserError(f"{why}, and its decoder {decoder:.100} is not supported")
-        vocab = description["model"]["vocab"]
-        if not isinstance(vocab, dict):  # Unigram: [[piece, score], ...]
-            vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+        vocab = vocab_of(description)
         ordinary = {word: i for word, i in vocab.items() if word not in self.special_tokens}
         self.token_bytes = {i: to_bytes(word) for word, i in ordinary.items()}
         self.token_bytes |= {i: word.encode() for word, i in self.words.items()}
@@ -457,7 +462,8 @@ def bytes_of_piece(piece: str) -> bytes:
 
 # A ModelProto with normalizer_spec.add_dummy_prefix = false: behind another one it overrides that
 NO_PREFIX = b"\x1a\x02\x18\x00"
-USER_DEFINED = 4  # the type of a piece that is found in every text
+# Types of pieces; one that is user-defined is found in every text
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 class SentencePieceBPE(Engine):
@@ -491,19 +497,18 @@ class SentencePieceBPE(Engine):
         self.legacy = bool(config.get("legacy"))
         # what transformers does
         self.begins = str(config.get("tokenizer_class", "")).startswith("Llama")
-        self._add_pieces(piece_types(model))
+        self._add_pieces(pieces_of(model))
 
-    def _add_pieces(self, types: list[int]) -> None:
+    def _add_pieces(self, pieces: list[tuple[str, int]]) -> None:
         """Sort the pieces into special tokens, words and others, and find where text is cut."""
-        processor = self.processor
         # so far these are the tokens behind the pieces, which the library does not know
-        words, within = list(self.words), []
+        known, within = dict(pieces), []
+        words = [word for word in self.words if word not in known]
         self.token_bytes = {i: word.encode() for word, i in self.words.items()}
-        pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
-        for (piece, i), kind in zip(pieces.items(), types, strict=True):
-            if processor.is_control(i) or processor.is_unknown(i):
-                self.special_tokens[piece] = i  # <s>, </s>, <unk>
-            elif processor.is_byte(i):
+        for i, (piece, kind) in enumerate(pieces):
+            if kind in (UNKNOWN, CONTROL):
+                self.special_tokens[piece] = i  # <unk>, <s>, </s>
+            elif kind == BYTE:
                 self.token_bytes[i] = bytes_of_piece(piece)
             else:
                 self.token_bytes[i] = piece.replace(SPACE, " ").encode()
@@ -515,7 +520,7 @@ class SentencePieceBPE(Engine):
             self.token_bytes.pop(i, None)
 
         breaks = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in within]
-        breaks += [re.escape(word) for word in words if word not in pieces]
+        breaks += map(re.escape, words)
         breaks += [] if self.has_prefix else [SPACE]
         self.breaks = re.compile("|".join(breaks) or "(?!)")
 
@@ -554,11 +559,12 @@ class SentencePieceBPE(Engine):
         return [self.sha256, self.legacy, sorted(self.words)]
 
 
-def piece_types(model: bytes) -> list[int]:
-    """Return the types of the pieces of a ModelProto (sentencepiece_model.proto): 1 = normal.
+def pieces_of(model: bytes) -> list[tuple[str, int]]:
+    """Return (text, type) of the pieces of a ModelProto (sentencepiece_model.proto), by id.
 
     A piece is field 1, a message of its text (field 1), score (2) and type (3)."""
-    return [dict(fields(piece)).get(3, 1) for number, piece in fields(model) if number == 1]
+    found = [dict(fields(piece)) for number, piece in fields(model) if number == 1]
+    return [(piece[1].decode(), piece.get(3, NORMAL)) for piece in found]
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:

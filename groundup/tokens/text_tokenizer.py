@@ -27,6 +27,7 @@ from groundup.tokens.engines import (
     Unsupported,
     added_token,
     to_json,
+    vocab_of,
 )
 
 FAST = "PreTrainedTokenizerFast"  # transformers' class that reads all of tokenizer.json
@@ -101,17 +102,14 @@ class TextTokenizer:
         """Return the tokenizer of a Hugging Face directory. Raise UserError."""
         directory, files = find_tokenizer(Path(directory)), {}
         for name in (*FILES, "generation_config.json"):
+            path = directory / name
             try:
-                files[name] = read_bytes(directory / name)
+                files[name] = read_bytes(path)
             except FileNotFoundError:  # none of them has to be there
                 continue
             except OSError as error:
-                where = directory / name
-                raise UserError(f"tokenizer: cannot read {where}: {error.strerror}") from None
-        read = dict(files)
-        # it belongs to the model, and only its special tokens are read
-        generation_config = files.pop("generation_config.json", None)
-        if not set(TOKENIZERS) & set(files):
+                raise UserError(f"tokenizer: cannot read {path}: {error.strerror}") from None
+        if not has_tokenizer(directory):
             nothing = f"no tokenizer.json or tokenizer.model in {directory}"
             how = "train a tokenizer"
             if (directory / "config.json").exists():  # of a model
@@ -122,6 +120,8 @@ class TextTokenizer:
         if "tokenizer.json" not in files and "tokenizer_config.json" not in files:
             lacks = f"{directory} has a tokenizer.model but no tokenizer_config.json"
             raise UserError(f"tokenizer: {lacks}; add it")
+        # it belongs to the model, and only its special tokens are read
+        generation_config = files.pop("generation_config.json", None)
         if generation_config is None:
             generation_config = ids_of_model(directory)
         # whatever is wrong inside a file is one line for the user
@@ -131,9 +131,11 @@ class TextTokenizer:
         except UserError as error:
             raise UserError(f"tokenizer: cannot use {directory}: {error}") from None
         except damage as error:
+            for name in (*files, "generation_config.json"):
+                if name.endswith(".json") and (directory / name).exists():
+                    read_json(directory / name, "tokenizer")  # raises for one that is no JSON
             what = f"{type(error).__name__}: {error}"
-            where = damaged_file(directory, read)
-            raise UserError(f"tokenizer: {where} is damaged: {what}") from None
+            raise UserError(f"tokenizer: {directory} is damaged: {what}") from None
 
     @staticmethod
     def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
@@ -141,23 +143,19 @@ class TextTokenizer:
 
         In old directories these are special_tokens_map.json, {"eos_token": name}, and
         added_tokens.json, {name: id}."""
-        config = parse_object(files.get("tokenizer_config.json", b"{}"))
-        changes = {}
+        read = parse_object(files.get("tokenizer_config.json", b"{}"))
+        config, tokens = dict(read), read.get("added_tokens_decoder") or {}
         # Newer directories have all this in tokenizer_config.json, which then wins.
-        tokens = config.get("added_tokens_decoder") or {}
-        names = directory / "special_tokens_map.json"
-        if not tokens and names.exists():
-            for key, name in read_json(names).items():
-                if key.endswith("_token") and config.get(key) != name:
-                    changes[key] = name  # the names of eos_token and so on
-        added = directory / "added_tokens.json"
+        names, added = directory / "special_tokens_map.json", directory / "added_tokens.json"
+        if not tokens and names.exists():  # the names of eos_token and so on
+            config |= {key: n for key, n in read_json(names).items() if key.endswith("_token")}
         if added.exists():
             tokens = {str(i): added_token(name) for name, i in read_json(added).items()} | tokens
-            changes["added_tokens_decoder"] = tokens
         if "tokenizer.json" in files:
             files = files | {"tokenizer.json": with_added(files["tokenizer.json"], tokens)}
-            changes.pop("added_tokens_decoder", None)  # tokenizer.json has them now
-        return files | ({"tokenizer_config.json": to_json(config | changes)} if changes else {})
+        elif tokens:
+            config["added_tokens_decoder"] = tokens
+        return files if config == read else files | {"tokenizer_config.json": to_json(config)}
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read."""
@@ -233,18 +231,17 @@ def engine_of(tokenizer_json: bytes) -> Engine:
         engine = ByteLevelBPE(description)
     except Unsupported as why:
         engine = LibraryTokenizer(description, str(why))
-    check_ids(added, description["model"]["vocab"])
+    check_ids(added, vocab_of(description))
     engine.begins = begins_text(description)
     return engine
 
 
-def check_ids(added: list[dict], vocab: dict[str, int] | list) -> None:
+def check_ids(added: list[dict], vocab: dict[str, int]) -> None:
     """Raise UserError for an added token that has another id in the library tokenizers.
 
     That numbers those that are not in the vocabulary on from its size, whatever the file says."""
-    known = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
-    new = dict.fromkeys(token["content"] for token in added if token["content"] not in known)
-    wanted = known | dict(zip(new, itertools.count(len(known)), strict=False))
+    new = dict.fromkeys(token["content"] for token in added if token["content"] not in vocab)
+    wanted = vocab | dict(zip(new, itertools.count(len(vocab)), strict=False))
     for token in added:
         name, i = token["content"], token["id"]
         if i != wanted[name]:
@@ -260,26 +257,18 @@ class Pieces(dict):
         raise UserError(f"tokenizer: id {token_id} is not one of {known}")
 
 
-def damaged_file(directory: Path, files: dict[str, bytes]) -> Path:
-    """Return the file of JSON that cannot be read, such as an empty one, else the directory."""
-    for name, content in files.items():
-        try:
-            if name.endswith(".json"):
-                parse_object(content)
-        except ValueError:
-            return directory / name
-    return directory
-
-
 # ---- what the files say beside the ids -------------------------------------------------------
 
 
 def find_tokenizer(directory: Path) -> Path:
     """Return where a tokenizer's files are: those of a run are in its newest checkpoint."""
     # a run directory may hold a tokenizer of its own beside its checkpoints: that one is meant
-    has_own = any((directory / name).exists() for name in TOKENIZERS)
-    is_run = (directory / "latest").is_dir() and not has_own
+    is_run = (directory / "latest").is_dir() and not has_tokenizer(directory)
     return directory / "latest" if is_run else directory
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in TOKENIZERS)
 
 
 def ids_of_model(directory: Path) -> bytes:
@@ -310,9 +299,8 @@ def with_added(tokenizer_json: bytes, tokens: dict[str, dict]) -> bytes:
     if not lacking:  # as in nearly all directories
         return tokenizer_json
     description = parse_object(tokenizer_json)
-    added, vocab = description.get("added_tokens") or [], description["model"]["vocab"]
+    added = description.get("added_tokens") or []
     # an id that is taken already keeps its token
-    taken = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
-    taken |= {token["id"] for token in added}
+    taken = {*vocab_of(description).values(), *(token["id"] for token in added)}
     description["added_tokens"] = added + [one for one in lacking if one["id"] not in taken]
     return to_json(description)

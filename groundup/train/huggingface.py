@@ -14,7 +14,7 @@ import json
 import math
 import tempfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ from torch import Tensor
 from groundup.errors import UserError, listed, naming, refuse, say
 from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
-from groundup.tokens.text_tokenizer import TextTokenizer
+from groundup.tokens.text_tokenizer import TextTokenizer, has_tokenizer
 from groundup.train import lora, ranks
 from groundup.train.config_json import (
     from_hf_config,
@@ -212,16 +212,6 @@ def open_safetensors(path: Path) -> Any:
         fail(f"cannot read {path}: {why}")
 
 
-def tensors_of(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by our names. Only its header is read."""
-    tensors = {}
-    with open_safetensors(path) as file:
-        for name in file.keys():
-            tensor, ours = file.get_slice(name), name.removeprefix(PREFIX).removeprefix("model.")
-            tensors[ours] = Stored(path, name, tensor.get_shape(), tensor.get_dtype())
-    return tensors
-
-
 def weight_files(directory: Path) -> list[Path]:
     """Return the files of a directory's weights: an adapter's, one, or the shards of an index."""
     if is_adapter(directory):
@@ -240,11 +230,15 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def open_weights(directory: Path) -> dict[str, Stored]:
-    """Return the weights by our names."""
+    """Return the weights by our names, of an adapter its own. Only headers are read."""
     tensors = {}
     # The index is not asked further: check_fit finds what is missing.
     for path in weight_files(directory):
-        tensors |= tensors_of(path)
+        with open_safetensors(path) as file:
+            for name in file.keys():
+                tensor = file.get_slice(name)
+                ours = name.removeprefix(PREFIX).removeprefix("model.")
+                tensors[ours] = Stored(path, name, tensor.get_shape(), tensor.get_dtype())
     # Conversions of the first Llamas store this constant, which follows from the configuration.
     return {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
@@ -287,7 +281,7 @@ def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: Path) -
     check_fit({name: shapes[name] for name in stored}, stored, directory)
 
 
-def check_fit(shapes: dict[str, tuple], tensors: dict[str, Stored], directory: Path) -> None:
+def check_fit(shapes: dict[str, tuple], tensors: dict[str, Stored], directory: str | Path) -> None:
     """Raise UserError unless `tensors` has one tensor for each name, of that shape."""
     problems = [f"{name} is missing" for name in shapes if name not in tensors]
     problems += [f"{name} is unknown" for name in tensors if name not in shapes]
@@ -341,10 +335,13 @@ def checksum_once(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def weights_fingerprint(directory: str | Path) -> str:
-    """Return names and checksums of the files of a directory's weights that are there."""
-    parts = []
-    # Others may lie beside them, such as the ._model.safetensors of a Mac.
-    for path in filter(Path.exists, weight_files(Path(directory))):
+    """Return names and checksums of the files of a directory's weights, of an adapter also those
+    of its base."""
+    parts, directory = [], Path(directory)
+    paths = weight_files(directory)
+    if is_adapter(directory):
+        paths += weight_files(base_of(directory))
+    for path in filter(Path.exists, paths):
         # Size and time of the last change tell whether the file is still the same.
         status = path.stat()
         parts.append(f"{path.name} {checksum_once(path, status.st_size, status.st_mtime_ns)}")
@@ -390,16 +387,12 @@ def tokenizer_dir(directory: str | Path) -> Path:
     return base_of(path) if is_adapter(path) and not has_tokenizer(path) else path
 
 
-def has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-
-
 def load_config(directory: str | Path) -> ModelConfig:
     """Return the architecture of a model directory; refuse one that model.py does not build."""
     directory = base = Path(directory)
     own = {}  # an adapter's tensors, which come before those of its base
     if is_adapter(directory):
-        base, own = base_of(directory), tensors_of(directory / ADAPTER_WEIGHTS)
+        base, own = base_of(directory), open_weights(directory)
 
     # An adapter of ours has its own config, a whole model too.
     if config_path(directory).exists() or base == directory:
@@ -440,7 +433,7 @@ def load_model(
     built = torch.float32 if is_adapter(directory) else dtype
     model = build(Transformer, replace(cfg, block_size=block_size or cfg.block_size), built)
     load_weights(model, directory)
-    if built != dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         for p in model.parameters():
             if p.ndim >= 2:
                 p.data = p.data.bfloat16()
@@ -452,43 +445,41 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     """Copy the weights of a directory into `model`, in place; half precision is widened.
 
     From a directory with adapters, a model with adapters gets the base and the adapters to the bit
-    (a resume), and a plain model their sum. Raise UserError for names or shapes that do not fit."""
-    directory = Path(directory)
-    if not is_adapter(directory):  # adapters that the model has stay as they are
-        copy_weights(model, directory)
-        return
+    (a resume), and a plain model their sum. From another one, adapters that the model has stay as
+    they are. Raise UserError for names or shapes that do not fit."""
+    directory = base = Path(directory)
+    if ranks.is_sharded(model):  # otherwise these could be gathered copies
+        model.reshard()
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if ".lora_" not in n}
+    cfg, own = None, {}  # of an adapter
+    if is_adapter(directory):
+        base = base_of(directory)
+        check_base(base, directory)
+        cfg, own = open_adapter(model, directory)
+        shapes |= lora.adapter_shapes(model, cfg)
+    tensors = open_weights(base)
+    if model.cfg.tie_embeddings:  # one parameter, though files may hold two tensors
+        drop_tied_head(tensors, base)
+    tensors |= own  # what was trained beside adapters is in both places
 
-    # Adapters fit only the frozen weights that they were trained on.
-    base = base_of(directory)
+    # Everything is checked before the first change, so an error leaves the model as it was.
+    check_fit(shapes, tensors, f"{base} with {directory}" if own else base)
+    merges = cfg is not None and lora_config_of(model) is None
+    if merges:
+        lora.add_lora(model, cfg)
+    params = dict(model.named_parameters())
+    for name in shapes:
+        put(params[name], tensors[name])
+    if merges:
+        lora.merge_(model)
+
+
+def check_base(base: Path, directory: Path) -> None:
+    """Raise UserError unless an adapter's frozen weights are those that it was trained on."""
     if config_path(directory).exists():  # peft does not write it
         trained_on = read_json(config_path(directory)).get("base_weights")
         if trained_on and trained_on != weights_fingerprint(base):
             fail(f"the weights in {base} are not those that {directory} was trained on")
-
-    # Weights trained whole are in both places: only the adapter's are copied.
-    keeps_adapters = lora_config_of(model) is not None
-    copy_weights(model, base, leave=tensors_of(directory / ADAPTER_WEIGHTS))
-    load_adapter(model, directory)
-    if not keeps_adapters:
-        lora.merge_(model)
-
-
-@torch.no_grad()
-def copy_weights(model: Transformer, directory: str | Path, leave: Collection[str] = ()) -> None:
-    """Copy stored weights into `model`, except adapters and the parameters named in `leave`."""
-    if ranks.is_sharded(model):  # otherwise these could be gathered copies
-        model.reshard()
-    params = dict(model.named_parameters())
-    params = {n: p for n, p in params.items() if ".lora_" not in n and n not in leave}
-    tensors = open_weights(Path(directory))
-    if model.cfg.tie_embeddings:  # one parameter, though files may hold two tensors
-        drop_tied_head(tensors, directory)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
-
-    # Everything is checked before the first copy, so an error leaves the model as it was.
-    check_fit({name: tuple(p.shape) for name, p in params.items()}, tensors, directory)
-    for name, p in params.items():
-        put(p, tensors[name])
 
 
 def read_peft_config(directory: str | Path) -> dict:
@@ -510,10 +501,9 @@ def read_peft_config(directory: str | Path) -> dict:
     return config
 
 
-@torch.no_grad()
-def load_adapter(model: Transformer, directory: Path) -> None:
-    """Load adapters, and weights trained beside them, into a model with the base's weights."""
-    config, tensors = read_peft_config(directory), tensors_of(directory / ADAPTER_WEIGHTS)
+def open_adapter(model: Transformer, directory: Path) -> tuple[LoRAConfig, dict[str, Stored]]:
+    """Return an adapter's settings, for this model, and its weights."""
+    config, tensors = read_peft_config(directory), open_weights(directory)
     # The weights tell which modules have one: peft's target_modules may be an expression.
     modules = {name.split(".")[-3] for name in tensors if ".lora_A." in name}  # q_proj, ...
     if not modules:
@@ -532,16 +522,7 @@ def load_adapter(model: Transformer, directory: Path) -> None:
     if model.cfg.tie_embeddings:
         trained_tied = bool(config.get("ensure_weight_tying"))
         drop_tied_head(tensors, directory, trained_tied)
-    # Expected: all adapters, and those of the model's own parameters that are stored beside them.
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n in tensors}
-    check_fit(shapes | lora.adapter_shapes(model, cfg), tensors, directory)
-
-    # All fits: change the model.
-    if present is None:
-        lora.add_lora(model, cfg)
-    params = dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        params[name].copy_(tensor[:])
+    return cfg, tensors
 
 
 # ---- start a run from a directory ---------------------------------------------------------------

@@ -408,19 +408,26 @@ def test_peft_loads_our_adapter_on_biased_layers(tmp_path: Path) -> None:
     assert "biases" in error_line(lora.set_trainable, model, "q_proj.bias,lora", up)
 
 
+def load_adapter(model: nn.Module, directory: Path) -> None:
+    """Load the weights of a directory with adapters, which stay beside them."""
+    if lora.lora_config_of(model) is None:
+        lora.add_lora(model, huggingface.open_adapter(model, directory)[0])
+    huggingface.load_weights(model, directory)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_own_adapter_comes_back_to_the_bit(tmp_path: Path, kind: str) -> None:
     base, model, directory = ours_and_files(tmp_path, "embed,lora", KINDS[kind])
     again = huggingface.load_model(base)
-    huggingface.load_adapter(again, directory)
+    load_adapter(again, directory)
     assert lora.lora_config_of(again) == lora.lora_config_of(model)
     params = dict(again.named_parameters())
     assert all(torch.equal(p, params[name]) for name, p in model.named_parameters())
-    huggingface.load_adapter(again, directory)  # into the adapters that are there
+    load_adapter(again, directory)  # into the adapters that are there
     assert torch.equal(logits_of(again), logits_of(model))
     other = huggingface.load_model(base)
     lora.add_lora(other, LoRAConfig(rank=2))
-    assert "rank=2" in error_line(huggingface.load_adapter, other, directory)
+    assert "rank=2" in error_line(huggingface.load_weights, other, directory)
     stored = load_file(directory / huggingface.ADAPTER_WEIGHTS)
     assert {t.dtype for t in stored.values()} == {torch.float32}
     assert not any("norm" in name or "lm_head" in name for name in stored)
@@ -452,7 +459,7 @@ def test_we_load_pefts_adapters(tmp_path: Path, kind: str, base_kind: str) -> No
     ours = huggingface.load_model(base)
     expected = logits_of(theirs)
     assert not torch.allclose(logits_of(ours), expected, atol=1e-3)
-    huggingface.load_adapter(ours, tmp_path / "adapter")
+    load_adapter(ours, tmp_path / "adapter")
     torch.testing.assert_close(logits_of(ours), expected, rtol=0, atol=2e-5)
     whole = huggingface.load_model(tmp_path / "adapter")  # finds the base by itself
     merged = dict(theirs.merge_and_unload().named_parameters())
@@ -509,7 +516,7 @@ def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, changes: 
     base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
     path = directory / huggingface.ADAPTER_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-    assert words in error_line(huggingface.load_adapter, huggingface.load_model(base), directory)
+    assert words in error_line(huggingface.load_weights, huggingface.load_model(base), directory)
 
 
 def test_adapters_that_do_not_fit_are_refused_and_nothing_is_copied(tmp_path: Path) -> None:
@@ -528,15 +535,15 @@ def test_adapters_that_do_not_fit_are_refused_and_nothing_is_copied(tmp_path: Pa
         "holds no adapters": {"base_model.model.model.norm.weight": torch.ones(16)},
     }.items():
         save_file(changed, file)
-        assert words in error_line(huggingface.load_adapter, model, directory)
+        assert words in error_line(huggingface.load_weights, model, directory)
         after = dict(model.named_parameters())
         assert before.keys() == after.keys() and all(torch.equal(p, after[name]) for name, p in before.items())
     file.rename(directory / "adapter_model.bin")
-    assert ".bin can run code" in error_line(huggingface.load_adapter, model, directory)
+    assert ".bin can run code" in error_line(huggingface.load_weights, model, directory)
     (directory / huggingface.ADAPTER_CONFIG).write_text("[]", encoding="utf-8")
-    assert "list" in error_line(huggingface.load_adapter, model, directory)
+    assert "list" in error_line(huggingface.load_weights, model, directory)
     (directory / huggingface.ADAPTER_CONFIG).write_text("{", encoding="utf-8")
-    assert "damaged" in error_line(huggingface.load_adapter, model, directory)
+    assert "damaged" in error_line(huggingface.load_weights, model, directory)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
