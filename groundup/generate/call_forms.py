@@ -21,7 +21,7 @@ import secrets
 import warnings
 
 from groundup.files.untrusted import mended
-from groundup.generate.engine import n_pending
+from groundup.generate.engine import n_begun
 from groundup.tokens.templates import CALL_ID
 
 # ---- the text of an answer is divided ------------------------------------------------------------
@@ -53,7 +53,7 @@ def divide_thoughts(text: str, opened: bool, last: bool) -> tuple[str, str]:
         text = begin.removeprefix(THINK)
     thoughts, close, said = text.partition(THINK_END)
     if not close and not last:  # a beginning of </think> is held back
-        thoughts = thoughts[: len(thoughts) - n_pending(thoughts, [THINK_END])]
+        thoughts = thoughts[: len(thoughts) - n_begun(THINK_END, thoughts)]
     return thoughts, said.lstrip("\n")
 
 
@@ -68,7 +68,7 @@ def divide_calls(text: str, last: bool) -> tuple[str, list[dict]]:
         if may_be_bare:
             return "", []
         found = [at for mark in MARKS if (at := text.find(mark)) >= 0]
-        cut = min(found, default=len(text) - n_pending(text, MARKS))
+        cut = min(found, default=len(text) - max(n_begun(mark, text) for mark in MARKS))
         return text[:cut].rstrip(), []  # before a call no space is said
     is_bare = may_be_bare and not MARK.match(first)
     begin = SPACE.match(text) if is_bare else MARK.search(text)

@@ -127,50 +127,33 @@ class Request:
 
 
 class StopStrings:
-    """Finds strings in a growing text (Knuth, Morris and Pratt, 1977).
-
-    The time for a character does not depend on the length of the strings."""
+    """Finds strings in a text that grows by a character at a time."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
-        # Characters of each with which the text ends
-        self.matched = [0] * len(words)
-        # borders[i][n - 1]: the longest beginning of word[:n] that also ends it, but not all of it;
-        # known for the n that have matched so far
-        self.borders: list[list[int]] = [[0] for _ in words]
+        # Characters of each with which the text ends: what may become one of the strings
+        self.n_begun = [0] * len(words)
 
     def push(self, char: str) -> str:
         """Return the longest of the strings that the text now ends with, "" if there is none."""
         found = ""
-        for i, (word, borders) in enumerate(zip(self.words, self.borders, strict=True)):
-            n = longer(word, borders, self.matched[i], char)
-            if n > len(borders):
-                borders.append(longer(word, borders, borders[-1], char))
+        for i, word in enumerate(self.words):
+            n = self.n_begun[i]
+            # The text ends with word[:n], so a shorter beginning matters only if the next differs.
+            n = n + 1 if word[n] == char else n_begun(word, word[:n] + char)
             if n == len(word):
                 found = max(found, word, key=len)
-                n = borders[n - 1]
-            self.matched[i] = n
+                n = n_begun(word, word)
+            self.n_begun[i] = n
         return found
 
-    @property
-    def n_pending(self) -> int:
-        """Characters at the end of the text that may become one of the strings."""
-        return max(self.matched, default=0)
 
-
-def longer(word: str, borders: list[int], n: int, char: str) -> int:
-    """Return how much of `word` a text ends with that ended with word[:n] before `char`."""
-    # Fall back to the next shorter beginning of the word that the text ends with.
-    while n and word[n] != char:
-        n = borders[n - 1]
-    return n + (word[n] == char)
-
-
-def n_pending(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may begin one of these short marks."""
-    # Marks have few characters, so every beginning of each is tried.
-    begun = (k for mark in marks for k in range(1, len(mark)) if text.endswith(mark[:k]))
-    return max(begun, default=0)
+def n_begun(word: str, text: str) -> int:
+    """Return how many characters of `word`, not all of them, `text` ends with."""
+    for n in range(min(len(word) - 1, len(text)), 0, -1):
+        if word[n - 1] == text[-1] and text.endswith(word[:n]):  # first what takes no time
+            return n
+    return 0
 
 
 class Sample:
@@ -232,7 +215,7 @@ class Sample:
             stop = self.stops.push(char)
             if stop and may_stop:
                 return self.show(len(self.pending) - len(stop)), stop
-        return self.show(len(self.pending) - self.stops.n_pending), None
+        return self.show(len(self.pending) - max(self.stops.n_begun, default=0)), None
 
     def chars_of(self, token: int) -> str:
         if self.tokenizer is None or token >= self.tokenizer.vocab_size:
