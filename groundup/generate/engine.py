@@ -421,65 +421,48 @@ class Engine:
         """Give samples a row, with what the cache has of their prompts."""
         new = [sample for sample in self.prefilling if sample.row is None]
         n_of_size = Counter(self.prompt_row(sample.request) for sample in new)
-        reading, before = set(), PrefixIndex()  # requests, and their prompts
-        for sample in list(self.prefilling):
-            request = sample.request
+        reading = {sample.request for sample in self.prefilling if sample.row}
+        for sample in new:
+            request, size = sample.request, self.prompt_row(sample.request)
             if request in reading:  # another sample reads this very prompt
                 continue
-            if sample.row is None:
-                self.assign_row(sample, n_of_size, before)
-            if sample.row and len(sample.row.cached_ids) == len(request.ids):
+            # What need not be read where the cache has it: all of a prompt that was read for another
+            # sample, else not the last token, for its logits, and nothing if all are to be scored
+            is_read, ids = request.logits is not None, request.ids
+            if not is_read:
+                ids = ids[:-1] if request.params.prompt_logprobs < 0 else []
+            every = *self.prompts.beside(ids), *self.prefix_cache.beside(ids)
+            found = [(n_shared(text, ids), row) for text, row in every]
+            has = [(min(n, len(row.cached_ids)), row) for n, row in found]
+            n, source = max(has, key=itemgetter(0), default=(0, None))
+            # A row that is being read brings more: wait for it.
+            n_coming = max((n for n, _ in found), default=0)
+            if not is_read and n_coming >= n + MIN_SHARED:
+                continue
+            # A short beginning is read again; a prompt that was read is copied whole.
+            n = n if n >= MIN_SHARED or is_read else 0
+            sample.row = row = Row()
+            self.cache.fit(row, size, n_of_size[size])
+            n_of_size[size] -= 1
+            row.cached_ids = ids[:n]
+            if n:
+                row.copy(source, n)
+            self.prompts.add(row, request.ids)
+            if n == len(request.ids):
                 self.prefilling.remove(sample)
                 self.running.append(sample)
-                continue
-            reading.add(request)
-            before.add(sample, request.ids)
-
-    def assign_row(self, sample: Sample, n_of_size: Counter[int], before: PrefixIndex) -> None:
-        """Give a sample a row, with what the cache has of its prompt, unless one of the prompts
-        `before` it is about to bring more. n_of_size: new samples by the length of their row."""
-        request, size = sample.request, self.prompt_row(sample.request)
-        ids, is_read = self.cacheable_ids(request), request.logits is not None
-        # What the cache has, and what prompts that are being read will bring to it
-        n, source = self.longest_prefix(ids)
-        n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
-        if not is_read and n_coming >= n + MIN_SHARED:
-            return
-        # A short beginning is read again; a prompt that was read is copied whole.
-        n = n if n >= MIN_SHARED or is_read else 0
-        sample.row = row = Row()
-        self.cache.fit(row, size, n_of_size[size])
-        n_of_size[size] -= 1
-        row.cached_ids = ids[:n]
-        if n:
-            row.copy(source, n)
-        self.prompts.add(row, request.ids)
-
-    def cacheable_ids(self, request: Request) -> list[int]:
-        """Return the ids of a prompt that need not be read where the cache has them."""
-        if request.logits is not None:  # it was read for another sample
-            return request.ids
-        # The last token is read for its logits, all tokens if the prompt is to be scored.
-        return request.ids[:-1] if request.params.prompt_logprobs < 0 else []
+            else:
+                reading.add(request)
 
     def prompt_row(self, request: Request) -> int:
         """Return the positions of the row that a sample begins with."""
         length = request.length if self.compile else len(request.ids)
         return row_length(self.model.cfg, length)
 
-    def longest_prefix(self, ids: list[int]) -> tuple[int, Row | None]:
-        """Return (how many of `ids` a text in the cache begins with, that text)."""
-        found = (
-            (min(n_shared(text, ids), len(row.cached_ids)), row)
-            for texts in (self.prompts, self.prefix_cache)
-            for text, row in texts.beside(ids)
-        )
-        return max(found, key=itemgetter(0), default=(0, None))
-
     def prefill(self, whole: bool) -> None:
         """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole: of
         CHUNK_ROWS of about the same length."""
-        # Others wait for a prompt that begins alike, see assign_row.
+        # Others wait for a prompt that begins alike, see assign_rows.
         begun = [sample for sample in self.prefilling if sample.row]
         if whole:
             begun.sort(key=lambda sample: len(sample.request.ids))
