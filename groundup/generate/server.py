@@ -84,14 +84,15 @@ class Job:
     """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and
     the choices that they become (n for each prompt).
 
-        with job:  # at the end, the engine forgets what is left of it
+        with Job(...) as job:  # at the end, the engine forgets what is left of it
 
     Its samples count in `metrics.samples` from here on, each until it has ended. All methods are
     called in the server's thread."""
 
-    def __init__(self, asked: ParsedRequest, model: "Model", metrics: "Metrics") -> None:
-        self.asked, self.model, self.metrics = asked, model, metrics
-        self.began = time.monotonic()
+    def __init__(
+        self, asked: ParsedRequest, model: "Model", metrics: "Metrics", began: float
+    ) -> None:
+        self.asked, self.model, self.metrics, self.began = asked, model, metrics, began
         self.left = asked.n_samples
         metrics.samples += self.left
         self.loop = asyncio.get_running_loop()
@@ -99,8 +100,8 @@ class Job:
         self.requests: list[Request] = []
         self.n_new = 0
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> "Job":
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self.left:
@@ -374,6 +375,7 @@ class Server:
     async def prefer(self, http: Any) -> Response:
         """Keep which of two answers somebody found better."""
         raw = await self.body(http)
+        await self.take_turn(raw)
         row, unused = page.preference(raw, self.config["system"])
         path = Path(self.config["preferences"])
         # Ties are kept beside, where training does not read them.
@@ -387,37 +389,41 @@ class Server:
     async def render(self, http: Any) -> Response:
         """Return the HTML of the Markdown of an answer."""
         raw = await self.body(http)
+        await self.take_turn(raw)
         return JSONResponse(await asyncio.to_thread(page.render, raw))
 
     async def answer(self, http: Any, chat: bool) -> Any:
         """Take a request for text. Return an ASGI application that answers it."""
-        own_tools = self.tools.schemas if self.tools else None
-        body = await self.body(http)
-        # The queue is asked before the prompts are encoded, which takes longest.
-        asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
-        return partial(self.respond, self.admit(asked, self.named(asked.model)))
+        began = time.monotonic()
+        return partial(self.respond, await self.body(http), chat, began)
 
-    async def respond(self, job: Job, scope: dict, receive: Any, send: Any) -> None:
-        """Answer in one piece or as a stream, until the client goes away."""
+    async def respond(
+        self, raw: bytes, chat: bool, began: float, scope: dict, receive: Any, send: Any
+    ) -> None:
+        """Answer a body in one piece or as a stream, until the client goes away."""
 
         async def work() -> None:
-            # Encoding a long prompt takes time, in which other requests go on.
-            given = job.asked, self.config["system"]
-            job.begin(await asyncio.to_thread(job.model.requests, *given))
-            if job.asked.stream:
-                no_proxy_keeps = {"Cache-Control": "no-cache"}  # pieces back
-                pieces, kind = self.streamed(job), "text/event-stream"
-                answer = StreamingResponse(pieces, headers=no_proxy_keeps, media_type=kind)
-                await answer.stream_response(send)
-            else:
-                await JSONResponse(await self.whole(job))(scope, receive, send)
+            await self.take_turn(raw)
+            own_tools = self.tools.schemas if self.tools else None
+            asked = parse(raw, chat, self.defaults, secrets.randbits(62), own_tools)
+            # The queue is asked before the prompts are encoded, which takes longest.
+            with self.admit(asked, self.named(asked.model), began) as job:
+                # Encoding a long prompt takes time, in which other requests go on.
+                given = asked, self.config["system"]
+                job.begin(await asyncio.to_thread(job.model.requests, *given))
+                if asked.stream:
+                    no_proxy_keeps = {"Cache-Control": "no-cache"}  # pieces back
+                    pieces, kind = self.streamed(job), "text/event-stream"
+                    answer = StreamingResponse(pieces, headers=no_proxy_keeps, media_type=kind)
+                    await answer.stream_response(send)
+                else:
+                    await JSONResponse(await self.whole(job))(scope, receive, send)
 
-        with job:
-            await or_disconnect(work(), receive)
+        await or_disconnect(work(), receive)
 
     async def body(self, http: Any) -> bytes:
-        """Return the body, a big one once it is its turn. Raise Refused if it is not JSON by its
-        type, too large, slow or not whole."""
+        """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
+        whole."""
         most = 1024 * self.config["max_body_kb"]
         # A page of another site may send a form without asking, but not this type.
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -439,27 +445,25 @@ class Server:
             raise Refused(408, f"the body did not come within {BODY_S} s") from None
         except ClientDisconnect:
             raise Refused(400, "the client went away") from None
-        if len(raw) >= BIG_BODY:
-            await self.take_turn(http, min(len(raw) * BYTE_S, BODY_MOST_S))
         return bytes(raw)
 
-    async def take_turn(self, http: Any, price: float) -> None:
-        """Wait until it is the turn of a big body. Raise Refused if max_queue others wait already,
-        after max_seconds, and if the client goes away."""
+    async def take_turn(self, raw: bytes) -> None:
+        """Wait until it is the turn of a body, if it is a big one. Raise Refused if max_queue
+        others wait already, and after max_seconds."""
+        if len(raw) < BIG_BODY:
+            return
         if self.n_big_bodies >= self.config["max_queue"]:
             raise busy()
         self.n_big_bodies += 1
-        turn = pay(self.big_bodies, price, self.config["max_seconds"])
         try:
-            await or_disconnect(turn, http.receive)
+            price = min(len(raw) * BYTE_S, BODY_MOST_S)
+            await pay(self.big_bodies, price, self.config["max_seconds"])
         except TimeoutError:
             raise busy() from None
         finally:
             self.n_big_bodies -= 1
-        if await http.is_disconnected():
-            raise Refused(400, "the client went away")
 
-    def admit(self, asked: ParsedRequest, model: Model) -> Job:
+    def admit(self, asked: ParsedRequest, model: Model, began: float) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
         n_samples, most = asked.n_samples, self.config["max_queue"]
         # Before anything is encoded: a body may hold 200,000 prompts.
@@ -468,7 +472,7 @@ class Server:
             raise Refused(400, what, "n")
         if self.metrics.samples + n_samples > most:
             raise busy()
-        return Job(asked, model, self.metrics)
+        return Job(asked, model, self.metrics, began)
 
     async def events(self, job: Job) -> AsyncIterator[tuple[Sample, Token | Turn]]:
         """Yield the tokens of a job, and its turns that call the server's tools."""
@@ -541,8 +545,8 @@ def busy() -> Refused:
     return Refused(429, words, None, "rate_limit_exceeded")
 
 
-async def or_disconnect(work: Awaitable, receive: Any) -> Any:
-    """Return what `work` does, None if the client goes away before."""
+async def or_disconnect(work: Awaitable, receive: Any) -> None:
+    """Await `work`, and end it if the client goes away before."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -552,7 +556,8 @@ async def or_disconnect(work: Awaitable, receive: Any) -> Any:
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
+        if tasks[0].done():
+            tasks[0].result()  # raises what it raised
     finally:
         for task in tasks:
             task.cancel()
