@@ -318,9 +318,7 @@ class Server:
         for model in models.values():
             model.card["defaults"] = self.defaults
 
-    def app(self) -> Any:
-        """Return the ASGI application."""
-        routes = [
+        self.routes = [
             Route("/", self.home),
             Route("/health", self.health),
             Route("/metrics", self.counts),
@@ -334,14 +332,35 @@ class Server:
         ]
         kinds = Refused, HTTPException, RecursionError, Exception
         handlers = dict.fromkeys(kinds, error_response)
-        # From the inside out: routes and their errors, who may ask, pages of other sites
-        inner = Starlette(routes=routes, exception_handlers=handlers)
-        paths = {route.path for route in routes}
-        guarded = Guard(inner, paths, self.config, self.metrics, self.errors)
+        self.answering = Starlette(routes=self.routes, exception_handlers=handlers)
+
+    def app(self) -> Any:
+        """Return the ASGI application, with the headers for pages of other sites."""
         origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         cors["allow_private_network"] = True  # what a browser asks before a site reaches 127.0.0.1
-        return CORSMiddleware(guarded, **cors) if origins else guarded
+        return CORSMiddleware(self, **cors) if origins else self
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        """Answer a request if its client may ask; count the answer, and let errors wait."""
+
+        async def counted(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                # By its path, those of unknown paths together
+                known = {route.path for route in self.routes}
+                path = scope["path"] if scope["path"] in known else "other"
+                self.metrics.requests[path, message["status"]] += 1
+                if message["status"] >= 400:
+                    # Each connection has waited, so their number bounds the errors too.
+                    with contextlib.suppress(TimeoutError):
+                        await pay(self.errors, ERROR_S, ERROR_WAIT_S)
+            await send(message)
+
+        if scope["type"] != "http":
+            return await self.answering(scope, receive, send)
+        error = auth_error(scope, self.config)
+        answer = JSONResponse(error.body, error.status) if error else self.answering
+        return await answer(scope, receive, counted)
 
     async def home(self, _http: Any) -> Response:
         html, headers = self.page
@@ -615,35 +634,6 @@ def check_config(config: dict) -> None:
     if config["host"] not in THIS_MACHINE and not config["api_key"] and not config["insecure"]:
         what = f"host={config['host']} lets other machines in"
         raise UserError(f"serve: {what}; give --api_key=SECRET, or --insecure=True")
-
-
-class Guard:
-    """An ASGI application that checks who asks, and counts and paces the answers of another."""
-
-    def __init__(
-        self, inner: Any, paths: set[str], config: dict, metrics: "Metrics", errors: asyncio.Lock
-    ) -> None:
-        self.inner, self.paths, self.config = inner, paths, config
-        self.metrics, self.errors = metrics, errors
-
-    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.inner(scope, receive, send)
-
-        # Every answer is counted by its path, those of unknown paths together.
-        async def counted(message: dict) -> None:
-            if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in self.paths else "other"
-                self.metrics.requests[path, message["status"]] += 1
-                if message["status"] >= 400:
-                    # Each connection has waited, so their number bounds the errors too.
-                    with contextlib.suppress(TimeoutError):
-                        await pay(self.errors, ERROR_S, ERROR_WAIT_S)
-            await send(message)
-
-        error = auth_error(scope, self.config)
-        answer = JSONResponse(error.body, error.status) if error else self.inner
-        return await answer(scope, receive, counted)
 
 
 def auth_error(scope: dict, config: dict) -> Refused | None:
