@@ -72,9 +72,6 @@ TTFT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 UNICODE_LINE_ENDS = "\x85\u2028\u2029"
 
 Event = tuple[Sample, Token] | Exception  # what the engine says of a job
-# Comes instead of the last token of a turn that called the server's tools: with the request that
-# goes on
-Turn = tuple[ToolTurn, Request]
 
 
 # ---- a request in the queue ----------------------------------------------------------------------
@@ -129,12 +126,6 @@ class Job:
             self.give_back(1)
         self.events.put_nowait(event)
 
-    def go_on(self, request: Request) -> None:
-        """Take the request of a further turn, of one sample."""
-        self.left += 1
-        self.metrics.samples += 1
-        self.add([request])
-
     def give_back(self, n_samples: int) -> None:
         n_samples = min(n_samples, self.left)  # a job that failed has given back all already
         self.left -= n_samples
@@ -146,15 +137,22 @@ class Job:
         first = self.firsts[sample.request] + sample.index
         return self.choices[first : first + self.asked.n // self.asked.params.n]
 
-    def push(self, sample: Sample, token: Token | Turn) -> list[dict]:
-        """Take a token, or a turn with the next request; return what a stream says of it."""
+    def push(self, sample: Sample, token: Token) -> list[dict]:
+        """Take a token; return what a stream says of it."""
         chosen = self.choices_of(sample)
         self.n_new += 0 if self.asked.scores_only else len(chosen)
-        if isinstance(token, Token):
-            return [said for choice in chosen if (said := choice.push(token))]
-        turn, request = token
-        self.firsts[request] = chosen[0].index
+        return [said for choice in chosen if (said := choice.push(token))]
+
+    def go_on(self, sample: Sample, turn: ToolTurn, request: Request) -> list[dict]:
+        """Take a turn that called the server's tools instead of its last token, and the request of
+        the next one; return what a stream says of it."""
+        chosen = self.choices_of(sample)
+        self.n_new += len(chosen)
         self.n_prompt += len(turn.ids)
+        self.firsts[request] = chosen[0].index
+        self.left += 1
+        self.metrics.samples += 1
+        self.add([request])
         return [choice.go_on(turn, request) for choice in chosen]
 
     def head(self) -> dict:
@@ -284,7 +282,7 @@ class Model(threading.Thread):
 
     def use_tools(
         self, tools: Tools, asked: ParsedRequest, system: str, choice: Choice, sample: Sample
-    ) -> Turn | None:
+    ) -> tuple[ToolTurn, Request] | None:
         """Run what a sample calls. Return the turn and the request of the next one; None if it
         calls nothing, or no further turn has room."""
         messages, begun = [*shown_messages(asked, system)], []
@@ -493,26 +491,27 @@ class Server:
             raise busy()
         return Job(asked, model, self.metrics, began)
 
-    async def events(self, job: Job) -> AsyncIterator[tuple[Sample, Token | Turn]]:
-        """Yield the tokens of a job, and its turns that call the server's tools."""
+    async def pieces(self, job: Job) -> AsyncIterator[dict]:
+        """Hand the tokens of a job to its choices; yield what a stream says of them."""
         n_left, limit = job.left, self.config["max_seconds"]  # job.left is what is not generated
         is_first = True
         while n_left:
             try:
                 async with asyncio.timeout(limit - (time.monotonic() - job.began)):
-                    sample, token = await self.event(job)
+                    sample, token, turn = await self.token(job)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
             if is_first:
                 self.metrics.first_token(time.monotonic() - job.began)
             is_first = False
             self.metrics.tokens["generated"] += 1
-            n_left -= isinstance(token, Token) and bool(token.finish)
-            yield sample, token
+            n_left -= bool(token.finish and not turn)
+            for said in job.go_on(sample, *turn) if turn else job.push(sample, token):
+                yield said
 
-    async def event(self, job: Job) -> tuple[Sample, Token | Turn]:
-        """Return the next token of a job, or a turn whose last token it is. Raise Refused if the
-        engine could not go on."""
+    async def token(self, job: Job) -> tuple[Sample, Token, tuple[ToolTurn, Request] | None]:
+        """Return the next token of a job; with the last one of a turn that calls the server's tools
+        this turn, and the request of the next one. Raise Refused if the engine could not go on."""
         event = await job.events.get()
         # A UserError is about this request; any other error ends all requests of the model.
         if isinstance(event, UserError):
@@ -524,18 +523,15 @@ class Server:
         n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
         # An answer that its limit cut calls nothing, nor does its last turn.
         if not job.asked.runs_tools or not token.is_end or n_turns == MAX_TURNS - 1:
-            return event
+            return sample, token, None
         # Tools take long, and are one process: another thread runs them, one answer at a time.
         given = self.tools, job.asked, self.config["system"], choice, sample
-        found = await job.loop.run_in_executor(self.tool_thread, job.model.use_tools, *given)
-        if not found:
-            return event
-        job.go_on(found[1])
-        return sample, found
+        run = job.loop.run_in_executor(self.tool_thread, job.model.use_tools, *given)
+        return sample, token, await run
 
     async def whole(self, job: Job) -> dict:
-        async for event in self.events(job):
-            job.push(*event)
+        async for _ in self.pieces(job):
+            pass
         choices = [choice.whole() for choice in job.choices]
         return job.head() | {"choices": choices, "usage": job.usage()}
 
@@ -549,9 +545,8 @@ class Server:
                 delta = {"role": "assistant", "content": ""}
                 opening = {"index": choice.index, "delta": delta, "finish_reason": None}
                 yield sse(head | {"choices": [opening]})
-            async for event in self.events(job):
-                for said in job.push(*event):
-                    yield sse(head | {"choices": [said]})
+            async for said in self.pieces(job):
+                yield sse(head | {"choices": [said]})
             if asked.include_usage:
                 yield sse(head | {"choices": [], "usage": job.usage()})
         except Refused as error:
