@@ -26,7 +26,7 @@ from groundup.generate.call_forms import (
     divide_calls,
     divide_thoughts,
 )
-from groundup.generate.completion import begin_prompt
+from groundup.generate.completion import asked_messages, begin_prompt
 from groundup.generate.engine import Request, Token
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
@@ -393,9 +393,7 @@ def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
 def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
     """Return a chat's messages with its system message, which names the tools."""
     (messages,) = asked.prompts
-    # The server's system message is for chats that have none.
-    own = messages[0]["role"] == "system"
-    return with_system(messages, {"system": "" if own else system, "tools": asked.tools})
+    return with_system(asked_messages(system, messages), {"tools": asked.tools})
 
 
 # ---- an answer -----------------------------------------------------------------------------------
