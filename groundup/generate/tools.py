@@ -213,8 +213,8 @@ def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
     talk = [*asked, {"role": "assistant", "content": call}]
     ids, mask = tokenizer.render(talk)
     drawn = [i for i, is_drawn in zip(ids, mask, strict=True) if is_drawn]
-    drawn = [i for i in drawn if i not in tokenizer.stop_ids]
-    if not read_calls(tokenizer, drawn)[1]:
+    text = tokenizer.decode([i for i in drawn if i not in tokenizer.stop_ids])
+    if not divide_calls(text, last=True)[1]:
         raise UserError("tools: the chat template writes calls in a form that is not read")
     talk.append({"role": "tool", "content": "7 swans"})
     if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):
