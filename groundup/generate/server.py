@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -102,7 +102,7 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         if self.left:
-            self.model.commands.put(("cancel", self, self.requests))
+            self.model.commands.put(partial(self.model.cancel, self.requests))
             self.give_back(self.left)
 
     def begin(self, requests: list[Request]) -> None:
@@ -118,7 +118,7 @@ class Job:
     def add(self, requests: list[Request]) -> None:
         """Give requests to the engine."""
         self.requests += requests
-        self.model.commands.put(("add", self, requests))
+        self.model.commands.put(partial(self.model.add, self, requests))
 
     def receive(self, event: Event) -> None:
         # A place is free once its sample is generated, whether or not the client reads it.
@@ -210,7 +210,8 @@ class Model(threading.Thread):
             "examples": page.examples(directory),
         }
         self.jobs: dict[Request, Job] = {}  # that the engine has
-        self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
+        # What other threads want done in this one
+        self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     # ---- in the thread of the engine
 
@@ -220,7 +221,7 @@ class Model(threading.Thread):
         while True:
             # Without work, wait for a command.
             while not self.engine.busy or not self.commands.empty():
-                self.handle_command(*self.commands.get())
+                self.commands.get()()
             try:
                 drawn = self.engine.step()
             except Exception as error:
@@ -236,17 +237,18 @@ class Model(threading.Thread):
                 if sample.last:
                     del jobs[sample.request]
 
-    def handle_command(self, command: str, job: Job, requests: list[Request]) -> None:
+    def add(self, job: Job, requests: list[Request]) -> None:
         for request in requests:
-            if command == "cancel":
-                self.engine.cancel(request)
-                self.jobs.pop(request, None)
-                continue
             try:
                 self.engine.add(request)
                 self.jobs[request] = job
             except UserError as error:  # it has no room in the memory
                 self.hand_over([(job, error)])
+
+    def cancel(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.cancel(request)
+            self.jobs.pop(request, None)
 
     def hand_over(self, events: list[tuple[Job, Event]]) -> None:
         """Give what the engine draws to the jobs, in the server's thread."""
