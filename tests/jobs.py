@@ -77,7 +77,7 @@ def drop_labels_of_rank_1() -> None:
     ChatCorpus.load = load_some
 
 
-def read_calls(tokenizer, ids: list[int], schemas: object = None) -> tuple[str, list[dict]]:
+def read_calls(tokenizer, ids: list[int]) -> tuple[str, list[dict]]:
     """Take half of what a random model writes for a call."""
     return tokenizer.decode(ids), [{"name": "double", "arguments": {"n": len(ids)}}] * (sum(ids) % 2)
 

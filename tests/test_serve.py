@@ -107,7 +107,7 @@ def test_errors_and_big_bodies_wait(directory, monkeypatch, kind):
     """So the engine keeps its time, whatever a client sends; small requests go on meanwhile."""
     httpx = library("httpx")
     # A price of half a second each: of a body no more, however large it is
-    for name, value in {"BURST_S": 0, "BYTE_S": 1, "BODY_MOST_S": 0.5, "ERROR_S": 0.5, "ERROR_WAIT_S": 9}.items():
+    for name, value in {"BYTE_S": 1, "BODY_MOST_S": 0.5, "ERROR_S": 0.5, "ERROR_WAIT_S": 9}.items():
         monkeypatch.setattr(web, name, value)
     changes = {"big": {"x": "x" * web.BIG_BODY}, "wrong": {"temperature": -1}}[kind]
     with serving(directory) as (url, _), ThreadPoolExecutor(4) as pool:
@@ -158,44 +158,39 @@ def test_the_number_of_connections_bounds_the_errors(n_clients):
             await guard(scope, None, send)
 
     async def main() -> None:
-        await server.big_bodies.pay(99, 1)
+        await web.pay(server.big_bodies, 99, 1)
         await asyncio.gather(*(client() for _ in range(n_clients)))
 
     at_once(main())
     assert 20 * 10 <= sent <= (20 + n_clients) * 11
 
 
-class StubRequest:
-    """A request whose client stays for so many seconds."""
-
-    def __init__(self, stays: float) -> None:
-        self.stays, self.gone = stays, False
-
-    async def receive(self) -> dict:
-        await asyncio.sleep(self.stays)
-        self.gone = True
-        return {"type": "http.disconnect"}
-
-    async def is_disconnected(self) -> bool:
-        return self.gone
-
-
-def test_big_bodies_wait_in_turn():
+def test_big_bodies_wait_in_turn(monkeypatch):
+    monkeypatch.setattr(web, "BYTE_S", 2e-6)
     config = {key: getattr(serve, key) for key in KEYS} | {"max_queue": 3, "max_seconds": 5}
     server, ends = web.Server({}, config), {}
 
     async def ask(name: str, price: float, arrival: float = 0, stays: float = 1e6) -> None:
+        async def client() -> dict:
+            await asyncio.sleep(stays)
+            return {"type": "http.disconnect"}
+
+        async def turn() -> None:
+            nonlocal status
+            try:
+                await server.take_turn(b"x" * round(price * 500_000))
+                status = 200
+            except Refused as error:
+                status = error.status
+
         await asyncio.sleep(arrival)
-        status = 200
-        try:
-            await server.take_turn(StubRequest(stays), price)
-        except Refused as error:
-            status = error.status
+        status = 400
+        await web.or_disconnect(turn(), client)
         ends[name] = status, asyncio.get_running_loop().time()
 
     async def main() -> None:
         await ask("first", 1)
-        asks = ask("second", 1), ask("gone", 99, stays=0.5), ask("third", 1), ask("too many", 1)
+        asks = ask("second", 1), ask("gone", 9, stays=0.5), ask("third", 1), ask("too many", 1)
         later = ask("fourth", 9, arrival=0.6), ask("too long", 1, arrival=3.5)
         await asyncio.gather(*asks, *later)
 

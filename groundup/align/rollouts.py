@@ -150,7 +150,7 @@ class AnswerSampler:
             return answer
         ids = answer.ids[answer.last_turn : -1]  # without the id that ended it
         if last:  # a call in the last turn gets no result
-            _, calls = read_calls(self.tokenizer, ids, self.tools.schemas)
+            _, calls = read_calls(self.tokenizer, ids)
             return answer._replace(finished=not calls)
         room = self.max_new_tokens - len(answer.ids)
         turn = self.tools.answer(self.tokenizer, answer.messages, ids, room)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from groundup.errors import UserError
+from groundup.generate.completion import asked_messages
 from groundup.generate.engine import Engine
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
@@ -75,8 +76,7 @@ class Chat:
 
     def _shown(self, asked: list[dict]) -> list[dict]:
         """Return the conversation with what is asked now, as the template gets it."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, *self.turns, *asked]
+        messages = asked_messages(self.system, [*self.turns, *asked])
         return self.tools.shown(messages) if self.tools else messages
 
     def _fitted(self, question: dict) -> list[int]:

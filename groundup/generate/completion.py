@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from groundup.errors import UserError
 from groundup.files.turns import call_text
-from groundup.generate.call_forms import CallReader
+from groundup.generate.call_forms import INNER_MARKS, MARKS
 from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
@@ -103,7 +103,7 @@ def call_ids(tokenizer: Tokenizer) -> frozenset[int]:
     try:
         pieces = tokenizer.template.pieces(talk)
         names = [piece.text for piece in pieces if piece.special and piece.learned]
-    except UserError:  # it has no calls, or does not show where an answer begins, as Gemma 4's
-        names = {*CallReader.MARKS, *CallReader.INNER_MARKS} & tokenizer.special_tokens.keys()
-        names = [name for name in names if name in tokenizer.template_source]
+    except UserError:  # it has no calls, or does not show where an answer begins
+        names = [name for name in MARKS + INNER_MARKS if name in tokenizer.template_source]
+        names = tokenizer.special_tokens.keys() & names
     return frozenset(tokenizer.special_tokens[name] for name in names) - tokenizer.stop_ids

@@ -127,50 +127,33 @@ class Request:
 
 
 class StopStrings:
-    """Finds strings in a growing text (Knuth, Morris and Pratt, 1977).
-
-    The time for a character does not depend on the length of the strings."""
+    """Finds strings in a text that grows by a character at a time."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
-        # Characters of each with which the text ends
-        self.matched = [0] * len(words)
-        # borders[i][n - 1]: the longest beginning of word[:n] that also ends it, but not all of it;
-        # known for the n that have matched so far
-        self.borders: list[list[int]] = [[0] for _ in words]
+        # Characters of each with which the text ends: what may become one of the strings
+        self.n_begun = [0] * len(words)
 
     def push(self, char: str) -> str:
         """Return the longest of the strings that the text now ends with, "" if there is none."""
         found = ""
-        for i, (word, borders) in enumerate(zip(self.words, self.borders, strict=True)):
-            n = longer(word, borders, self.matched[i], char)
-            if n > len(borders):
-                borders.append(longer(word, borders, borders[-1], char))
+        for i, word in enumerate(self.words):
+            n = self.n_begun[i]
+            # The text ends with word[:n], so a shorter beginning matters only if the next differs.
+            n = n + 1 if word[n] == char else n_begun(word, word[:n] + char)
             if n == len(word):
                 found = max(found, word, key=len)
-                n = borders[n - 1]
-            self.matched[i] = n
+                n = n_begun(word, word)
+            self.n_begun[i] = n
         return found
 
-    @property
-    def n_pending(self) -> int:
-        """Characters at the end of the text that may become one of the strings."""
-        return max(self.matched, default=0)
 
-
-def longer(word: str, borders: list[int], n: int, char: str) -> int:
-    """Return how much of `word` a text ends with that ended with word[:n] before `char`."""
-    # Fall back to the next shorter beginning of the word that the text ends with.
-    while n and word[n] != char:
-        n = borders[n - 1]
-    return n + (word[n] == char)
-
-
-def n_pending(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may begin one of these short marks."""
-    # Marks have few characters, so every beginning of each is tried.
-    begun = (k for mark in marks for k in range(1, len(mark)) if text.endswith(mark[:k]))
-    return max(begun, default=0)
+def n_begun(word: str, text: str) -> int:
+    """Return how many characters of `word`, not all of them, `text` ends with."""
+    for n in range(min(len(word) - 1, len(text)), 0, -1):
+        if word[n - 1] == text[-1] and text.endswith(word[:n]):  # first what takes no time
+            return n
+    return 0
 
 
 class Sample:
@@ -232,7 +215,7 @@ class Sample:
             stop = self.stops.push(char)
             if stop and may_stop:
                 return self.show(len(self.pending) - len(stop)), stop
-        return self.show(len(self.pending) - self.stops.n_pending), None
+        return self.show(len(self.pending) - max(self.stops.n_begun, default=0)), None
 
     def chars_of(self, token: int) -> str:
         if self.tokenizer is None or token >= self.tokenizer.vocab_size:
@@ -438,65 +421,48 @@ class Engine:
         """Give samples a row, with what the cache has of their prompts."""
         new = [sample for sample in self.prefilling if sample.row is None]
         n_of_size = Counter(self.prompt_row(sample.request) for sample in new)
-        reading, before = set(), PrefixIndex()  # requests, and their prompts
-        for sample in list(self.prefilling):
-            request = sample.request
+        reading = {sample.request for sample in self.prefilling if sample.row}
+        for sample in new:
+            request, size = sample.request, self.prompt_row(sample.request)
             if request in reading:  # another sample reads this very prompt
                 continue
-            if sample.row is None:
-                self.assign_row(sample, n_of_size, before)
-            if sample.row and len(sample.row.cached_ids) == len(request.ids):
+            # What need not be read where the cache has it: all of a prompt that another sample read;
+            # else not the last token, for its logits, and nothing if all are to be scored
+            is_read, ids = request.logits is not None, request.ids
+            if not is_read:
+                ids = ids[:-1] if request.params.prompt_logprobs < 0 else []
+            every = *self.prompts.beside(ids), *self.prefix_cache.beside(ids)
+            found = [(n_shared(text, ids), row) for text, row in every]
+            has = [(min(n, len(row.cached_ids)), row) for n, row in found]
+            n, source = max(has, key=itemgetter(0), default=(0, None))
+            # A row that is being read brings more: wait for it.
+            n_coming = max((n for n, _ in found), default=0)
+            if not is_read and n_coming >= n + MIN_SHARED:
+                continue
+            # A short beginning is read again; a prompt that was read is copied whole.
+            n = n if n >= MIN_SHARED or is_read else 0
+            sample.row = row = Row()
+            self.cache.fit(row, size, n_of_size[size])
+            n_of_size[size] -= 1
+            row.cached_ids = ids[:n]
+            if n:
+                row.copy(source, n)
+            self.prompts.add(row, request.ids)
+            if n == len(request.ids):
                 self.prefilling.remove(sample)
                 self.running.append(sample)
-                continue
-            reading.add(request)
-            before.add(sample, request.ids)
-
-    def assign_row(self, sample: Sample, n_of_size: Counter[int], before: PrefixIndex) -> None:
-        """Give a sample a row, with what the cache has of its prompt, unless one of the prompts
-        `before` it is about to bring more. n_of_size: new samples by the length of their row."""
-        request, size = sample.request, self.prompt_row(sample.request)
-        ids, is_read = self.cacheable_ids(request), request.logits is not None
-        # What the cache has, and what prompts that are being read will bring to it
-        n, source = self.longest_prefix(ids)
-        n_coming = max((n_shared(text, ids) for text, _ in before.beside(ids)), default=0)
-        if not is_read and n_coming >= n + MIN_SHARED:
-            return
-        # A short beginning is read again; a prompt that was read is copied whole.
-        n = n if n >= MIN_SHARED or is_read else 0
-        sample.row = row = Row()
-        self.cache.fit(row, size, n_of_size[size])
-        n_of_size[size] -= 1
-        row.cached_ids = ids[:n]
-        if n:
-            row.copy(source, n)
-        self.prompts.add(row, request.ids)
-
-    def cacheable_ids(self, request: Request) -> list[int]:
-        """Return the ids of a prompt that need not be read where the cache has them."""
-        if request.logits is not None:  # it was read for another sample
-            return request.ids
-        # The last token is read for its logits, all tokens if the prompt is to be scored.
-        return request.ids[:-1] if request.params.prompt_logprobs < 0 else []
+            else:
+                reading.add(request)
 
     def prompt_row(self, request: Request) -> int:
         """Return the positions of the row that a sample begins with."""
         length = request.length if self.compile else len(request.ids)
         return row_length(self.model.cfg, length)
 
-    def longest_prefix(self, ids: list[int]) -> tuple[int, Row | None]:
-        """Return (how many of `ids` a text in the cache begins with, that text)."""
-        found = (
-            (min(n_shared(text, ids), len(row.cached_ids)), row)
-            for texts in (self.prompts, self.prefix_cache)
-            for text, row in texts.beside(ids)
-        )
-        return max(found, key=itemgetter(0), default=(0, None))
-
     def prefill(self, whole: bool) -> None:
         """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole: of
         CHUNK_ROWS of about the same length."""
-        # Others wait for a prompt that begins alike, see assign_row.
+        # Others wait for a prompt that begins alike, see assign_rows.
         begun = [sample for sample in self.prefilling if sample.row]
         if whole:
             begun.sort(key=lambda sample: len(sample.request.ids))

@@ -198,17 +198,21 @@ class Row:
 
     def copy(self, source: "Row", n: int) -> None:
         """Take the first n positions from another text, which begins with the same ids."""
-        self.take(source.views(n))
+        for to, of in zip(self.views(n), source.views(n), strict=True):
+            to.copy_(of)
 
-    def take(self, views: list[Tensor]) -> None:
-        """Take what `views` of another row had: of each layer (K, n, D)."""
-        for to, of in zip(self.views(views[0].shape[1]), views, strict=True):
+    def move(self, cache: KVCache, slot: int) -> None:
+        """Go to a row of a cache, with what is cached."""
+        n = len(self.cached_ids)
+        had = self.views(n) if self.cache else []
+        self.cache, self.slot = cache, slot
+        for to, of in zip(self.views(n), had, strict=False):
             to.copy_(of)
 
     def saved(self, cfg: ModelConfig) -> "Row":
         """Return a copy in a cache of its own, as long as the text."""
         row, n, like = Row(), len(self.cached_ids), self.cache.keys[0]
-        row.cache, row.slot = KVCache(cfg, 1, n, like.device, like.dtype), 0
+        row.move(KVCache(cfg, 1, n, like.device, like.dtype), 0)
         row.cached_ids = self.cached_ids
         row.copy(self, n)
         return row
@@ -244,9 +248,9 @@ class Rows:
         if self.fixed:
             self.widen(size)
             if old is None:
-                row.cache = next(iter(self.caches.values()))
-                row.slot = row.cache.texts.index(None)
-                row.cache.texts[row.slot] = row
+                (cache,) = self.caches.values()
+                row.move(cache, cache.texts.index(None))
+                cache.texts[row.slot] = row
             return
         # Others get the next row of the cache of their length, which grows to twice its rows.
         if size not in self.caches:
@@ -254,11 +258,9 @@ class Rows:
         cache = self.caches[size]
         if len(cache.texts) == len(cache.keys[0]):
             cache.resize(len(cache.texts) + max(together, len(cache.texts)))
-        views = row.views(len(row.cached_ids)) if old is not None else None
-        row.cache, row.slot = cache, len(cache.texts)
+        row.move(cache, len(cache.texts))
         cache.texts.append(row)
         if old is not None:
-            row.take(views)
             self.leave(old, slot)
 
     def widen(self, size: int) -> None:
@@ -284,9 +286,8 @@ class Rows:
         # Rows stay without gaps: the last text moves into the free row.
         last = cache.texts.pop()
         if slot < len(cache.texts):
-            views, cache.texts[slot] = last.views(len(last.cached_ids)), last
-            last.slot = slot
-            last.take(views)
+            cache.texts[slot] = last
+            last.move(cache, slot)
         if not cache.texts:
             del self.caches[cache.max_length]
         elif 4 * len(cache.texts) <= len(cache.keys[0]):  # and shrinks to half of them

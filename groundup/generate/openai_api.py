@@ -18,8 +18,15 @@ from typing import Any
 from groundup.errors import UserError, json_fault, printable
 from groundup.files.turns import BadRow, turns_at, with_system
 from groundup.files.untrusted import mended
-from groundup.generate.call_forms import THINK, THINK_END, CallReader, ThoughtReader
-from groundup.generate.completion import begin_prompt
+from groundup.generate.call_forms import (
+    INNER_MARKS,
+    MARKS,
+    THINK,
+    THINK_END,
+    divide_calls,
+    divide_thoughts,
+)
+from groundup.generate.completion import asked_messages, begin_prompt
 from groundup.generate.engine import Request, Token
 from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
@@ -105,6 +112,10 @@ class ParsedRequest:
     @property
     def n_samples(self) -> int:
         return len(self.prompts) * self.params.n
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools or self.runs_tools)
 
 
 def parse(
@@ -382,9 +393,7 @@ def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
 def shown_messages(asked: ParsedRequest, system: str) -> list[dict]:
     """Return a chat's messages with its system message, which names the tools."""
     (messages,) = asked.prompts
-    # The server's system message is for chats that have none.
-    own = messages[0]["role"] == "system"
-    return with_system(messages, {"system": "" if own else system, "tools": asked.tools})
+    return with_system(asked_messages(system, messages), {"tools": asked.tools})
 
 
 # ---- an answer -----------------------------------------------------------------------------------
@@ -402,45 +411,39 @@ class Choice:
 
     def begin(self, request: Request) -> None:
         """Begin a turn."""
-        self.request = request
+        self.request, self.has_begun = request, False
+        self.text = ""  # all of it, which is divided into the next three
+        self.thoughts, self.said = "", ""
+        self.calls: list[dict] = []
         self.n_echoed = 0  # characters of the prompt, if it is repeated
         self.n_shown = 0  # characters that were shown, those included
-        self.texts: list[str] = []
-        self.thoughts: list[str] = []
         self.shown: list[Token] = []  # those with log-probabilities
         self.pending: list[Token] = []  # of these, those whose text is not shown yet
         self.finish: str | None = None
-        asked, self.thinker = self.asked, None
         # The prompt may end with <think>.
-        if asked.chat and not asked.params.json_object:
-            prompt_end = self.tokenizer.decode(request.ids[-8:]).rstrip()
-            self.thinker = ThoughtReader(prompt_end.endswith(THINK))
-        self.caller = CallReader(asked.tools) if asked.tools or asked.runs_tools else None
-        self.calls: list[dict] = []
+        self.opened = self.tokenizer.decode(request.ids[-8:]).rstrip().endswith(THINK)
 
     def push(self, token: Token) -> dict | None:
         """Take a token; return what a stream says of it, None = nothing yet."""
-        text, thoughts, last = token.text, "", bool(token.finish)
-        echoed, found = self.echo() if self.asked.echo and not self.texts else ("", [])
-        if self.asked.scores_only:
-            text = ""
-        else:
+        asked, last, found = self.asked, bool(token.finish), []
+        if asked.echo and not self.has_begun:
+            found = self.echo()
+        self.has_begun = True
+        if not asked.scores_only:
+            self.text += self.call_mark(token.id) + token.text
             found += self.newly_shown(token)
         # The text is divided into thoughts, then calls, and the rest is said.
-        if self.caller:
-            text = self.call_mark(token.id) + text
-        if self.thinker:
-            thoughts, text = self.thinker.push(text, last)
-        if self.caller:
-            text, self.calls = self.caller.push(text, last)
-        text = echoed + text
-        self.texts.append(text)
-        self.thoughts.append(thoughts)
+        n_thoughts, n_said, self.said = len(self.thoughts), len(self.said), self.text
+        if asked.chat and not asked.params.json_object:
+            self.thoughts, self.said = divide_thoughts(self.text, self.opened, last)
+        if asked.may_call:
+            self.said, self.calls = divide_calls(self.said, last)
+        text, thoughts = self.said[n_said:], self.thoughts[n_thoughts:]
         self.shown += found
         self.finish = "tool_calls" if self.calls else token.finish or None
         if not text and not thoughts and not found and not last:
             return None
-        if not self.asked.chat:
+        if not asked.chat:
             return self.described({"text": text}, found)
         delta = {"content": text} if text or found and not thoughts else {}
         delta |= {"reasoning_content": thoughts} if thoughts else {}
@@ -460,22 +463,22 @@ class Choice:
     def call_mark(self, token: int) -> str:
         """Return the name of a special token that marks a call: as one, it has no text."""
         # With skip_special_tokens=false the text has the mark already.
-        special = token in self.tokenizer.special_ids and self.asked.params.skip_special_tokens
-        name = self.tokenizer.decode([token]) if special else ""
-        return name if name in CallReader.MARKS + CallReader.INNER_MARKS else ""
+        is_mark = token in self.tokenizer.special_ids and self.asked.params.skip_special_tokens
+        name = self.tokenizer.decode([token]) if self.asked.may_call and is_mark else ""
+        return name if name in MARKS + INNER_MARKS else ""
 
-    def echo(self) -> tuple[str, list[Token]]:
-        """Return the prompt, which is repeated before the answer, and its scored tokens."""
-        text, found, begin = self.tokenizer.decode(self.request.ids), [], 0
-        decoder = StreamDecoder(self.tokenizer)
+    def echo(self) -> list[Token]:
+        """Repeat the prompt before the answer; return its scored tokens."""
+        found, begin, decoder = [], 0, StreamDecoder(self.tokenizer)
         scored = self.request.prompt_logprobs if self.asked.params.logprobs >= 0 else []
         # Tokens that share a character have its place.
         for token, logprobs in zip(self.request.ids, scored, strict=False):
             found.append(Token(token, "", "", logprobs, begin=begin))
             is_special = token in self.tokenizer.special_ids
             begin += len(self.tokenizer.decode([token]) if is_special else decoder.push(token))
-        self.n_echoed = self.n_shown = len(text)
-        return text, found
+        self.text = self.tokenizer.decode(self.request.ids)
+        self.n_echoed = self.n_shown = len(self.text)
+        return found
 
     def newly_shown(self, token: Token) -> list[Token]:
         """Return the tokens whose text is shown now, not those of a stop string."""
@@ -495,17 +498,16 @@ class Choice:
 
     def whole(self) -> dict:
         """Return the finished choice."""
-        text, thoughts = "".join(self.texts), "".join(self.thoughts)
         if not self.asked.chat:
-            return self.described({"text": text}, self.shown)
+            return self.described({"text": self.said}, self.shown)
         # Fields that OpenAI's API lacks are there only if they say something.
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message = {"role": "assistant", "content": self.said, "refusal": None}
         if self.turns:
             message["turns"] = self.turns
-        if thoughts:
-            message["reasoning_content"] = thoughts
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
         if self.calls:
-            message |= {"content": text or None, "tool_calls": self.calls}
+            message |= {"content": self.said or None, "tool_calls": self.calls}
         return self.described({"message": message}, self.shown)
 
     def described(self, body: dict, found: list[Token]) -> dict:

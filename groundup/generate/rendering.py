@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -142,26 +142,26 @@ def tool_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     return opened[end:]
 
 
-def answer(
-    tokenizer: Tokenizer, kept: dict[str, Tokenizer], question: tuple[list[dict], dict, bool]
-) -> list[int] | str:
-    """Return the ids of (messages, settings, follows), or the error. kept: tokenizers by their
-    settings."""
+@lru_cache(MAX_KEPT)
+def with_settings(tokenizer: Tokenizer, settings: str) -> Tokenizer:
+    """Return the tokenizer with further settings (JSON) of its template, which is compiled once for
+    each of them."""
+    own = copy.copy(tokenizer)
+    vars(own).pop("template", None)  # that was made with other settings
+    own.template_settings = tokenizer.template_settings | json.loads(settings)
+    return own
+
+
+def answer(tokenizer: Tokenizer, question: tuple[list[dict], dict, bool]) -> list[int] | str:
+    """Return the ids of (messages, settings, follows), or the error."""
     messages, settings, follows = question
-    # A template is compiled once for each of its settings.
-    key = json.dumps(settings, sort_keys=True)
     try:
-        if key not in kept:
-            if len(kept) == MAX_KEPT:  # the oldest goes
-                del kept[next(iter(kept))]
-            kept[key] = own = copy.copy(tokenizer)
-            vars(own).pop("template", None)  # that was made with other settings
-            own.template_settings = tokenizer.template_settings | settings
+        own = with_settings(tokenizer, json.dumps(settings, sort_keys=True))
         if follows:
-            return tool_ids(kept[key], messages)
-        return kept[key].render(messages, add_generation_prompt=True)[0]
+            return tool_ids(own, messages)
+        return own.render(messages, add_generation_prompt=True)[0]
     except UserError as error:
-        kept.pop(key, None)  # with "too slow": another conversation may take less
+        with_settings.cache_clear()  # with "too slow": another conversation may take less
         return str(error)
 
 
@@ -169,4 +169,4 @@ if __name__ == "__main__":
     templates.RENDER_S = float(sys.argv[2])
     tokenizer = Tokenizer.load(sys.argv[1])
     limit_memory(MEMORY_MB)
-    answer_lines("ready", partial(answer, tokenizer, {}))
+    answer_lines("ready", partial(answer, tokenizer))

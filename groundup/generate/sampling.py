@@ -132,7 +132,7 @@ class RowParams:
     def __init__(
         self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.params, self.device = list(params), device
+        self.params, self.device = params, device
         masked = [p.stop_ids if p.min_new_tokens else frozenset() for p in params]
         for p, ids in zip(params, masked, strict=True):
             for name in ID_LISTS:
@@ -219,7 +219,7 @@ def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: list[int]
     if rows.banned is not None:
         # On a CPU a tenth of masked_fill's time
         x = x.flatten().index_fill(0, rows.banned, -INF).view_as(x)
-    if rows.masked_ids is not None and rows.min_new_tokens is not None:
+    if rows.masked_ids is not None:
         # Not always: the copy waits for a GPU
         n_out = torch.as_tensor(n_out, device=x.device).view(-1, 1)
         x = x.masked_fill(rows.masked_ids & (n_out < rows.min_new_tokens), -INF)

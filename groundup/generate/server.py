@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -56,14 +56,12 @@ from tokenizer import Tokenizer
 # Settings of serve.py that a request may change
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1", "[::1]")
-BUSY = "The server is busy; try again soon"
 BODY_S = 20  # for a client to send its body
-# Prices of what could keep the engine waiting, see Pace: some 30 times the CPU time that it takes
+# Prices of what could keep the engine waiting, see `pay`: some 30 times the CPU time that it takes
 BIG_BODY = 2**16  # bytes; smaller bodies have no price
 BYTE_S = 1e-6  # of a byte of a big body, which takes up to 3e-8 s to parse and encode
 ERROR_S = 0.05  # of an answer that is an error, which takes up to 2e-3 s
 BODY_MOST_S = 10  # the highest price of a body
-BURST_S = 0.25  # credit for time in which nothing had to be paid for
 ERROR_WAIT_S = 1  # an error that waited so long is sent, whatever the price of those before it
 HEAD_S = 10  # for the head of a connection's first request
 # Of an idle connection: clients that drop it after 5, as httpx does, never meet its end
@@ -73,9 +71,7 @@ STALL_S = 60  # of a client that does not read what is sent to it
 TTFT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 UNICODE_LINE_ENDS = "\x85\u2028\u2029"
 
-# A token of a sample, or instead of its last token a turn that called the server's tools with the
-# request that goes on.
-Event = tuple[Sample, Token | tuple[ToolTurn, Request]] | Exception
+Event = tuple[Sample, Token] | Exception  # what the engine says of a job
 
 
 # ---- a request in the queue ----------------------------------------------------------------------
@@ -85,24 +81,44 @@ class Job:
     """An HTTP request: the engine's requests (one for each prompt), the tokens that it draws, and
     the choices that they become (n for each prompt).
 
+        with Job(...) as job:  # at the end, the engine forgets what is left of it
+
     Its samples count in `metrics.samples` from here on, each until it has ended. All methods are
     called in the server's thread."""
 
-    def __init__(self, asked: ParsedRequest, metrics: "Metrics") -> None:
-        self.asked, self.metrics = asked, metrics
+    def __init__(
+        self, asked: ParsedRequest, model: "Model", metrics: "Metrics", began: float
+    ) -> None:
+        self.asked, self.model, self.metrics, self.began = asked, model, metrics, began
         self.left = asked.n_samples
         metrics.samples += self.left
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.requests: list[Request] = []
         self.n_new = 0
 
-    def begin(self, tokenizer: Tokenizer, requests: list[Request]) -> None:
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.left:
+            self.model.commands.put(partial(self.model.cancel, self.requests))
+            self.give_back(self.left)
+
+    def begin(self, requests: list[Request]) -> None:
         # The choices of a prompt stand one behind another.
-        self.requests, n = requests, self.asked.n
+        n, each = self.asked.n, [request for request in requests for _ in range(self.asked.n)]
         self.n_prompt = sum(len(request.ids) for request in requests)
-        each = enumerate(request for request in requests for _ in range(n))
-        self.choices = [Choice(tokenizer, self.asked, i, request) for i, request in each]
+        how = self.model.tokenizer, self.asked
+        self.choices = [Choice(*how, i, request) for i, request in enumerate(each)]
         self.firsts = {request: i * n for i, request in enumerate(requests)}  # of its choices
+        self.metrics.tokens["prompt"] += self.n_prompt
+        self.add(requests)
+
+    def add(self, requests: list[Request]) -> None:
+        """Give requests to the engine."""
+        self.requests += requests
+        self.model.commands.put(partial(self.model.add, self, requests))
 
     def receive(self, event: Event) -> None:
         # A place is free once its sample is generated, whether or not the client reads it.
@@ -110,15 +126,8 @@ class Job:
             self.give_back(1)
         self.events.put_nowait(event)
 
-    def go_on(self, request: Request) -> None:
-        """Take the request of a further turn, of one sample."""
-        self.requests.append(request)
-        self.left += 1
-        self.metrics.samples += 1
-
     def give_back(self, n_samples: int) -> None:
-        # A job that failed has given back all already.
-        n_samples = min(n_samples, self.left)
+        n_samples = min(n_samples, self.left)  # a job that failed has given back all already
         self.left -= n_samples
         self.metrics.samples -= n_samples
 
@@ -128,16 +137,33 @@ class Job:
         first = self.firsts[sample.request] + sample.index
         return self.choices[first : first + self.asked.n // self.asked.params.n]
 
-    def push(self, sample: Sample, token: Token | tuple[ToolTurn, Request]) -> list[dict]:
-        """Take a token, or a turn with the next request; return what a stream says of it."""
+    def push(self, sample: Sample, token: Token) -> list[dict]:
+        """Take a token; return what a stream says of it."""
         chosen = self.choices_of(sample)
         self.n_new += 0 if self.asked.scores_only else len(chosen)
-        if isinstance(token, Token):
-            return [said for choice in chosen if (said := choice.push(token))]
-        turn, request = token
-        self.firsts[request] = chosen[0].index
+        return [said for choice in chosen if (said := choice.push(token))]
+
+    def go_on(self, sample: Sample, turn: ToolTurn, request: Request) -> list[dict]:
+        """Take a turn that called the server's tools instead of its last token, and the request of
+        the next one; return what a stream says of it."""
+        chosen = self.choices_of(sample)
+        self.n_new += len(chosen)
         self.n_prompt += len(turn.ids)
+        self.firsts[request] = chosen[0].index
+        self.left += 1
+        self.metrics.samples += 1
+        self.add([request])
         return [choice.go_on(turn, request) for choice in chosen]
+
+    def head(self) -> dict:
+        """Return what the answer, or every piece of it, begins with."""
+        kind = "chat.completion" if self.asked.chat else "text_completion"
+        return {
+            "id": ("chatcmpl-" if self.asked.chat else "cmpl-") + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": self.model.name,
+            "object": kind + ".chunk" * (self.asked.chat and self.asked.stream),
+        }
 
     def usage(self) -> dict:
         counts = {"prompt_tokens": self.n_prompt, "completion_tokens": self.n_new}
@@ -184,7 +210,8 @@ class Model(threading.Thread):
             "examples": page.examples(directory),
         }
         self.jobs: dict[Request, Job] = {}  # that the engine has
-        self.commands: queue.SimpleQueue[tuple[str, Job, list[Request]]] = queue.SimpleQueue()
+        # What other threads want done in this one
+        self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     # ---- in the thread of the engine
 
@@ -194,7 +221,7 @@ class Model(threading.Thread):
         while True:
             # Without work, wait for a command.
             while not self.engine.busy or not self.commands.empty():
-                self.handle_command(*self.commands.get())
+                self.commands.get()()
             try:
                 drawn = self.engine.step()
             except Exception as error:
@@ -210,17 +237,18 @@ class Model(threading.Thread):
                 if sample.last:
                     del jobs[sample.request]
 
-    def handle_command(self, command: str, job: Job, requests: list[Request]) -> None:
+    def add(self, job: Job, requests: list[Request]) -> None:
         for request in requests:
-            if command == "cancel":
-                self.engine.cancel(request)
-                self.jobs.pop(request, None)
-                continue
             try:
                 self.engine.add(request)
                 self.jobs[request] = job
             except UserError as error:  # it has no room in the memory
                 self.hand_over([(job, error)])
+
+    def cancel(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.cancel(request)
+            self.jobs.pop(request, None)
 
     def hand_over(self, events: list[tuple[Job, Event]]) -> None:
         """Give what the engine draws to the jobs, in the server's thread."""
@@ -234,16 +262,6 @@ class Model(threading.Thread):
                 events[0][0].loop.call_soon_threadsafe(receive)
 
     # ---- in others
-
-    @contextlib.contextmanager
-    def cancelling(self, job: Job) -> Iterator[None]:
-        """At the end, make the engine forget what is left of a job."""
-        try:
-            yield
-        finally:
-            if job.left:
-                self.commands.put(("cancel", job, job.requests))
-                job.give_back(job.left)
 
     def requests(self, asked: ParsedRequest, system: str) -> list[Request]:
         """Return a request for each prompt. Raise Refused if one does not fit the context."""
@@ -295,14 +313,12 @@ class Server:
         self.tools, self.tool_thread = tools, ThreadPoolExecutor(1)  # one call at a time
         self.page = page.read_page()
         self.defaults = {key: config[key] for key in DEFAULTS}
-        self.errors, self.big_bodies = Pace(), Pace()
+        self.errors, self.big_bodies = asyncio.Lock(), asyncio.Lock()
         self.n_big_bodies = 0  # that wait for their turn
         for model in models.values():
             model.card["defaults"] = self.defaults
 
-    def app(self) -> Any:
-        """Return the ASGI application."""
-        routes = [
+        self.routes = [
             Route("/", self.home),
             Route("/health", self.health),
             Route("/metrics", self.counts),
@@ -316,14 +332,35 @@ class Server:
         ]
         kinds = Refused, HTTPException, RecursionError, Exception
         handlers = dict.fromkeys(kinds, error_response)
-        # From the inside out: routes and their errors, who may ask, pages of other sites
-        inner = Starlette(routes=routes, exception_handlers=handlers)
-        paths = {route.path for route in routes}
-        guarded = Guard(inner, paths, self.config, self.metrics, self.errors)
+        self.answering = Starlette(routes=self.routes, exception_handlers=handlers)
+
+    def app(self) -> Any:
+        """Return the ASGI application, with the headers for pages of other sites."""
         origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         cors["allow_private_network"] = True  # what a browser asks before a site reaches 127.0.0.1
-        return CORSMiddleware(guarded, **cors) if origins else guarded
+        return CORSMiddleware(self, **cors) if origins else self
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        """Answer a request if its client may ask; count the answer, and let errors wait."""
+
+        async def counted(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                # By its path, those of unknown paths together
+                known = {route.path for route in self.routes}
+                path = scope["path"] if scope["path"] in known else "other"
+                self.metrics.requests[path, message["status"]] += 1
+                if message["status"] >= 400:
+                    # Each connection has waited, so their number bounds the errors too.
+                    with contextlib.suppress(TimeoutError):
+                        await pay(self.errors, ERROR_S, ERROR_WAIT_S)
+            await send(message)
+
+        if scope["type"] != "http":
+            return await self.answering(scope, receive, send)
+        error = auth_error(scope, self.config)
+        answer = JSONResponse(error.body, error.status) if error else self.answering
+        return await answer(scope, receive, counted)
 
     async def home(self, _http: Any) -> Response:
         html, headers = self.page
@@ -357,6 +394,7 @@ class Server:
     async def prefer(self, http: Any) -> Response:
         """Keep which of two answers somebody found better."""
         raw = await self.body(http)
+        await self.take_turn(raw)
         row, unused = page.preference(raw, self.config["system"])
         path = Path(self.config["preferences"])
         # Ties are kept beside, where training does not read them.
@@ -370,42 +408,41 @@ class Server:
     async def render(self, http: Any) -> Response:
         """Return the HTML of the Markdown of an answer."""
         raw = await self.body(http)
+        await self.take_turn(raw)
         return JSONResponse(await asyncio.to_thread(page.render, raw))
 
     async def answer(self, http: Any, chat: bool) -> Any:
-        """Answer a request for text, in one piece or as a stream."""
+        """Take a request for text. Return an ASGI application that answers it."""
         began = time.monotonic()
-        own_tools = self.tools.schemas if self.tools else None
-        body = await self.body(http)
-        # The queue is asked before the prompts are encoded, which takes longest.
-        asked = parse(body, chat, self.defaults, secrets.randbits(62), own_tools)
-        model = self.named(asked.model)
-        job = self.admit(asked)
-        try:
-            # Encoding a long prompt takes time, in which other requests go on.
-            requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
-            job.begin(model.tokenizer, requests)
-        except BaseException:
-            job.give_back(job.left)
-            raise
-        # What every piece of the answer begins with
-        head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
-            "created": int(time.time()),
-            "model": model.name,
-            "object": "chat.completion" if chat else "text_completion",
-        }
-        events = self.events(model, job, began)
-        # A client that goes away cancels its job.
-        if asked.stream:
-            return EventStream(self.streamed(job, events, head), model.cancelling(job))
-        with model.cancelling(job):
-            body = await or_disconnect(self.whole(job, events), http.receive)
-        return Response(status_code=400) if body is None else JSONResponse(head | body)
+        return partial(self.respond, await self.body(http), chat, began)
+
+    async def respond(
+        self, raw: bytes, chat: bool, began: float, scope: dict, receive: Any, send: Any
+    ) -> None:
+        """Answer a body in one piece or as a stream, until the client goes away."""
+
+        async def work() -> None:
+            await self.take_turn(raw)
+            own_tools = self.tools.schemas if self.tools else None
+            asked = parse(raw, chat, self.defaults, secrets.randbits(62), own_tools)
+            # The queue is asked before the prompts are encoded, which takes longest.
+            with self.admit(asked, self.named(asked.model), began) as job:
+                # Encoding a long prompt takes time, in which other requests go on.
+                given = asked, self.config["system"]
+                job.begin(await asyncio.to_thread(job.model.requests, *given))
+                if asked.stream:
+                    no_proxy_keeps = {"Cache-Control": "no-cache"}  # pieces back
+                    pieces, kind = self.streamed(job), "text/event-stream"
+                    answer = StreamingResponse(pieces, headers=no_proxy_keeps, media_type=kind)
+                    await answer.stream_response(send)
+                else:
+                    await JSONResponse(await self.whole(job))(scope, receive, send)
+
+        await or_disconnect(work(), receive)
 
     async def body(self, http: Any) -> bytes:
-        """Return the body, a big one once it is its turn. Raise Refused if it is not JSON by its
-        type, too large, slow or not whole."""
+        """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
+        whole."""
         most = 1024 * self.config["max_body_kb"]
         # A page of another site may send a form without asking, but not this type.
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -427,28 +464,25 @@ class Server:
             raise Refused(408, f"the body did not come within {BODY_S} s") from None
         except ClientDisconnect:
             raise Refused(400, "the client went away") from None
-        if len(raw) >= BIG_BODY:
-            await self.take_turn(http, min(len(raw) * BYTE_S, BODY_MOST_S))
         return bytes(raw)
 
-    async def take_turn(self, http: Any, price: float) -> None:
-        """Wait until it is the turn of a big body. Raise Refused if max_queue others wait already,
-        after max_seconds, and if the client goes away."""
-        busy = Refused(429, BUSY, None, "rate_limit_exceeded")
+    async def take_turn(self, raw: bytes) -> None:
+        """Wait until it is the turn of a body, if it is a big one. Raise Refused if max_queue
+        others wait already, and after max_seconds."""
+        if len(raw) < BIG_BODY:
+            return
         if self.n_big_bodies >= self.config["max_queue"]:
-            raise busy
+            raise busy()
         self.n_big_bodies += 1
-        turn = self.big_bodies.pay(price, self.config["max_seconds"])
         try:
-            await or_disconnect(turn, http.receive)
+            price = min(len(raw) * BYTE_S, BODY_MOST_S)
+            await pay(self.big_bodies, price, self.config["max_seconds"])
         except TimeoutError:
-            raise busy from None
+            raise busy() from None
         finally:
             self.n_big_bodies -= 1
-        if await http.is_disconnected():
-            raise Refused(400, "the client went away")
 
-    def admit(self, asked: ParsedRequest) -> Job:
+    def admit(self, asked: ParsedRequest, model: Model, began: float) -> Job:
         """Return a job. Raise Refused if the queue has no room for its samples."""
         n_samples, most = asked.n_samples, self.config["max_queue"]
         # Before anything is encoded: a body may hold 200,000 prompts.
@@ -456,66 +490,56 @@ class Server:
             what = f"{n_samples} samples are asked for at once, max_queue is {most}"
             raise Refused(400, what, "n")
         if self.metrics.samples + n_samples > most:
-            raise Refused(429, BUSY, None, "rate_limit_exceeded")
-        return Job(asked, self.metrics)
+            raise busy()
+        return Job(asked, model, self.metrics, began)
 
-    async def events(self, model: Model, job: Job, began: float) -> AsyncIterator[Event]:
-        """Yield the tokens of a job, and its turns that call the server's tools."""
-        n_left, first = job.left, True  # job.left counts what is generated, n_left what is taken
-        self.metrics.tokens["prompt"] += job.n_prompt
-        limit = self.config["max_seconds"]
-        model.commands.put(("add", job, list(job.requests)))
+    async def pieces(self, job: Job) -> AsyncIterator[dict]:
+        """Hand the tokens of a job to its choices; yield what a stream says of them."""
+        n_left, limit = job.left, self.config["max_seconds"]  # job.left is what is not generated
+        is_first = True
         while n_left:
             try:
-                async with asyncio.timeout(limit - (time.monotonic() - began)):
-                    event = await self.event(model, job)
+                async with asyncio.timeout(limit - (time.monotonic() - job.began)):
+                    sample, token, turn = await self.token(job)
             except TimeoutError:
                 raise Refused(504, f"the answer was not complete after {limit} s") from None
-            # A UserError is about this request; any other error ends all requests of the model.
-            if isinstance(event, UserError):
-                raise Refused(400, str(event).removeprefix("sample: "))
-            if isinstance(event, Exception):
-                raise Refused(500, "The model could not go on")
-            if first:
-                self.metrics.first_token(time.monotonic() - began)
-            first = False
+            if is_first:
+                self.metrics.first_token(time.monotonic() - job.began)
+            is_first = False
             self.metrics.tokens["generated"] += 1
-            n_left -= isinstance(event[1], Token) and bool(event[1].finish)
-            yield event
+            n_left -= bool(token.finish and not turn)
+            for said in job.go_on(sample, *turn) if turn else job.push(sample, token):
+                yield said
 
-    async def event(self, model: Model, job: Job) -> Event:
-        """Return the next token of a job, or a turn whose last token it is."""
+    async def token(self, job: Job) -> tuple[Sample, Token, tuple[ToolTurn, Request] | None]:
+        """Return the next token of a job; with the last one of a turn that calls the server's tools
+        this turn, and the request of the next one. Raise Refused if the engine could not go on."""
         event = await job.events.get()
-        if isinstance(event, Exception) or not job.asked.runs_tools:
-            return event
+        # A UserError is about this request; any other error ends all requests of the model.
+        if isinstance(event, UserError):
+            raise Refused(400, str(event).removeprefix("sample: "))
+        if isinstance(event, Exception):
+            raise Refused(500, "The model could not go on")
         sample, token = event
-        # An answer that its limit cut calls nothing, nor does its last turn.
         choice = job.choices_of(sample)[0]
         n_turns = sum(turn["role"] == "assistant" for turn in choice.turns)
-        if not token.is_end or n_turns == MAX_TURNS - 1:
-            return event
+        # An answer that its limit cut calls nothing, nor does its last turn.
+        if not job.asked.runs_tools or not token.is_end or n_turns == MAX_TURNS - 1:
+            return sample, token, None
         # Tools take long, and are one process: another thread runs them, one answer at a time.
         given = self.tools, job.asked, self.config["system"], choice, sample
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self.tool_thread, model.use_tools, *given)
-        if not found:
-            return event
-        _, request = found
-        job.go_on(request)
-        model.commands.put(("add", job, [request]))
-        return sample, found
+        run = job.loop.run_in_executor(self.tool_thread, job.model.use_tools, *given)
+        return sample, token, await run
 
-    async def whole(self, job: Job, events: AsyncIterator[Event]) -> dict:
-        async for event in events:
-            job.push(*event)
-        return {"choices": [choice.whole() for choice in job.choices], "usage": job.usage()}
+    async def whole(self, job: Job) -> dict:
+        async for _ in self.pieces(job):
+            pass
+        choices = [choice.whole() for choice in job.choices]
+        return job.head() | {"choices": choices, "usage": job.usage()}
 
-    async def streamed(
-        self, job: Job, events: AsyncIterator[Event], head: dict
-    ) -> AsyncIterator[str]:
+    async def streamed(self, job: Job) -> AsyncIterator[str]:
         """Yield server-sent events. An error after the first of them is an event too."""
-        asked = job.asked
-        head = head | {"object": "chat.completion.chunk" if asked.chat else "text_completion"}
+        asked, head = job.asked, job.head()
         head |= {"usage": None} if asked.include_usage else {}
         try:
             # A chat's choices open with a role.
@@ -523,9 +547,8 @@ class Server:
                 delta = {"role": "assistant", "content": ""}
                 opening = {"index": choice.index, "delta": delta, "finish_reason": None}
                 yield sse(head | {"choices": [opening]})
-            async for event in events:
-                for said in job.push(*event):
-                    yield sse(head | {"choices": [said]})
+            async for said in self.pieces(job):
+                yield sse(head | {"choices": [said]})
             if asked.include_usage:
                 yield sse(head | {"choices": [], "usage": job.usage()})
         except Refused as error:
@@ -533,24 +556,13 @@ class Server:
         yield "data: [DONE]\n\n"
 
 
-class EventStream(StreamingResponse):
-    """A stream that ends when its client goes away, also while it waits for a token."""
-
-    def __init__(
-        self, texts: AsyncIterator[str], cancelling: contextlib.AbstractContextManager
-    ) -> None:
-        # No proxy may keep pieces back.
-        head = {"Cache-Control": "no-cache"}
-        super().__init__(texts, media_type="text/event-stream", headers=head)
-        self.cancelling = cancelling
-
-    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
-        with self.cancelling:
-            await or_disconnect(self.stream_response(send), receive)
+def busy() -> Refused:
+    words = "The server is busy; try again soon"
+    return Refused(429, words, None, "rate_limit_exceeded")
 
 
-async def or_disconnect(work: Awaitable, receive: Any) -> Any:
-    """Return what `work` does, None if the client goes away before."""
+async def or_disconnect(work: Awaitable, receive: Any) -> None:
+    """Await `work`, and end it if the client goes away before."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -560,7 +572,8 @@ async def or_disconnect(work: Awaitable, receive: Any) -> Any:
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
+        if tasks[0].done():
+            tasks[0].result()  # raises what it raised
     finally:
         for task in tasks:
             task.cancel()
@@ -590,24 +603,14 @@ async def error_response(http: Any, error: Exception) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
-class Pace:
-    """Keeps time for the engine: errors, or big bodies, get a small share of it, whatever clients
-    send. Each has a price in seconds, for which the next one waits (a leaky bucket); they come
-    through in the order in which they came."""
+async def pay(turns: asyncio.Lock, price: float, most: float) -> None:
+    """Wait for a turn, which then lasts for `price` seconds, in the order of coming. After `most`
+    seconds raise TimeoutError.
 
-    def __init__(self) -> None:
-        self.turn = asyncio.Lock()  # wakes the one that waits longest
-        self.paid_at = 0.0  # when the last price is paid, by the clock of the event loop
-
-    async def pay(self, price: float, most: float) -> None:
-        """Wait until all earlier prices are paid; this one is for the next to wait for. After
-        `most` seconds raise TimeoutError, and charge nothing; nor if the wait is cancelled."""
-        async with asyncio.timeout(most), self.turn:
-            now = asyncio.get_running_loop().time()
-            # Time in which nothing had to be paid for is credit, up to BURST_S.
-            begin = max(self.paid_at, now - BURST_S)
-            await asyncio.sleep(begin - now)
-            self.paid_at = begin + price
+    So errors, or big bodies, get a small share of the engine's time, whatever clients send."""
+    async with asyncio.timeout(most):
+        await turns.acquire()
+    asyncio.get_running_loop().call_later(price, turns.release)
 
 
 # ---- who may ask ---------------------------------------------------------------------------------
@@ -628,35 +631,6 @@ def check_config(config: dict) -> None:
     if config["host"] not in THIS_MACHINE and not config["api_key"] and not config["insecure"]:
         what = f"host={config['host']} lets other machines in"
         raise UserError(f"serve: {what}; give --api_key=SECRET, or --insecure=True")
-
-
-class Guard:
-    """An ASGI application that checks who asks, and counts and paces the answers of another."""
-
-    def __init__(
-        self, inner: Any, paths: set[str], config: dict, metrics: "Metrics", errors: Pace
-    ) -> None:
-        self.inner, self.paths, self.config = inner, paths, config
-        self.metrics, self.errors = metrics, errors
-
-    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.inner(scope, receive, send)
-
-        # Every answer is counted by its path, those of unknown paths together.
-        async def counted(message: dict) -> None:
-            if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in self.paths else "other"
-                self.metrics.requests[path, message["status"]] += 1
-                if message["status"] >= 400:
-                    # Each connection has waited, so their number bounds the errors too.
-                    with contextlib.suppress(TimeoutError):
-                        await self.errors.pay(ERROR_S, ERROR_WAIT_S)
-            await send(message)
-
-        error = auth_error(scope, self.config)
-        answer = JSONResponse(error.body, error.status) if error else self.inner
-        return await answer(scope, receive, counted)
 
 
 def auth_error(scope: dict, config: dict) -> Refused | None:

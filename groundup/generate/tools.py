@@ -21,7 +21,7 @@ from typing import NamedTuple
 from groundup.errors import UserError
 from groundup.files.turns import call_text, with_system
 from groundup.files.untrusted import scrub
-from groundup.generate.call_forms import THINK, THINK_END, CallReader, ThoughtReader
+from groundup.generate.call_forms import THINK, THINK_END, divide_calls, divide_thoughts
 from groundup.generate.completion import asked_messages
 from groundup.generate.engine import Engine, Request, Result
 from groundup.generate.rendering import LineProcess, tool_ids
@@ -92,7 +92,7 @@ class Tools:
         tokens that may follow the turn. follow: `tool_ids` of the tokenizer, or what does the same
         in another process."""
         # The text is for the template; the ids stay as they were drawn.
-        content, calls = read_calls(tokenizer, ids, self.schemas)
+        content, calls = read_calls(tokenizer, ids)
         if not calls:
             return None
         results, n_failed = self.run(calls)
@@ -184,20 +184,17 @@ class ToolAnswers:
             yield request.index, request.result()
 
 
-def read_calls(
-    tokenizer: Tokenizer, ids: Sequence[int], schemas: Sequence[dict] = ()
-) -> tuple[str, list[dict]]:
+def read_calls(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[dict]]:
     """Return the text of an answer and its calls [{"name", "arguments"}, ...], [] = none.
 
-    ids: as drawn, without the one that ended it. schemas: of the tools, for forms that write their
-    arguments without types. The text is as our own models write calls. A call has an "id" if the
-    model wrote one as Mistral's do."""
+    ids: as drawn, without the one that ended it. The text is as our own models write calls. A call
+    has an "id" if the model wrote one as Mistral's do."""
     # Rows that pad the vocabulary may be drawn, and have no text.
     text = tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
     # The template may have begun the thoughts; what is thought about is not called
     opened = THINK in tokenizer.template_source and THINK_END in text
-    _, rest = ThoughtReader(opened).push(text, last=True)
-    said, found = CallReader(schemas).push(rest, last=True)
+    _, rest = divide_thoughts(text, opened, last=True)
+    said, found = divide_calls(rest, last=True)
     calls = []
     for one in found:
         function = one["function"]
@@ -211,8 +208,14 @@ def read_calls(
 def check_template(tokenizer: Tokenizer, tools: Tools) -> None:
     """Raise UserError if the chat template does not write calls and results of tools."""
     call = call_text({"name": "f", "arguments": {}})
-    # A short conversation shows whether a result comes back from the template.
-    talk = tools.shown([{"role": "user", "content": "a"}])
-    talk += [{"role": "assistant", "content": call}, {"role": "tool", "content": "7 swans"}]
+    # A short conversation shows whether a call can be read, and a result comes back.
+    asked = tools.shown([{"role": "user", "content": "a"}])
+    talk = [*asked, {"role": "assistant", "content": call}]
+    ids, mask = tokenizer.render(talk)
+    drawn = [i for i, is_drawn in zip(ids, mask, strict=True) if is_drawn]
+    text = tokenizer.decode([i for i in drawn if i not in tokenizer.stop_ids])
+    if not divide_calls(text, last=True)[1]:
+        raise UserError("tools: the chat template writes calls in a form that is not read")
+    talk.append({"role": "tool", "content": "7 swans"})
     if "7 swans" not in tokenizer.decode(tool_ids(tokenizer, talk)):
         raise UserError("tools: the chat template does not write the results of tools")

@@ -10,7 +10,8 @@ import pytest
 
 from groundup.files.functions import load_function
 from groundup.files.turns import call_text
-from groundup.generate.tools import CallReader, Tools
+from groundup.generate.call_forms import divide_calls
+from groundup.generate.tools import Tools
 
 ROOT = Path(__file__).parents[2]
 TASK, CALCULATOR = ROOT / "tools/sums.py", ROOT / "groundup/demo/calculator.py"
@@ -74,7 +75,7 @@ def test_an_example_calls_what_it_was_asked_and_says_what_the_tool_said(made, to
     correct = load_function(f"{TASK}:correct", "reward")
     for row in rows_in(made / "a/examples.jsonl"):
         asked, called, result, answer = (message["content"] for message in row["messages"])
-        said, (call,) = CallReader().push(called, last=True)
+        said, (call,) = divide_calls(called, last=True)
         function = call["function"]
         function["arguments"] = json.loads(function["arguments"])
         assert said == "" and call_text(function) == called

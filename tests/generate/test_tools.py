@@ -326,3 +326,10 @@ def test_a_template_without_turns_of_tools_is_refused(tools, tmp_path):
     tokenizer = Tokenizer.load(directory_with(source, tmp_path))
     with pytest.raises(UserError, match="does not write the results of tools"):
         check_template(tokenizer, tools)
+
+
+def test_a_template_whose_calls_cannot_be_read_is_refused(tools, tmp_path):
+    """Qwen3.5's, with a tag for each parameter: a model would call, and nothing would run."""
+    tokenizer = tokenizer_of("qwen3_5_nothink", tmp_path)
+    with pytest.raises(UserError, match="writes calls in a form that is not read"):
+        check_template(tokenizer, tools)
