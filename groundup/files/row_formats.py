@@ -213,10 +213,18 @@ def nearest_keys(keys: tuple[str, ...], kind: str) -> str:
     def unlike(known: str) -> float:
         wanted = [pairs_of_letters(key) for key in known.split(",")]
         found = [max((alike(one, other) for other in own), default=0.0) for one in wanted]
-        # up to a half it is chance; of formats that are equally like it the commoner comes first
+        # up to a half it is chance
         return -sum(share for share in found if share > 0.5) / len(found)
 
-    return " | ".join(sorted(known_keys(kind), key=unlike)[:3])
+    # of formats that are equally like it the commoner comes first
+    in_order = dict.fromkeys([*COMMON.get(kind, ()), *known_keys(kind)])
+    return " | ".join(sorted(in_order, key=unlike)[:3])
+
+
+COMMON = {  # keys of formats that people use most
+    "chat": ("messages", "question,answer", "instruction,output"),
+    "preference": ("prompt,chosen,rejected", "chosen,rejected"),
+}
 
 
 def pairs_of_letters(key: object) -> set[str]:
@@ -674,7 +682,19 @@ def dialogue_at(key: str, row: dict) -> list[dict]:
     """Return messages from one of Anthropic's dialogues, or from turns."""
     if listed(row[key]) or not isinstance(row[key], str):
         return turns_at(key, row)
+    if not turns.HH_TURN.search(row[key]):
+        raise BadRow(no_question(key, row))
     return with_system(turns.dialogue_turns(row[key], turns.HH_TURN), row)
+
+
+def no_question(key: str, row: dict) -> str:
+    """Return what to do about a row of two answers, one under `key`, whose question is not found."""
+    texts = [one for one in row if isinstance(row[one], str) and not is_about(one)]
+    others = [one for one in texts if one not in ("chosen", "rejected")]
+    named = others[0] if len(others) == 1 else "KEY"
+    how = f"prepare.py --text_key='question={named}' names it"
+    whole = "a dialogue with its question begins with a blank line and Human:"
+    return f"{key} is an answer, and no known key has its question ({keys_of(row)}); {how}; {whole}"
 
 
 def calls_for(row: dict) -> list[dict]:
