@@ -89,6 +89,10 @@ USED_BY = {  # settings that mean nothing to other tasks, with their defaults
     ("preference",): {"reference": ""},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
 }
+ROWS_HINT = (
+    ". Other tasks read what prepare.py writes: prepare.py --kind=chat (or preference) "
+    "--text_key=... --out_dir=DIR, then --data=DIR/val.jsonl"
+)
 
 
 def parse_data(tasks: str, data: str) -> dict[str, str]:
@@ -134,7 +138,8 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
     for users, defaults in USED_BY.items():
         is_used = wanted.keys() & set(users) or config["score"] and "perplexity" in users
         for key, usual in defaults.items():
-            what = f"is only for {', '.join(users)}; leave it out"
+            how = f"leave it out{ROWS_HINT if key == 'text_key' else ''}"
+            what = f"is only for {', '.join(users)}; {how}"
             refuse(config[key] != usual and not is_used, f"{key}={config[key]!r} {what}")
     judge, url, out = (config[key] for key in ("judge", "base_url", "out"))
     what = "belong together: a model, its service, a file for its replies"

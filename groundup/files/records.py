@@ -33,6 +33,7 @@ JSON_SUFFIXES = (".json", *LINE_SUFFIXES)
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
 # NaN is no JSON: pandas and json.dump write it where there is no value
 DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
+NULL = r"\N"  # of MySQL, PostgreSQL and Hive in CSV and TSV
 BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
 
 
@@ -499,7 +500,7 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
         elif not names:
             names = column_names(row)
         elif row:
-            first.value = dict(zip(names, row, strict=True))
+            first.value = table_row(names, row)
             yield first
 
 
@@ -516,8 +517,13 @@ def plain_rows(lines: Iterator[Record], names: Sequence[str]) -> Iterator[Record
             detail = f"{len(row)} fields, but {len(names)} columns"
             yield record.fail("bad_csv", detail, size_of(record))
         elif record.value:
-            record.value = dict(zip(names, row, strict=True))
+            record.value = table_row(names, row)
             yield record
+
+
+def table_row(names: Sequence[str], row: list[str]) -> dict[str, str | None]:
+    """Return a row of a table as {column: text}, None where a database writes NULL."""
+    return {name: None if cell == NULL else cell for name, cell in zip(names, row, strict=True)}
 
 
 def csv_lines(lines: Iterator[Record], waiting: deque[Record], held: list[Record]) -> Iterator[str]:

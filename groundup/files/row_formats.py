@@ -384,6 +384,8 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
+    if has_no_input(found.keys, row):
+        left.append("input that says there is none")
     labels = [key for key in KTO_LABELS if key in row and str(row[key]) not in turns.NOTHING]
     return left + [key for key in labels if as_number(row[key]) not in (0, 1)]
 
@@ -559,11 +561,22 @@ def history(row: dict) -> list[dict]:
     return [message(role, said) for pair in pairs for role, said in zip(roles, pair, strict=True)]
 
 
+# How sets that were made as Alpaca's say that an instruction has no input, in any capitals; pandas
+# writes None and nan.
+NO_INPUT = ("<noinput>", "<no input>", "noinput", "no input")
+
+
+def has_no_input(question: str, row: dict) -> bool:
+    """Return whether the input beside an instruction only says that there is none."""
+    given = row.get("input") if question.startswith("instruction") else None
+    return given in ("None", "nan") or str(given).strip().lower() in NO_INPUT
+
+
 def whole_question(question: str, row: dict) -> str:
     """Return a question with the passage that it is about and the options that it offers.
 
     The passage follows an instruction, and stands before any other question."""
-    asked = text(question, row)
+    asked = text(question, row | {"input": ""} if has_no_input(question, row) else row)
     if ABOUT_QUESTIONS.isdisjoint(row):
         return asked
     beside = [key for key in PASSAGES if key != first_key(question)]

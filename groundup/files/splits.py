@@ -13,6 +13,7 @@ FEW = 40
 VERY_FEW = 10  # cut also if their ends are short
 LEAST_END = 100  # bytes that a document gives on average: of lines the ends are no text
 FEW_VAL = 16  # the loss of fewer validation rows says little
+MOST_VAL = 0.2  # share of few rows or tokens that is advised for validation, at most
 
 
 def dialogue_text(messages: list[dict]) -> str:
@@ -49,6 +50,20 @@ def split_position(raw: bytes) -> int:
     Of a pair it is the hash of its prompt. Other rows do not move it, and copies of a text or
     prompt are in one split."""
     return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
+
+
+def share_for(wanted: float, n: int) -> float:
+    """Return the val_fraction, in whole per cent up to MOST_VAL, that takes `wanted` of n."""
+    return min(MOST_VAL, math.ceil(100 * wanted / max(1, n)) / 100)
+
+
+def more_rows_for_val(n_rows: int, val_fraction: float) -> str:
+    """Return how validation gets FEW_VAL rows or more, of n_rows in all, for a message."""
+    share = share_for(1.5 * FEW_VAL, n_rows)  # more than needed: hashes take some more or fewer
+    if share <= val_fraction:
+        return "give more rows"
+    better = "; more rows would do more" if share * n_rows < FEW_VAL else ""
+    return f"--val_fraction={share:g} holds out about {round(share * n_rows)}{better}"
 
 
 def are_few(n_documents: int, n_bytes: int, share: float) -> bool:

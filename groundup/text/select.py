@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.files.sources import Source
 from groundup.files.splits import SPLITS, are_few, are_held_out, assign, cut_places
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
@@ -205,8 +205,8 @@ def split_rows(
     if recipe.hold_out:
         held_out = are_held_out(chosen.rows["question"][rows], recipe.hold_out)
         if len(rows) and not held_out.any():
-            few = f"takes none of so few conversations{of_source}"
-            chosen.split_notes.append(f"warning: hold_out={recipe.hold_out} {few}")
+            none = f"of {counted(len(rows), 'conversation')}{of_source} picked none"
+            chosen.split_notes.append(f"warning: hold_out={recipe.hold_out} {none}")
         rows = rows[~held_out]
     splits[rows], moved = assign(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
@@ -228,10 +228,10 @@ def split_rows(
         parts = [f"{split} ({100 * share:g} %)" for split, share in ends.items() if share]
         chosen.split_notes.append(f"only {few} becomes {' and '.join(parts)}{hint}")
     elif moved:
-        wanted = recipe.fold or recipe.val_fraction
-        few = f"val takes none of so few documents{of_source} ({wanted} of them)"
-        lost = f"one is moved there, {100 * share:.2g} % of the text, and not trained on"
-        chosen.split_notes.append(f"warning: {few}; {lost}{hint}")
+        wanted = f"fold={recipe.fold}" if recipe.fold else f"val_fraction={recipe.val_fraction}"
+        none = f"{wanted} of {counted(len(rows), 'document')}{of_source} picked none"
+        taken = f"one is taken for val, {100 * share:.2g} % of the text, and not trained on"
+        chosen.split_notes.append(f"warning: {none}, so {taken}{hint}")
     elif not recipe.fold and share > max(LARGE_VAL, 2 * recipe.val_fraction):
         many = (
             f"val has {100 * share:.0f} % of the text{of_source}: few, or long, documents are in it"

@@ -420,8 +420,9 @@ def test_truncated_compressed_file_keeps_what_was_read(tmp_path: Path, suffix: s
 def test_text_fields(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "题", "body": {"content": "文"}}\n"bare"\n{"title": "x"}\n', encoding="utf-8")
-    report = Report()
-    assert read(path, report, text_key="title, body.content") == ["题\n文", "bare"]
+    for text_key in ("title, body.content", "title+body.content"):  # + as in a named source
+        report = Report()
+        assert read(path, report, text_key=text_key) == ["题\n文", "bare"]
     assert report.places == [(str(path), 3, 52, "bad_field: no text under 'body.content' (keys title)")]
 
 

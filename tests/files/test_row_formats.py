@@ -613,6 +613,19 @@ def test_an_unknown_format_names_the_three_that_are_most_like_it() -> None:
             row_formats.read(row, kind)
 
 
+@pytest.mark.parametrize("nothing", ["None", "nan", "<noinput>", "<No input>", "No input", "noinput"])
+def test_an_input_that_says_there_is_none_is_no_part_of_the_question(nothing: str) -> None:
+    """The original Alpaca set has four ways to say so, and a table by pandas two more."""
+    row = {"instruction": "问", "input": nothing, "output": "答"}
+    assert messages_of(row) == ([user("问"), assistant("答")], "")
+    assert row_formats.unread_keys(row, "chat") == ["input that says there is none"]
+    pair = {"instruction": "问", "input": nothing, "chosen": "好", "rejected": "坏"}
+    assert row_formats.read_pair(pair).prompt == [user("问")]
+    for other in ({"input": "none of it"}, {"input": ""}):
+        assert row_formats.unread_keys(row | other, "chat") == []
+    assert messages_of({"input": nothing, "output": "答"}) == ([user(nothing), assistant("答")], "")
+
+
 S, U, A, E, T = (
     {"role": role, "content": content}
     for role, content in (("system", "规"), ("user", "问"), ("assistant", "答"), ("assistant", " \n"), ("tool", "42"))
