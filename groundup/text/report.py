@@ -245,8 +245,8 @@ def summary(info: dict) -> list[str]:
     if info["marked"]:
         hint = "they stay text, so a model would learn to write them as words"
         hint += "; if these are conversations, use kind=chat"
-        what = "special tokens by name, as <|im_start|> or <s> at the beginning"
-        lines.append(f"warning: {what}, in {counted(info['marked'], 'document')}: {hint}")
+        what = f"names of special tokens in {counted(info['marked'], 'document')}"
+        lines.append(f"warning: {what}, as <|im_start|> or <s> at the beginning: {hint}")
     if info["unread"]:
         lines.append(f"keys not read: {describe_unread(Counter(info['unread']))}")
     if evals := info.get("decontaminate"):
