@@ -260,10 +260,10 @@ def test_the_advice_for_a_tiny_text_can_be_followed(tmp_path, tok, capsys):
 
 def test_the_advice_for_few_validation_rows_helps(tmp_path, capsys):
     rows = [json.dumps({"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."}) for i in range(120)]
-    for n, advice in ((120, "--val_fraction=0.2 holds out about 24"), (40, "--val_fraction=0.2 holds out about 8; more")):
+    for n, advice in ((120, "holds out about 24"), (40, "holds out about 8; more rows would do more")):
         (tmp_path / f"{n}.jsonl").write_text("\n".join(rows[:n]), "utf-8")
         run(tmp_path / str(n), input=tmp_path / f"{n}.jsonl", kind="chat", near=-1)
-        assert f": too few to trust its loss; {advice}" in capsys.readouterr().out
+        assert f": too few to trust its loss; --val_fraction=0.2 {advice}" in capsys.readouterr().out
     run(tmp_path / "120", input=tmp_path / "120.jsonl", kind="chat", near=-1, val_fraction=0.2, overwrite=True)
     assert "too few to trust" not in capsys.readouterr().out
 
@@ -291,6 +291,21 @@ def test_ends_of_lines_are_no_validation_text(tmp_path, tok):
         run(tmp_path / name, input=path, tokenizer_dir=tok, val_fraction=0.1, near=0.0)
         found = read_back(tmp_path / name)
         assert found["val"] and len(found["train"] + found["val"]) == (24 if cut else 12)
+
+
+def test_the_ends_of_very_few_short_documents_are_more_than_a_full_stop(tmp_path, tok, capsys):
+    documents = [f"{k} " + "It is a story of some length about a cat, a dog and a mouse. " * 8 for k in "abcde"]
+    path = write_jsonl(tmp_path / "x.jsonl", documents)
+    run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    assert "only 5 documents: the end of each becomes val (20 %)\n" in capsys.readouterr().out
+    run(tmp_path / "both", input=path, tokenizer_dir=tok, test_fraction=0.5, near=-1)
+    for name, share in (("out", 0.2), ("both", 0.49 / 3)):
+        found = read_back(tmp_path / name)
+        wanted = pytest.approx(share * len("".join(documents)), abs=9)
+        assert len(found["val"]) == 5 and sum(map(len, found["val"])) == wanted
+    documents = [text * 40 for text in documents]  # long enough: as the setting says
+    run(tmp_path / "long", input=write_jsonl(path, documents), tokenizer_dir=tok, near=-1)
+    assert sum(map(len, read_back(tmp_path / "long")["val"])) == pytest.approx(0.01 * len("".join(documents)), abs=9)
 
 
 def test_a_long_document_that_is_most_of_val_is_said(tmp_path, tok, capsys):

@@ -140,7 +140,8 @@ class RowReader:
         for what, n in self.not_written.items():
             lines.append(f"{name}: not written by the chat template: {what} ({n:,})")
         if self.trimmed:
-            lines.append(f"{name}: {counted(self.trimmed, 'conversation')} lost turns after the last answer")
+            trimmed = counted(self.trimmed, "conversation")
+            lines.append(f"{name}: {trimmed} lost turns after the last answer")
         if self.unread:
             lines.append(f"{name}: {self.unread_are}: {row_formats.describe_unread(self.unread)}")
         return lines

@@ -364,8 +364,7 @@ def test_questions_on_one_passage_are_no_copies(tmp_path):
 
 def test_short_chats_in_a_corpus_are_kept_and_short_texts_are_not(tmp_path):
     """A turn in Chinese has half the characters that it has in English."""
-    talks = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in (("你好", "你好！"), ("Hi", "Hello"))]
-    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), "utf-8")
+    write_rows(tmp_path / "chat.jsonl", [talk("你好", "你好！"), talk("Hi", "Hello")])
     (tmp_path / "asked.jsonl").write_text('{"question": "几点了？", "answer": "三点。"}\n', "utf-8")
     texts = ["太短了。", "a line", "A text that is long enough to be kept."]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), "utf-8")
@@ -375,7 +374,8 @@ def test_short_chats_in_a_corpus_are_kept_and_short_texts_are_not(tmp_path):
     assert {name: of["kept"] for name, of in info["sources"].items()} == {"c": 2, "a": 1, "t": 1}
     assert info["documents"]["dropped"] == {"min_length": 2}
     run(tmp_path / "own", input=named, vocab_size=384, val_fraction=0.0, rules="length=8..")  # the user's own holds
-    assert {name: of["kept"] for name, of in manifest_of(tmp_path / "own")["info"]["sources"].items()} == {"c": 1, "a": 1, "t": 1}
+    info = manifest_of(tmp_path / "own")["info"]
+    assert {name: of["kept"] for name, of in info["sources"].items()} == {"c": 1, "a": 1, "t": 1}
 
 
 def test_short_answers_are_kept(tmp_path):

@@ -328,7 +328,7 @@ def test_few_conversations_do_not_share_rows_and_are_seen_often(tok, tmp_path, m
 def test_few_rows_for_validation_draw_a_warning(tok, tmp_path, capsys):
     path, other = (write_talks(tmp_path / name, talks(n)) for name, n in (("a.jsonl", 60), ("b.jsonl", 3)))
     for flags, said in (
-        ({"val_fraction": 0.02}, "held out for validation: too few to trust the val loss; --val_fraction=0.2 holds out about 10; more"),
+        ({"val_fraction": 0.02}, "too few to trust the val loss; --val_fraction=0.2 holds out about 10; more"),
         ({"val_data": other}, "3 conversations held out for validation: too few to trust the val loss; give more"),
         ({"val_fraction": 0.5}, ""),
     ):
