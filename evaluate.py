@@ -38,7 +38,7 @@ import torch
 
 from configurator import configure
 from groundup.align import reward_model
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, counted, refuse
 from groundup.files.paths import check_replaceable, find_files
 from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
@@ -286,7 +286,7 @@ def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
     n, scored = problems.total(), problems[""]
     left = f", {n - scored:,} not: {rows.reasons(problems)}" if n > scored else ""
     if is_main:
-        print("\n".join([f"{out}: {scored:,} of {n:,} rows scored{left}", *notes]))
+        print("\n".join([f"{out}: {scored:,} of {counted(n, 'row')} scored{left}", *notes]))
 
 
 def describe_model(directory: Path) -> dict:

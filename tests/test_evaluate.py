@@ -266,7 +266,7 @@ def test_a_killed_scoring_goes_on_and_scores_nothing_twice(run, base, tmp_path, 
     n_before = len(calls)
     printed, error = run(f"--score={base}/rows.jsonl", f"--out={tmp_path}/out.jsonl", "--batch_size=1")
     assert not error
-    assert f"{tmp_path}/out.jsonl: 6 rows were done already" in printed
+    assert f"{tmp_path}/out.jsonl: done already: 6 rows" in printed
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()] == whole
     assert sum(calls[n_before:]) == sum("loss" in row and row["loss"] is not None for row in whole[6:])
     assert not list(tmp_path.glob(".out*"))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from charset_normalizer import from_bytes
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 
 SAMPLE_BYTES = 2**18  # that charset-normalizer is asked about at once
 MARKS = {  # UTF-32's first: its little-endian mark begins with UTF-16's
@@ -184,7 +184,7 @@ def judge(sample: bytes, given: str = "") -> Verdict:
     if foreign <= max(n_utf8 / 4, len(lines) / 100):
         return Verdict(hint=hint)
     n_lines = len(lines) - (lines[-1] == b"")  # nothing stands behind the last line end
-    what = f"{foreign:,} of {n_lines:,} lines looked at are not UTF-8"
+    what = f"not UTF-8: {foreign:,} of {counted(n_lines, 'line')} looked at"
     return Verdict(refused=f"{what}{hint}", hint=hint)
 
 

@@ -16,7 +16,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from groundup.errors import UserError, json_fault
+from groundup.errors import UserError, counted, json_fault
 from groundup.files import parquet, streams
 from groundup.files.encodings import Decoder
 from groundup.files.parquet import column_names
@@ -488,14 +488,14 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
             yield first
             continue
         if names and row and len(row) != len(names):
-            detail = f"{len(row)} fields, but {len(names)} columns"
+            detail = f"{counted(len(row), 'field')}, but {counted(len(names), 'column')}"
         if detail:
             rows = (k for k in range(1, len(held)) if is_row(held[k], names, dialect))
             again = next(rows, len(held))
             lost = sum(map(size_of, held[:again]))
             waiting.extendleft(reversed(held[again:]))
             if len(held) > 1:  # which rows they are is a guess
-                detail += f"; left out: {again} lines, {lost:,} bytes"
+                detail += f"; left out: {counted(again, 'line')}, {lost:,} bytes"
             yield first.fail("bad_csv", detail, lost)
         elif not names:
             names = column_names(row)
@@ -514,7 +514,7 @@ def plain_rows(lines: Iterator[Record], names: Sequence[str]) -> Iterator[Record
         elif not names:
             names = column_names(row)
         elif len(row) != len(names) and record.value:
-            detail = f"{len(row)} fields, but {len(names)} columns"
+            detail = f"{counted(len(row), 'field')}, but {counted(len(names), 'column')}"
             yield record.fail("bad_csv", detail, size_of(record))
         elif record.value:
             record.value = table_row(names, row)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from configurator import split_names, split_weight
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, counted, refuse
 from groundup.files import readers
 from groundup.files.paths import find_files
 from groundup.files.records import Report
@@ -135,8 +135,8 @@ def texts_of(parts: list[Part], max_mb: float) -> Iterator[str]:
         first = {why: f"{path}:{line}" for path, line, _, why in reversed(report.places)}
         for why, place in list(reversed(first.items()))[:10]:  # each reason once
             print(f"tokenizer: {place}: {why}")
-        if report.problems:
-            print(f"tokenizer: {report.problems.total()} documents or lines could not be read")
+        if n := report.problems.total():
+            print(f"tokenizer: could not be read: {counted(n, 'record')}")
 
 
 def size_of(parts: list[Part]) -> int:
@@ -213,5 +213,6 @@ def mix_texts(sources: list[tuple[str, Iterable[str], float]], max_bytes: int) -
         fraction, end = n_bytes[k] / max(sum(n_bytes), 1), "" if k in going else "; read to its end"
         print(
             f"tokenizer: {label}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), "
-            f"{n_texts[k]:,} texts, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} characters{end}"
+            f"{counted(n_texts[k], 'text')}, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} "
+            f"characters{end}"
         )

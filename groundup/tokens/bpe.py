@@ -23,7 +23,7 @@ import regex
 import sentencepiece
 
 from groundup.compile_c import compile_c
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.files.untrusted import scrub
 from groundup.tokens import engines
 from groundup.tokens.engines import SIZE_STEP
@@ -133,7 +133,7 @@ def drop_rarest(counts: Counter[str]) -> Counter[str]:
             break
         kept[chunk] = count
     lost = f"{len(counts) - len(kept):,} of {len(counts):,} distinct chunks"
-    print(f"tokenizer: {lost}, seen <= {count} times so far, are dropped")
+    print(f"tokenizer: {lost}, seen at most {counted(count, 'time')} so far, are dropped")
     return Counter(kept)
 
 

@@ -95,7 +95,7 @@ def test_conversations_and_pairs_are_text_of_their_turns(tmp_path: Path, capsys)
     found = list(texts_of(parts(str(tmp_path)), 1))
     assert found == ["文", "问\n答", "头痛\n休息", "做\n好", "p\nc\nr", "q\ns", "问\n答"]
     said = capsys.readouterr().out
-    assert said.count("bad_field") == 1 and "a.jsonl:8" in said and "3 documents or lines" in said
+    assert said.count("bad_field") == 1 and "a.jsonl:8" in said and "could not be read: 3 records" in said
 
 
 def test_files_are_looked_at_as_by_prepare(tmp_path: Path, capsys) -> None:
