@@ -701,7 +701,7 @@ def dialogue_at(key: str, row: dict) -> list[dict]:
 
 
 def no_question(key: str, row: dict) -> str:
-    """Return what to do about a row of two answers, one under `key`, whose question is not found."""
+    """Return what to do about a row of two answers, one under `key`, without a known question."""
     texts = [one for one in row if isinstance(row[one], str) and not is_about(one)]
     others = [one for one in texts if one not in ("chosen", "rejected")]
     named = others[0] if len(others) == 1 else "KEY"
