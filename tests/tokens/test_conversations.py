@@ -336,6 +336,11 @@ def test_few_rows_for_validation_draw_a_warning(tok, tmp_path, capsys):
         ChatCorpus(path, tok, 256, 7, **flags).need_validation(0.02)
         printed = capsys.readouterr().err
         assert said in printed and bool(said) == bool(printed)
+    say.cache_clear()
+    assert make(tmp_path / "out", path, val_fraction=0.02) == 0
+    capsys.readouterr()
+    ChatCorpus(str(tmp_path / "out"), tok, 256, 7).need_validation(0.02)  # whose split is its own
+    assert "trust the val loss; prepare.py --val_fraction=0.2 holds out about 1" in capsys.readouterr().err
 
 
 def test_the_labels_of_rows_of_two_sources(tok, two_files):
