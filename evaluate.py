@@ -38,7 +38,7 @@ import torch
 
 from configurator import configure
 from groundup.align import reward_model
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, counted, refuse
 from groundup.files.paths import check_replaceable, find_files
 from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
@@ -89,6 +89,10 @@ USED_BY = {  # settings that mean nothing to other tasks, with their defaults
     ("preference",): {"reference": ""},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
 }
+ROWS_HINT = (
+    ". Other tasks read what prepare.py writes: prepare.py --kind=chat (or preference) "
+    "--text_key=... --out_dir=DIR, then --data=DIR/val.jsonl"
+)
 
 
 def parse_data(tasks: str, data: str) -> dict[str, str]:
@@ -134,7 +138,8 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
     for users, defaults in USED_BY.items():
         is_used = wanted.keys() & set(users) or config["score"] and "perplexity" in users
         for key, usual in defaults.items():
-            what = f"is only for {', '.join(users)}; leave it out"
+            how = f"leave it out{ROWS_HINT if key == 'text_key' else ''}"
+            what = f"is only for {', '.join(users)}; {how}"
             refuse(config[key] != usual and not is_used, f"{key}={config[key]!r} {what}")
     judge, url, out = (config[key] for key in ("judge", "base_url", "out"))
     what = "belong together: a model, its service, a file for its replies"
@@ -281,7 +286,7 @@ def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
     n, scored = problems.total(), problems[""]
     left = f", {n - scored:,} not: {rows.reasons(problems)}" if n > scored else ""
     if is_main:
-        print("\n".join([f"{out}: {scored:,} of {n:,} rows scored{left}", *notes]))
+        print("\n".join([f"{out}: {scored:,} of {counted(n, 'row')} scored{left}", *notes]))
 
 
 def describe_model(directory: Path) -> dict:

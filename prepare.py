@@ -91,6 +91,7 @@ NEXT = {  # script, and its configs: for a model of ours on a CPU, on a GPU, for
     "chat": ("sft.py", "demo_sft", "sft", "real_sft"),
     "preference": ("dpo.py", "demo_dpo", "dpo", "real_dpo"),
 }
+LEAST_BLOCK, LARGEST_BLOCK = 8, 2**30  # of an advised command
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 
 
@@ -136,7 +137,7 @@ def build(
         counts.add(lost)
         chosen, parts = choose_documents(files, units, counts, recipe, work, info)
         if recipe.kind == "text" and tokenizer is None:
-            texts = selection.training_texts(parts, chosen, TOKENIZER_BYTES, recipe)
+            texts = selection.training_texts(parts, chosen, TOKENIZER_BYTES)
             tokenizer = train(texts, config["vocab_size"], "bpe", config["pattern"])
             tokenizer.save(out)
             if config["tokenizer_dir"]:
@@ -247,9 +248,13 @@ def main(config: dict) -> int:
         return make_out_dir(config, recipe, tokenizer, out_dir, work)
 
 
-def next_command(kind: str, out_dir: Path, tokenizer_dir: str) -> str:
+def next_command(kind: str, out_dir: Path, tokenizer_dir: str, longest: int = LARGEST_BLOCK) -> str:
     """Return the command that trains on out_dir: that in the docstring of a config which names
-    out_dir as its data, or a general one, whose own out_dir is that of no config."""
+    out_dir as its data, or a general one, whose own out_dir is that of no config.
+
+    longest: block_size that the data has a window of."""
+    if longest < LEAST_BLOCK:
+        return "more text, or a larger --val_fraction with --overwrite=True; this is too little"
     script, small, large, published = NEXT[kind]
     key = "data_dir" if kind == "text" else "data"
     directory = Path(tokenizer_dir or os.devnull)
@@ -265,7 +270,7 @@ def next_command(kind: str, out_dir: Path, tokenizer_dir: str) -> str:
         is_its_data = os.path.abspath(settings.get(key) or os.devnull) == os.path.abspath(out_dir)
         other_model = has_model and settings.get("init_from") != tokenizer_dir.rstrip("/")
         if command and is_its_data and not other_model:
-            return command[0].rstrip()
+            return command[0].rstrip() + shorter_block(path.stem, longest)
 
     flags = {"init_from": tokenizer_dir if has_model or is_run else "MODEL"}
     if kind == "text" and not has_model:
@@ -273,9 +278,19 @@ def next_command(kind: str, out_dir: Path, tokenizer_dir: str) -> str:
     name = f"out/{out_dir.name}"
     flags |= {key: str(out_dir), "out_dir": f"out/my_{out_dir.name}" if name in owned else name}
     written = " ".join(f"--{key}={shlex.quote(value)}" for key, value in flags.items())
-    command = f"python {script} config/{published if has_model else small}.py {written}"
+    first = published if has_model else small
+    command = f"python {script} config/{first}.py {written}{shorter_block(first, longest)}"
     # on a line of its own, so that the command can be copied
-    return command if has_model else f"{command}\n(on a GPU with config/{large}.py)"
+    on_gpu = f"\n(on a GPU with config/{large}.py{shorter_block(large, longest)})"
+    return command + ("" if has_model else on_gpu)
+
+
+def shorter_block(name: str, longest: int) -> str:
+    """Return the flag that a config needs for data with no longer windows, "" if it needs none."""
+    usual = defaults_of(CONFIGS.with_name("pretrain.py")) | defaults_of(CONFIGS / f"{name}.py")
+    if usual["block_size"] <= longest:
+        return ""
+    return f" --block_size={1 << longest.bit_length() - 1}"  # a power of two
 
 
 def make_out_dir(
@@ -307,7 +322,8 @@ def make_out_dir(
         prepared_dir.publish(work, out_dir)
         report.print_report(manifest, time.perf_counter() - start)
     state = "done" if why else "up to date"
-    following = next_command(recipe.kind, out_dir, config["tokenizer_dir"])
+    longest = report.longest_block(manifest) if recipe.kind == "text" else LARGEST_BLOCK
+    following = next_command(recipe.kind, out_dir, config["tokenizer_dir"], longest)
     print(f"prepare: {out_dir} is {state}, with report.md; next: {following}")
     return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
 

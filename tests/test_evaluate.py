@@ -266,7 +266,7 @@ def test_a_killed_scoring_goes_on_and_scores_nothing_twice(run, base, tmp_path, 
     n_before = len(calls)
     printed, error = run(f"--score={base}/rows.jsonl", f"--out={tmp_path}/out.jsonl", "--batch_size=1")
     assert not error
-    assert f"{tmp_path}/out.jsonl: 6 rows were done already" in printed
+    assert f"{tmp_path}/out.jsonl: done already: 6 rows" in printed
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()] == whole
     assert sum(calls[n_before:]) == sum("loss" in row and row["loss"] is not None for row in whole[6:])
     assert not list(tmp_path.glob(".out*"))
@@ -371,6 +371,8 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--data={base}/zh.txt", "--out={base}/zh.txt/x.json"], "no directory {base}/zh.txt: "),
     (["--tasks=generation", "--data={base}/rows.jsonl", "--judge=x"], "judge='x' is only for win_rate"),
     (["--tasks=generation", "--data={base}/rows.jsonl", "--stride=7"], "stride=7 is only for perplexity"),
+    (["--tasks=generation", "--data={base}/rows.jsonl", "--text_key=question=q"],
+     "is only for perplexity; leave it out. Other tasks read what prepare.py writes: prepare.py --kind=chat"),
     (["--data={base}/zh.txt", "--shots=2"], "shots=2 is only for mmlu"),
     (["--data={base}/zh.txt", "--max_new_tokens=2"], "max_new_tokens=2 is only for generation"),
     (["--tasks=preference", "--data={base}/rows.jsonl", "--block_size=9"], "block_size=9 is only for perplexity"),

@@ -240,11 +240,39 @@ def test_split_is_stable_under_additions_and_no_text_is_in_two(tmp_path, tok):
         assert abs(share[split] - n * fraction) < 4 * (n * fraction * (1 - fraction)) ** 0.5
 
 
+def test_the_advice_for_a_tiny_text_can_be_followed(tmp_path, tok, capsys):
+    """The validation end of a tiny text is shorter than the demo config's block_size."""
+    (tmp_path / "x.txt").write_text("\n".join(texts(60)), "utf-8")
+    run(tmp_path / "out", input=tmp_path / "x.txt", tokenizer_dir=tok)
+    said = capsys.readouterr().out
+    n_val = int(re.search(r"warning: val has (\d+) tokens; a run whose block_size is \1 or more needs more", said)[1])
+    block = int(re.search(r"next: python pretrain.py config/demo.py .* --block_size=(\d+)\n", said)[1])
+    assert block < n_val <= 2 * block < 256 and f"(on a GPU with config/small.py --block_size={block})" in said
+    share, about = re.search(r"needs more: --val_fraction=(0\.\d+) gives it about ([\d,]+)\n", said).groups()
+    run(tmp_path / "out", input=tmp_path / "x.txt", tokenizer_dir=tok, val_fraction=float(share), overwrite=True)
+    splits = prepared_dir.read_prepared(tmp_path / "out")["splits"]
+    assert splits["val"]["tokens"] == pytest.approx(int(about.replace(",", "")), rel=0.2)
+
+    (tmp_path / "x.txt").write_text("Hi there, all of you.", "utf-8")
+    run(tmp_path / "least", input=tmp_path / "x.txt", tokenizer_dir=tok)
+    assert "next: more text, or a larger --val_fraction with --overwrite=True" in capsys.readouterr().out
+
+
+def test_the_advice_for_few_validation_rows_helps(tmp_path, capsys):
+    rows = [json.dumps({"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."}) for i in range(120)]
+    for n, advice in ((120, "holds out about 24"), (40, "holds out about 8; more rows would do more")):
+        (tmp_path / f"{n}.jsonl").write_text("\n".join(rows[:n]), "utf-8")
+        run(tmp_path / str(n), input=tmp_path / f"{n}.jsonl", kind="chat", near=-1)
+        assert f": too few to trust its loss; --val_fraction=0.2 {advice}" in capsys.readouterr().out
+    run(tmp_path / "120", input=tmp_path / "120.jsonl", kind="chat", near=-1, val_fraction=0.2, overwrite=True)
+    assert "too few to trust" not in capsys.readouterr().out
+
+
 def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok, capsys):
     documents = texts(51)
     run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", documents), tokenizer_dir=tok, val_fraction=1e-9)
     said = capsys.readouterr().out
-    assert "warning: val takes none of so few documents (1e-09 of them); one is moved there, " in said
+    assert "warning: val_fraction=1e-09 of 51 documents picked none, so one is taken for val, " in said
     assert " % of the text, and not trained on\n" in said
     lowest = min(documents, key=lambda t: hashlib.blake2b(t.encode(), key=b"split-v1", digest_size=8).digest()[::-1])
     assert read_back(tmp_path / "out")["val"] == [lowest]
@@ -263,6 +291,21 @@ def test_ends_of_lines_are_no_validation_text(tmp_path, tok):
         run(tmp_path / name, input=path, tokenizer_dir=tok, val_fraction=0.1, near=0.0)
         found = read_back(tmp_path / name)
         assert found["val"] and len(found["train"] + found["val"]) == (24 if cut else 12)
+
+
+def test_the_ends_of_very_few_short_documents_are_more_than_a_full_stop(tmp_path, tok, capsys):
+    documents = [f"{k} " + "It is a story of some length about a cat, a dog and a mouse. " * 8 for k in "abcde"]
+    path = write_jsonl(tmp_path / "x.jsonl", documents)
+    run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    assert "only 5 documents: the end of each becomes val (20 %)\n" in capsys.readouterr().out
+    run(tmp_path / "both", input=path, tokenizer_dir=tok, test_fraction=0.5, near=-1)
+    for name, share in (("out", 0.2), ("both", 0.49 / 3)):
+        found = read_back(tmp_path / name)
+        wanted = pytest.approx(share * len("".join(documents)), abs=9)
+        assert len(found["val"]) == 5 and sum(map(len, found["val"])) == wanted
+    documents = [text * 40 for text in documents]  # long enough: as the setting says
+    run(tmp_path / "long", input=write_jsonl(path, documents), tokenizer_dir=tok, near=-1)
+    assert sum(map(len, read_back(tmp_path / "long")["val"])) == pytest.approx(0.01 * len("".join(documents)), abs=9)
 
 
 def test_a_long_document_that_is_most_of_val_is_said(tmp_path, tok, capsys):
@@ -313,7 +356,7 @@ def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch):
     run(tmp_path / "out", input=tmp_path, tokenizer_dir=tok, val_fraction=0.1, test_fraction=0.2)
     said = capsys.readouterr().out
     assert "only 2 documents: the end of each becomes val (10 %) and test (20 %); if a .txt file" in said
-    assert re.search(r"warning: val has (\d+) tokens; a run whose block_size is \1 or more needs a larger", said)
+    assert re.search(r"warning: val has (\d+) tokens; a run whose block_size is \1 or more needs more: ", said)
     found, places = read_back(tmp_path / "out"), {}
     for text in (long, short):
         val, test = int(len(text) * (1 - 0.2 - 0.1)), int(len(text) * 0.8)

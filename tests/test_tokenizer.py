@@ -1107,11 +1107,11 @@ def test_command_line_says_what_it_does_not_read(run, tmp_path: Path):
     rows = [json.dumps({"text": ENGLISH * 100}), "{broken", json.dumps({"body": "x"})] * 2
     (tmp_path / "a.jsonl").write_text("\n".join(rows), encoding="utf-8")
     done = run(f"--input={tmp_path}", f"--out_dir={tmp_path}/tok", "--vocab_size=512")
-    assert done.returncode == 0 and "a.jsonl:2: bad_json" in done.stdout and "4 documents" in done.stdout
+    assert done.returncode == 0 and "a.jsonl:2: bad_json" in done.stdout and "not be read: 4 records" in done.stdout
     (tmp_path / "chats.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "x"}]}), "utf-8")
     done = run(f"--input=a: {tmp_path}/a.jsonl; c: {tmp_path}/chats.jsonl; d: python-docs", f"--out_dir={tmp_path}/all",
                "--vocab_size=512", "--max_mb=1")  # fmt: skip
-    assert done.returncode == 0 and "\nc: 0.00 MB, 1 tokens" in done.stdout and "\nd: " in done.stdout
+    assert done.returncode == 0 and "\nc: 0.00 MB, 1 token:" in done.stdout and "\nd: " in done.stdout
     (tmp_path / "chats.jsonl").write_text('{"a": 1}\n' * 20, "utf-8")
     done = run(f"--input={tmp_path}/a.jsonl,{tmp_path}/chats.jsonl", f"--out_dir={tmp_path}/none", "--vocab_size=512")
     assert done.returncode == 1 and f"{tmp_path}/chats.jsonl has no text: " in done.stderr

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from charset_normalizer import from_bytes
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 
 SAMPLE_BYTES = 2**18  # that charset-normalizer is asked about at once
 MARKS = {  # UTF-32's first: its little-endian mark begins with UTF-16's
@@ -81,6 +81,18 @@ HAN = re.compile("[\u4e00-\u9fff]")
 KANA = re.compile("[\u3040-\u30ff]")
 ESCAPES = re.compile(rb"\x1b\$[@B]|\x1b\$\([CD]|\x1b\$\)[ACG]")
 HZ = re.compile(rb"~\{(?:[\x21-\x77][\x21-\x7e])+~\}")
+
+
+# First bytes of everyday characters, and the least second byte.
+EVERYDAY = {
+    "gb18030": ({0xA1, 0xA3, *range(0xB0, 0xD8)}, 0xA1),
+    "big5hkscs": (range(0xA1, 0xC7), 0x40),
+    "euc_jis_2004": ({0xA1, 0xA4, 0xA5, *range(0xB0, 0xD0)}, 0xA1),
+    "cp932": ({0x81, 0x82, 0x83, *range(0x88, 0x98)}, 0x40),
+    "cp949": ({0xA1, *range(0xB0, 0xC9)}, 0xA1),
+}
+EVERYDAY_SHARE = 0.7
+CHANCE_SHARE = 0.3  # of COMMON characters, which Korean read as Chinese hardly has
 
 
 class Verdict(NamedTuple):
@@ -172,7 +184,7 @@ def judge(sample: bytes, given: str = "") -> Verdict:
     if foreign <= max(n_utf8 / 4, len(lines) / 100):
         return Verdict(hint=hint)
     n_lines = len(lines) - (lines[-1] == b"")  # nothing stands behind the last line end
-    what = f"{foreign:,} of {n_lines:,} lines looked at are not UTF-8"
+    what = f"not UTF-8: {foreign:,} of {counted(n_lines, 'line')} looked at"
     return Verdict(refused=f"{what}{hint}", hint=hint)
 
 
@@ -255,7 +267,8 @@ def names_of(lines: list[bytes]) -> tuple[set[str], str]:
         return {codec}, ""
     if is_common_chinese(b"\n".join(lines)):
         return {"gb18030"}, ""
-    return set(), found[1] or likely or codec
+    guess = found[1] or likely or codec
+    return set(), likely_of_asia(b"\n".join(lines), guess) or guess
 
 
 def groups(lines: list[bytes]) -> list[bytes]:
@@ -288,6 +301,41 @@ def name_of(raw: bytes) -> tuple[str, str]:
     likely = matches[0].encoding if matches else ""
     # These cannot be: a text in ASCII is UTF-8, and UTF-16 was looked for before.
     return "", "" if likely.startswith(("ascii", "utf_")) else likely
+
+
+def likely_of_asia(raw: bytes, guess: str) -> str:
+    """Return the encoding in which a text too short to be sure has the most everyday characters, ""
+    if none has many. guess: charset-normalizer's, which takes most short Chinese for Korean."""
+    if guess and guess not in (*CODECS, "johab"):
+        return ""
+    shares = {codec: everyday_share(raw, codec) for codec in TRUSTED}
+    # Kana have the same bytes in both. Without any it is hardly Japanese.
+    del shares["gb18030" if has_kana(raw, "gb18030") else "euc_jis_2004"]
+    most = max(shares.values())
+    if most < EVERYDAY_SHARE:
+        return ""
+    # Of equal ones the last: each everyday character of Korean is one of Chinese, too.
+    best = [codec for codec in TRUSTED if shares.get(codec) == most][-1]
+    is_chinese = best == "cp949" and shares.get("gb18030") == most
+    best = "gb18030" if is_chinese and common_share(raw) >= CHANCE_SHARE else best
+    return {"big5hkscs": "big5", "euc_jis_2004": "euc-jp"}.get(best, best)  # for iconv, too
+
+
+def everyday_share(raw: bytes, codec: str) -> float:
+    """Return the share of wide characters that the standard lists first: the more frequent half of
+    the ideographs, all syllables of Hangul, kana."""
+    first_bytes, least = EVERYDAY[codec]
+    wide = NOT_ASCII.findall(raw.decode(codec, "replace"))
+    written = [char.encode(codec, "replace") for char in wide]
+    n = sum(len(one) == 2 and one[0] in first_bytes and one[1] >= least for one in written)
+    return n / max(1, len(wide))
+
+
+def common_share(raw: bytes) -> float:
+    """Return the share of wide characters that are among the most frequent of Chinese."""
+    text = raw.decode("gb18030", "replace")
+    wide = [char for char in text if char > "\x7f" and char not in CHINESE_MARKS]
+    return sum(char in COMMON for char in wide) / max(1, len(wide))
 
 
 def has_kana(raw: bytes, codec: str) -> bool:

@@ -16,7 +16,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from groundup.errors import UserError, json_fault
+from groundup.errors import UserError, counted, json_fault
 from groundup.files import parquet, streams
 from groundup.files.encodings import Decoder
 from groundup.files.parquet import column_names
@@ -33,6 +33,7 @@ JSON_SUFFIXES = (".json", *LINE_SUFFIXES)
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
 # NaN is no JSON: pandas and json.dump write it where there is no value
 DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
+NULL = r"\N"  # of MySQL, PostgreSQL and Hive in CSV and TSV
 BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
 
 
@@ -487,19 +488,19 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
             yield first
             continue
         if names and row and len(row) != len(names):
-            detail = f"{len(row)} fields, but {len(names)} columns"
+            detail = f"{counted(len(row), 'field')}, but {counted(len(names), 'column')}"
         if detail:
             rows = (k for k in range(1, len(held)) if is_row(held[k], names, dialect))
             again = next(rows, len(held))
             lost = sum(map(size_of, held[:again]))
             waiting.extendleft(reversed(held[again:]))
             if len(held) > 1:  # which rows they are is a guess
-                detail += f"; left out: {again} lines, {lost:,} bytes"
+                detail += f"; left out: {counted(again, 'line')}, {lost:,} bytes"
             yield first.fail("bad_csv", detail, lost)
         elif not names:
             names = column_names(row)
         elif row:
-            first.value = dict(zip(names, row, strict=True))
+            first.value = table_row(names, row)
             yield first
 
 
@@ -513,11 +514,16 @@ def plain_rows(lines: Iterator[Record], names: Sequence[str]) -> Iterator[Record
         elif not names:
             names = column_names(row)
         elif len(row) != len(names) and record.value:
-            detail = f"{len(row)} fields, but {len(names)} columns"
+            detail = f"{counted(len(row), 'field')}, but {counted(len(names), 'column')}"
             yield record.fail("bad_csv", detail, size_of(record))
         elif record.value:
-            record.value = dict(zip(names, row, strict=True))
+            record.value = table_row(names, row)
             yield record
+
+
+def table_row(names: Sequence[str], row: list[str]) -> dict[str, str | None]:
+    """Return a row of a table as {column: text}, None where a database writes NULL."""
+    return {name: None if cell == NULL else cell for name, cell in zip(names, row, strict=True)}
 
 
 def csv_lines(lines: Iterator[Record], waiting: deque[Record], held: list[Record]) -> Iterator[str]:

@@ -213,10 +213,18 @@ def nearest_keys(keys: tuple[str, ...], kind: str) -> str:
     def unlike(known: str) -> float:
         wanted = [pairs_of_letters(key) for key in known.split(",")]
         found = [max((alike(one, other) for other in own), default=0.0) for one in wanted]
-        # up to a half it is chance; of formats that are equally like it the commoner comes first
+        # up to a half it is chance
         return -sum(share for share in found if share > 0.5) / len(found)
 
-    return " | ".join(sorted(known_keys(kind), key=unlike)[:3])
+    # of formats that are equally like it the commoner comes first
+    in_order = dict.fromkeys([*COMMON.get(kind, ()), *known_keys(kind)])
+    return " | ".join(sorted(in_order, key=unlike)[:3])
+
+
+COMMON = {  # keys of formats that people use most
+    "chat": ("messages", "question,answer", "instruction,output"),
+    "preference": ("prompt,chosen,rejected", "chosen,rejected"),
+}
 
 
 def pairs_of_letters(key: object) -> set[str]:
@@ -376,6 +384,8 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
         left = [own.get(key, key) for key in left]
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
+    if has_no_input(found.keys, row):
+        left.append("input that says there is none")
     labels = [key for key in KTO_LABELS if key in row and str(row[key]) not in turns.NOTHING]
     return left + [key for key in labels if as_number(row[key]) not in (0, 1)]
 
@@ -551,11 +561,22 @@ def history(row: dict) -> list[dict]:
     return [message(role, said) for pair in pairs for role, said in zip(roles, pair, strict=True)]
 
 
+# How sets that were made as Alpaca's say that an instruction has no input, in any capitals; pandas
+# writes None and nan.
+NO_INPUT = ("<noinput>", "<no input>", "noinput", "no input")
+
+
+def has_no_input(question: str, row: dict) -> bool:
+    """Return whether the input beside an instruction only says that there is none."""
+    given = row.get("input") if question.startswith("instruction") else None
+    return given in ("None", "nan") or str(given).strip().lower() in NO_INPUT
+
+
 def whole_question(question: str, row: dict) -> str:
     """Return a question with the passage that it is about and the options that it offers.
 
     The passage follows an instruction, and stands before any other question."""
-    asked = text(question, row)
+    asked = text(question, row | {"input": ""} if has_no_input(question, row) else row)
     if ABOUT_QUESTIONS.isdisjoint(row):
         return asked
     beside = [key for key in PASSAGES if key != first_key(question)]
@@ -674,7 +695,19 @@ def dialogue_at(key: str, row: dict) -> list[dict]:
     """Return messages from one of Anthropic's dialogues, or from turns."""
     if listed(row[key]) or not isinstance(row[key], str):
         return turns_at(key, row)
+    if not turns.HH_TURN.search(row[key]):
+        raise BadRow(no_question(key, row))
     return with_system(turns.dialogue_turns(row[key], turns.HH_TURN), row)
+
+
+def no_question(key: str, row: dict) -> str:
+    """Return what to do about a row of two answers, one under `key`, without a known question."""
+    texts = [one for one in row if isinstance(row[one], str) and not is_about(one)]
+    others = [one for one in texts if one not in ("chosen", "rejected")]
+    named = others[0] if len(others) == 1 else "KEY"
+    how = f"prepare.py --text_key='question={named}' names it"
+    whole = "a dialogue with its question begins with a blank line and Human:"
+    return f"{key} is an answer, and no known key has its question ({keys_of(row)}); {how}; {whole}"
 
 
 def calls_for(row: dict) -> list[dict]:

@@ -5,6 +5,7 @@
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import refuse
+from groundup.files import records, streams
 from groundup.files.encodings import check_codec
 
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
@@ -21,6 +23,18 @@ BUILT_IN = {  # names in `input` that need no files
     "python-docs": docs_rows,
     "demo-en": partial(demo_rows, "en"),
     "demo-zh": partial(demo_rows, "zh"),
+}
+
+
+LOOKS_LIKE = {  # what begins so, and what to do if its markup is not meant
+    rb'\s*\{\s*"[^"\n]*"\s*:': (
+        "JSON lines",
+        "if its rows are meant, let its name end in .jsonl",
+    ),
+    rb"\s*<(!doctype|html|\?xml|mediawiki)": (
+        "HTML or XML",
+        "if its text is meant, take that out first, as with pandoc or trafilatura",
+    ),
 }
 
 
@@ -96,6 +110,24 @@ def check_reading(source: Source) -> None:
 
 def is_path(text: str) -> bool:
     return bool(re.search(r"[/*?\[]", text)) or Path(text).exists()
+
+
+def look_of(path: str, first: bytes) -> tuple[str, str] | tuple[()]:
+    """Return of LOOKS_LIKE what a file is, if it is plain text by its name. first: its bytes."""
+    head = streams.unpacked_head(first, path)
+    if records.container(path, head, "file") != "file":
+        return ()
+    return next((odd for how, odd in LOOKS_LIKE.items() if re.match(how, head, re.I)), ())
+
+
+def say_looks(script: str, looks: Iterable[tuple[str, tuple]]) -> None:
+    """Print the first file that looks like each kind. looks: (name, its `look_of`)."""
+    first_of_kind: dict[tuple, str] = {}
+    for name, look in looks:
+        if look:
+            first_of_kind.setdefault(look, name)
+    for (what, hint), name in first_of_kind.items():
+        print(f"{script}: {name} looks like {what} but is read as plain text; {hint}")
 
 
 def write_built_in(name: str, kind: str, folder: Path) -> Path:

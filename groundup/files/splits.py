@@ -10,9 +10,10 @@ SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
 # With so few documents, or fewer, cut each one instead of hashing: val_fraction=0.1 of a dozen by
 # their hashes is none or a quarter of them, and a long one is half of the text.
 FEW = 40
-VERY_FEW = 10  # cut also if their ends are short
+VERY_FEW = 10  # cut also if their ends are short, which are then made longer
 LEAST_END = 100  # bytes that a document gives on average: of lines the ends are no text
 FEW_VAL = 16  # the loss of fewer validation rows says little
+MOST_VAL = 0.2  # share of few rows or tokens that is advised for validation, at most
 
 
 def dialogue_text(messages: list[dict]) -> str:
@@ -51,11 +52,40 @@ def split_position(raw: bytes) -> int:
     return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
 
 
+def share_for(wanted: float, n: int) -> float:
+    """Return the val_fraction, in whole per cent up to MOST_VAL, that takes `wanted` of n."""
+    return min(MOST_VAL, math.ceil(100 * wanted / max(1, n)) / 100)
+
+
+def more_rows_for_val(n_rows: int, val_fraction: float) -> str:
+    """Return how validation gets FEW_VAL rows or more, of n_rows in all, for a message."""
+    share = share_for(1.5 * FEW_VAL, n_rows)  # more than needed: hashes take some more or fewer
+    if share <= val_fraction:
+        return "give more rows"
+    better = "; more rows would do more" if share * n_rows < FEW_VAL else ""
+    return f"--val_fraction={share:g} holds out about {round(share * n_rows)}{better}"
+
+
 def are_few(n_documents: int, n_bytes: int, share: float) -> bool:
     """Return whether documents are so few that each is cut. share: of the text, behind train."""
     if n_documents <= VERY_FEW:
         return True
     return n_documents <= FEW and share * n_bytes >= LEAST_END * n_documents
+
+
+def shares_of_ends(
+    n_documents: int, n_bytes: int, val_fraction: float, test_fraction: float
+) -> tuple[float, float]:
+    """Return the shares that val and test get of each of a few documents.
+
+    Of short ones they are larger than the settings, LEAST_END bytes of each on average if that is
+    no more than MOST_VAL: their ends would be a full stop. A single one is cut as nanoGPT does."""
+    if n_documents == 1:
+        return val_fraction, test_fraction
+    room = (1 - val_fraction - test_fraction) / 3  # so that train keeps a third of it
+    least = min(LEAST_END * n_documents / n_bytes, MOST_VAL, room)
+    val, test = (max(share, least) if share else 0.0 for share in (val_fraction, test_fraction))
+    return val, test
 
 
 def cut_places(length: int, val_fraction: float, test_fraction: float) -> tuple[int, int]:

@@ -29,11 +29,11 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
     text         the text under this key
     a.b          the text under b within a; a list of texts, or of one in each element of a, makes
                  lines
-    title,body   each on a line of its own; an empty one makes no line
+    title,body   each on a line of its own; an empty one makes no line; also title+body
     desc?        may be missing, null or empty
     """
     refuse_wide_marks(text_key)
-    names = [piece.strip() for piece in text_key.split(",")]
+    names = [piece.strip() for piece in re.split("[,+]", text_key)]
     for name in names:
         if not re.fullmatch(r"[^.?]+(\.[^.?]+)*\??", name):
             hint = "write text, a.b or title,body, with ? behind what may be missing"
@@ -45,7 +45,7 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
 def parse_names(text_key: str) -> dict[str, tuple[str, ...]]:
     """Return {name: path} of 'question=ask,answer=a.b'. Raise UserError."""
     refuse_wide_marks(text_key)
-    pairs = [tuple(map(str.strip, piece.split("="))) for piece in text_key.split(",")]
+    pairs = [tuple(map(str.strip, piece.split("="))) for piece in re.split("[,+]", text_key)]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         hint = "for conversations and pairs write question=KEY,answer=KEY"
         raise UserError(f"data: cannot understand text_key={text_key!r}; {hint}")

@@ -14,12 +14,19 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from configurator import split_names, split_weight
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, counted, refuse
 from groundup.files import readers
 from groundup.files.paths import find_files
 from groundup.files.records import Report
 from groundup.files.row_formats import any_text_of
-from groundup.files.sources import BUILT_IN, Source, check_reading, write_built_in
+from groundup.files.sources import (
+    BUILT_IN,
+    Source,
+    check_reading,
+    look_of,
+    say_looks,
+    write_built_in,
+)
 from groundup.files.text_keys import columns_of
 from groundup.files.untrusted import scrub
 
@@ -51,9 +58,10 @@ def parts_of(sources: Sequence[Source], folder: Path) -> list[Part]:
         unused = one.quality != Source.quality or one.rules
         refuse(unused, f"input: {one.name}: quality and rules are prepare.py's; leave them out")
         names = filter(None, split_names(one.input))
-        found = [file for name in names for file in files_of(name, folder)]
-        files = [file for file in found if file not in taken]
-        taken.update(files)
+        found = {os.path.realpath(file): file for name in names for file in files_of(name, folder)}
+        files = [file for real, file in found.items() if real not in taken]
+        taken.update(found)
+        say_looks("tokenizer", [(file, look_of(file, first_bytes(file))) for file in files])
         part = Part(one.name, files, one.weight, one.text_key, one.txt_split, one.encoding)
         if files:
             parts.append(part)
@@ -66,6 +74,14 @@ def files_of(name: str, folder: Path) -> list[str]:
     if name in BUILT_IN:
         return [str(write_built_in(name, "text", folder))]
     return find_files(name, "input")
+
+
+def first_bytes(path: str) -> bytes:
+    """Return the first bytes of a file, b"" of standard input."""
+    if path == "-":
+        return b""
+    with open(path, "rb") as f:
+        return f.read(2**16)
 
 
 def split_source(source: Source) -> list[Source]:
@@ -119,8 +135,8 @@ def texts_of(parts: list[Part], max_mb: float) -> Iterator[str]:
         first = {why: f"{path}:{line}" for path, line, _, why in reversed(report.places)}
         for why, place in list(reversed(first.items()))[:10]:  # each reason once
             print(f"tokenizer: {place}: {why}")
-        if report.problems:
-            print(f"tokenizer: {report.problems.total()} documents or lines could not be read")
+        if n := report.problems.total():
+            print(f"tokenizer: could not be read: {counted(n, 'record')}")
 
 
 def size_of(parts: list[Part]) -> int:
@@ -197,5 +213,6 @@ def mix_texts(sources: list[tuple[str, Iterable[str], float]], max_bytes: int) -
         fraction, end = n_bytes[k] / max(sum(n_bytes), 1), "" if k in going else "; read to its end"
         print(
             f"tokenizer: {label}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), "
-            f"{n_texts[k]:,} texts, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} characters{end}"
+            f"{counted(n_texts[k], 'text')}, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} "
+            f"characters{end}"
         )

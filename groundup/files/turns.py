@@ -659,8 +659,7 @@ def is_dialogue(value: object) -> bool:
 
 def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
     """Return messages of a text that HH_TURN or BELLE_TURN cuts at its speakers."""
-    advice = "; if it is an answer alone, prepare.py --text_key='question=KEY' names its question"
-    cut = cut_dialogue(text, pattern, "a dialogue", f"a blank line and Human:{advice}")
+    cut = cut_dialogue(text, pattern, "a dialogue", "a blank line and Human:")
     return [message(role, words) for role, words in cut]
 
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.files import answer_files
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import loads
@@ -239,7 +239,7 @@ def matches_of(
     of_a, of_b = by_prompt(answers_a), by_prompt(answers_b)
     pairs = [(key[0], of_a[key], of_b[key]) for key in of_a if key in of_b]
     if not pairs:
-        n = f"{len(of_a)} and {len(of_b)} prompts"
+        n = f"{len(of_a)} and {counted(len(of_b), 'prompt')}"
         what = f"the two models answer no prompt in common ({n})"
         raise UserError(f"judge: {what}; give both the same file of prompts")
     found = []

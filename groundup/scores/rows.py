@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
-from groundup.errors import UserError, naming
+from groundup.errors import UserError, counted, naming
 from groundup.files import answer_files, records, row_formats, turns, untrusted
 from groundup.files.answer_files import need_settings, read_settings
 from groundup.files.paths import check_replaceable, find_files
@@ -88,7 +88,7 @@ def add_scores(
     is_main = ranks.rank() == 0
     n_done = ranks.gather_objects(n_lines(part) if is_main else 0)[0]
     if is_main and part.exists():
-        print(f"{out}: {n_done:,} rows were done already", flush=True)
+        print(f"{out}: done already: {counted(n_done, 'row')}", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Rows are scored in their order, so those that are done are the first ones.
     rows = islice(rows, n_done, None)

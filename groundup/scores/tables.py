@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.files.untrusted import read_json
 from groundup.generate.answers import width_of
 from groundup.scores import choices, judging, text_metrics
@@ -86,7 +86,7 @@ def describe_choices(found: dict) -> str:
     mean, subjects = found["subject_mean"], found["subjects"] if len(found["subjects"]) > 1 else {}
     lines = [f"{found['task']}, {found['shots']} shots", *(f"  {note}" for note in found["notes"])]
     for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost their beginning")):
-        lines += [f"  {found[key]} prompts {what} to fit"] if found[key] else []
+        lines += [f"  {counted(found[key], 'prompt')} {what} to fit"] if found[key] else []
     cells = []
     for name, of in ({"overall": found["overall"]} | found["groups"] | subjects).items():
         cells.append([name, of["n"], f"{100 * of['chance']:.1f}"])
@@ -202,7 +202,7 @@ def of_same_texts(columns: Mapping[str, dict]) -> tuple[dict[str, dict], list[st
     sizes = {}
     for name, found in columns.items():
         sizes[name] = {
-            domain: f"{of['documents']:,} documents, {of['bytes']:,} bytes"
+            domain: f"{counted(of['documents'], 'document')}, {of['bytes']:,} bytes"
             for domain, of in found["domains"].items()
         }
     *_, own = sizes.values()

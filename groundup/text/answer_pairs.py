@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.files import answer_files, records
 from groundup.files.answer_files import NoPair, conversation_of, reward_of, row_of, text_of
 from groundup.files.turns import BadRow
@@ -104,8 +104,8 @@ def describe(infos: list[dict]) -> list[str]:
     found = []
     for info in infos:
         path, n_pairs = info["path"], info["pairs"]
-        lines = f"{info['lines']:,} lines with {info['answers']:,} answers"
-        found.append(f"{path}: {lines} give {n_pairs:,} pairs")
+        lines = f"{counted(info['lines'], 'line')} with {counted(info['answers'], 'answer')}"
+        found.append(f"{path}: {lines}: {counted(n_pairs, 'pair')}")
         for what in ("lines", "answers"):
             for reason, n in info[f"{what}_left_out"].items():
                 found.append(f"{path}: {n:,} {what} left out: {reason}")

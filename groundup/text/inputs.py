@@ -6,7 +6,6 @@ read in several parts it is the sha256 of the parts' sha256 in hex, end to end.
 
 import hashlib
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,23 +20,13 @@ from configurator import split_names
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
 from groundup.files.paths import find_files, shown_name
-from groundup.files.sources import BUILT_IN, Source, write_built_in
+from groundup.files.sources import BUILT_IN, Source, look_of, say_looks, write_built_in
 from groundup.files.untrusted import LFS_POINTER, POINTER_HINT
 from groundup.tokens.token_files import file_sha256
 
 UNITS = 16  # parts of a file, for as many workers; none is smaller or larger than this:
 LEAST_UNIT_BYTES, UNIT_BYTES = 2**22, 2**26
 COLUMNS = ("path", "source", "size", "stamp", "sha256")  # of inputs.tsv
-LOOKS_LIKE = {  # what begins so, and what to do if its markup is not meant
-    rb'\s*\{\s*"[^"\n]*"\s*:': (
-        "JSON lines",
-        "if its rows are meant, let its name end in .jsonl",
-    ),
-    rb"\s*<(!doctype|html|\?xml|mediawiki)": (
-        "HTML or XML",
-        "if its text is meant, take that out first, as with pandoc or trafilatura",
-    ),
-}
 
 
 class Input(NamedTuple):
@@ -50,7 +39,7 @@ class Input(NamedTuple):
     source: int = 0  # index of its source
     problem: str = ""  # why it cannot be opened
     parts: tuple[tuple[int, int | None], ...] = ((0, None),)  # see readers.work_units
-    looks: tuple[str, str] | tuple[()] = ()  # of plain text by its name: see LOOKS_LIKE
+    looks: tuple[str, str] | tuple[()] = ()  # of plain text by its name: see sources.look_of
 
 
 def find_inputs(
@@ -62,9 +51,7 @@ def find_inputs(
     inside = f"{out_dir.resolve()}{os.sep}" if out_dir.name else None
     for number, source in enumerate(sources):
         files = list(files_of(source, number, work, kind))
-        odd = {file.looks: file for file in reversed(files) if file.looks}  # the first of a kind
-        for (what, hint), file in odd.items():
-            print(f"prepare: {file.name} looks like {what} but is read as plain text; {hint}")
+        say_looks("prepare", [(file.name, file.looks) for file in files])
         for file in files:
             real = os.path.realpath(file.path)
             if inside and real.startswith(inside):
@@ -103,11 +90,7 @@ def look(path: str, name: str, number: int, source: Source) -> Input:
     unit_bytes = min(UNIT_BYTES, max(LEAST_UNIT_BYTES, stat.st_size // UNITS))
     if stat.st_size > unit_bytes or first.startswith(b"PAR1"):
         parts = readers.work_units(path, source.txt_split, unit_bytes, source.encoding)
-    head = streams.unpacked_head(first, path)
-    looks = ()
-    if records.container(path, head, "file") == "file":
-        looks = next((odd for how, odd in LOOKS_LIKE.items() if re.match(how, head, re.I)), ())
-    stamp = str(stat.st_mtime_ns)
+    stamp, looks = str(stat.st_mtime_ns), look_of(path, first)
     return Input(path, name, stat.st_size, stamp, number, "", tuple(parts), looks)
 
 

@@ -150,7 +150,8 @@ RULE_NAMES = (*(rule.name for rule in RULES), "keep")
 # Lengths of n-grams, in words or in characters.
 GRAMS = {"en": tuple(range(2, 11)), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}
 GRAMS["other"] = GRAMS["en"]
-CURATED_LENGTH = {"min_length": 15, "max_length": math.inf}  # characters (own); a book is one text
+# Characters (own); a book is one text. The least is not for texts that are made of chats.
+CURATED_LENGTH = {"min_length": 15, "max_length": math.inf}
 
 
 # ---- the setting `rules` -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 from groundup.errors import UserError, counted
 from groundup.files import turns
 from groundup.files.row_formats import describe_unread
-from groundup.files.splits import FEW_VAL
+from groundup.files.splits import FEW_VAL, more_rows_for_val, share_for
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
@@ -25,6 +25,7 @@ from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts,
 from groundup.tokens.token_files import ROWS_FORMAT
 
 HTML_TAG = re.compile(r"</?(p|div|span|a|li|td|body|html)\b[^<>]*>|<br ?/?>", re.IGNORECASE)
+LARGE_BLOCK = 1024  # a val split of more tokens has a window of any config here
 SHOWN_FILES = 1000  # with losses, or unreadable, in manifest.json; errors.tsv has all
 
 
@@ -171,7 +172,7 @@ def write_report(info: dict, chosen: Selection) -> None:
     """Write out/report.md: what is printed, and samples of kept documents and of those that each
     rule dropped, so that people can judge the rules."""
     lines = ["# What became of the input", "", *(f"- {line}" for line in summary(info))]
-    lines += [f"- {name}: {n:,} bytes lost" for name, n in info["input"]["files"].items()]
+    lines += [f"- {name}: {counted(n, 'byte')} lost" for name, n in info["input"]["files"].items()]
     lengths = chosen.rows["n_bytes"][chosen.fates == KEPT]
     marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
     names = "least, 10 %, median, 90 %, 99 %, most"
@@ -237,15 +238,15 @@ def summary(info: dict) -> list[str]:
                 lines.append(f"read as {reason}: {n:,}")
                 continue
             size = n_bytes["dropped"].get(reason, 0) if what == "dropped" else 0
-            line = f"{what}: {n:,} {reason}" + (f" ({size:,} bytes)" if size else "")
+            line = f"{what}: {n:,} {reason}" + (f" ({counted(size, 'byte')})" if size else "")
             lines.append(line + (f"; {turns.JOIN}" if reason.endswith("turns_in_a_row") else ""))
     for reason, n in documents["lost_lines"].items():
         lines.append(f"lost: {n:,} {reason} within texts that are kept")
     if info["marked"]:
         hint = "they stay text, so a model would learn to write them as words"
         hint += "; if these are conversations, use kind=chat"
-        what = "hold names of special tokens, as <|im_start|> or <s> at the beginning"
-        lines.append(f"warning: {info['marked']:,} documents {what}: {hint}")
+        what = f"names of special tokens in {counted(info['marked'], 'document')}"
+        lines.append(f"warning: {what}, as <|im_start|> or <s> at the beginning: {hint}")
     if info["unread"]:
         lines.append(f"keys not read: {describe_unread(Counter(info['unread']))}")
     if evals := info.get("decontaminate"):
@@ -273,9 +274,10 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     too_many = max_bad_fraction > 0 and n_bad > max_bad_fraction * n_read
     accepted = n_lost <= max_bad_fraction * size and not too_many
     if n_lost:
-        shown = [f"{name} ({n:,} bytes)" for name, n in list(files["files"].items())[:3]]
-        what = f"{n_lost:,} of {size:,} bytes ({100 * n_lost / size:.3g} %) are lost"
-        places = f"in {files['files_with_losses']:,} of {n_inputs:,} files: {', '.join(shown)}"
+        shown = [f"{name} ({counted(n, 'byte')})" for name, n in list(files["files"].items())[:3]]
+        what = f"{n_lost:,} of {counted(size, 'byte')} ({100 * n_lost / size:.3g} %) are lost"
+        of_files = f"{files['files_with_losses']:,} of {counted(n_inputs, 'file')}"
+        places = f"in {of_files}: {', '.join(shown)}"
         needed = 1.05 * max(n_lost / size, n_bad / max(1, n_read)) + 1e-6
         ways = f"mend them, or accept the loss with --max_bad_fraction={min(1.0, needed):.2g}"
         hint = "accepted" if accepted else f"errors.tsv says where; {ways}"
@@ -283,13 +285,14 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     n_failed, names = info["n_failed"], info["failed"]
     if n_failed:
         shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
-        print(f"prepare: {n_failed} of {n_inputs} files could not be read: {shown}")
+        print(f"prepare: {n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}")
     n_textless = documents["dropped"].get("bad_field", 0)
     if n_textless > n_read / 10:
         hint = "where is their text? --text_key names the key; errors.tsv lists some of them"
-        print(f"prepare: warning: {n_textless:,} of {n_read:,} rows have no text; {hint}")
+        print(f"prepare: warning: no text in {n_textless:,} of {counted(n_read, 'row')}; {hint}")
     if too_many:
-        print(f"prepare: {n_bad} of {n_read} records could not be read; {max_bad_fraction=}")
+        records = f"{n_bad:,} of {counted(n_read, 'record')}"
+        print(f"prepare: {records} could not be read; {max_bad_fraction=}")
     return int(not accepted or bool(n_failed and max_bad_fraction < 1))
 
 
@@ -298,16 +301,42 @@ def print_report(manifest: dict, seconds: float) -> None:
     for line in summary(manifest["info"]):
         print(f"prepare: {line}")
     print_splits(manifest)
-    n_val = manifest["splits"].get("val", {}).get("tokens", 0)
-    if manifest["format"] != ROWS_FORMAT and 0 < n_val <= 1024:
-        hint = f"a run whose block_size is {n_val} or more needs a larger val_fraction"
-        print(f"prepare: warning: val has {n_val} tokens; {hint}")
-    n_rows = manifest["splits"].get("val", {}).get("rows", 0)
-    if manifest["format"] == ROWS_FORMAT and 0 < n_rows < FEW_VAL:
-        few = f"val has {counted(n_rows, 'row')}: too few to trust its loss; raise val_fraction"
-        print(f"prepare: warning: {few}")
+    if warning := too_small_val(manifest["splits"], manifest["info"]["recipe"]["val_fraction"]):
+        print(f"prepare: warning: {warning}")
     megabytes = manifest["info"]["bytes"]["read"] / 1e6
     print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
+
+
+def too_small_val(splits: dict, val_fraction: float) -> str:
+    """Return a warning with advice if the val split of a manifest has few rows, or few tokens."""
+    entry = splits.get("val", {})
+    if 0 < entry.get("rows", 0) < FEW_VAL:
+        n_rows = sum(splits[name]["rows"] for name in ("train", "val") if name in splits)
+        advice = more_rows_for_val(n_rows, val_fraction)
+        return f"val has {counted(entry['rows'], 'row')}: too few to trust its loss; {advice}"
+    n_val = 0 if "rows" in entry else entry.get("tokens", 0)
+    if not 0 < n_val <= LARGE_BLOCK:
+        return ""
+    # enough for a window of LARGE_BLOCK, or what a small text can spare
+    n_tokens = sum(one["tokens"] for one in splits.values())
+    share = share_for(1.2 * LARGE_BLOCK, n_tokens)
+    more = f"--val_fraction={share:g} gives it about {share * n_tokens:,.0f}"
+    advice = more if share > val_fraction else "give more text"
+    needs = f"a run whose block_size is {n_val} or more needs more"
+    return f"val has {counted(n_val, 'token')}; {needs}: {advice}"
+
+
+def longest_block(manifest: dict) -> int:
+    """Return the largest block_size of which train and val, if there is one, hold a window."""
+    n_tokens: dict[tuple[str, str], int] = {}  # by split and source
+    for split, entry in manifest["splits"].items():
+        for shard in entry["shards"]:
+            key = split, shard.get("source", "")
+            n_tokens[key] = n_tokens.get(key, 0) + shard["tokens"]
+    # every source is trained on; val of one is enough, the others are not evaluated
+    train = [n for (split, _), n in n_tokens.items() if split == "train"]
+    val = [n for (split, _), n in n_tokens.items() if split == "val"]
+    return min(min(train), max(val, default=min(train))) - 1
 
 
 def print_splits(manifest: dict) -> None:

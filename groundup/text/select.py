@@ -14,9 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.files.sources import Source
-from groundup.files.splits import SPLITS, are_few, are_held_out, assign, cut_places
+from groundup.files.splits import (
+    SPLITS,
+    are_few,
+    are_held_out,
+    assign,
+    cut_places,
+    shares_of_ends,
+)
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
 from groundup.text.recipe import Recipe, parse_score
@@ -171,6 +178,7 @@ class SourceDocs(NamedTuple):
     rows: np.ndarray  # (n,) index in Selection.rows, in order
     splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
     starts: np.ndarray  # of the documents to cut: index in rows; a huge one has several. Or empty
+    ends: tuple[float, float]  # shares of each of those that val and test get
 
 
 def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
@@ -192,7 +200,9 @@ def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
     parts = []
     for number, (source, rows) in enumerate(zip(recipe.sources, rows_of, strict=True)):
         units = [unit for unit in chosen.units if unit.source == number]
-        parts.append(SourceDocs(source, units, rows, splits[rows], starts_of[number]))
+        starts = starts_of[number]
+        ends = ends_of(rows, starts, chosen, recipe)
+        parts.append(SourceDocs(source, units, rows, splits[rows], starts, ends))
     return parts
 
 
@@ -205,8 +215,8 @@ def split_rows(
     if recipe.hold_out:
         held_out = are_held_out(chosen.rows["question"][rows], recipe.hold_out)
         if len(rows) and not held_out.any():
-            few = f"takes none of so few conversations{of_source}"
-            chosen.split_notes.append(f"warning: hold_out={recipe.hold_out} {few}")
+            none = f"of {counted(len(rows), 'conversation')}{of_source} picked none"
+            chosen.split_notes.append(f"warning: hold_out={recipe.hold_out} {none}")
         rows = rows[~held_out]
     splits[rows], moved = assign(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
@@ -224,20 +234,29 @@ def split_rows(
         splits[rows] = 0
         many = f"{len(starts)} documents{of_source}: the end of each"
         few = many if len(starts) > 1 else f"1 document{of_source}: its end"
-        ends = {"val": recipe.val_fraction, "test": recipe.test_fraction}
-        parts = [f"{split} ({100 * share:g} %)" for split, share in ends.items() if share]
+        ends = zip(("val", "test"), ends_of(rows, starts, chosen, recipe), strict=True)
+        parts = [f"{split} ({100 * share:.3g} %)" for split, share in ends if share]
         chosen.split_notes.append(f"only {few} becomes {' and '.join(parts)}{hint}")
     elif moved:
-        wanted = recipe.fold or recipe.val_fraction
-        few = f"val takes none of so few documents{of_source} ({wanted} of them)"
-        lost = f"one is moved there, {100 * share:.2g} % of the text, and not trained on"
-        chosen.split_notes.append(f"warning: {few}; {lost}{hint}")
+        wanted = f"fold={recipe.fold}" if recipe.fold else f"val_fraction={recipe.val_fraction}"
+        none = f"{wanted} of {counted(len(rows), 'document')}{of_source} picked none"
+        taken = f"one is taken for val, {100 * share:.2g} % of the text, and not trained on"
+        chosen.split_notes.append(f"warning: {none}, so {taken}{hint}")
     elif not recipe.fold and share > max(LARGE_VAL, 2 * recipe.val_fraction):
         many = (
             f"val has {100 * share:.0f} % of the text{of_source}: few, or long, documents are in it"
         )
         chosen.split_notes.append(f"warning: {many}; give more, or shorter ones")
     return starts
+
+
+def ends_of(
+    rows: np.ndarray, starts: np.ndarray, chosen: Selection, recipe: Recipe
+) -> tuple[float, float]:
+    """Return `shares_of_ends` of the documents that begin at `starts`; of none, the settings."""
+    n_bytes = int(chosen.rows["n_bytes"][rows].sum())
+    fractions = recipe.val_fraction, recipe.test_fraction
+    return shares_of_ends(len(starts), n_bytes, *fractions) if len(starts) else fractions
 
 
 def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
@@ -267,16 +286,14 @@ class Piece(NamedTuple):
     is_whole: bool  # the text is all of that row
 
 
-def cut_document(
-    k: int, part: SourceDocs, chosen: Selection, recipe: Recipe
-) -> Iterator[tuple[int, Piece]]:
+def cut_document(k: int, part: SourceDocs, chosen: Selection) -> Iterator[tuple[int, Piece]]:
     """Yield the pieces of document k of a source that has few, each with the index of its split in
     SPLITS. Holds one piece: the document may be a file of gigabytes."""
     begin, end = [*part.starts.tolist(), len(part.rows)][k : k + 2]
     rows = part.rows[begin:end]
     # Read twice, first for the length.
     length, offset = sum(map(len, chosen.texts(rows))), 0
-    places = [0, *cut_places(length, recipe.val_fraction, recipe.test_fraction), length]
+    places = [0, *cut_places(length, *part.ends), length]
     for i, text in enumerate(chosen.texts(rows), begin):
         for number in range(len(SPLITS)):
             first, last = (max(place - offset, 0) for place in places[number : number + 2])
@@ -289,14 +306,12 @@ def cut_document(
 # ---- texts to train a tokenizer on ---------------------------------------------------------------
 
 
-def training_texts(
-    parts: list[SourceDocs], chosen: Selection, most: int, recipe: Recipe
-) -> Iterator[str]:
+def training_texts(parts: list[SourceDocs], chosen: Selection, most: int) -> Iterator[str]:
     """Return documents of train: of one source all, or a sample (by hash) of about `most` bytes; of
     several sources by turns, by their weights, `most` bytes in all. A source too small for its
     weight is read up to MAX_REPEATS times: in training it is repeated, too."""
     if len(parts) == 1:
-        return training_texts_of(parts[0], chosen, most, recipe)
+        return training_texts_of(parts[0], chosen, most)
     sizes = [float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
     weights = [part.source.weight or size for part, size in zip(parts, sizes, strict=True)]
     ratios = [size / weight for size, weight in zip(sizes, weights, strict=True) if weight]
@@ -307,7 +322,7 @@ def training_texts(
         wanted = min(max(ratios) * weight, most)
         n_times = max(1, min(MAX_REPEATS, round(wanted / size))) if size else 1
         # mix_texts takes MAX_DOC_CHARS of each text, so longer ones are cut.
-        own = (part, chosen, most, recipe, MAX_DOC_CHARS)
+        own = (part, chosen, most, MAX_DOC_CHARS)
         texts = chain.from_iterable([training_texts_of(*own) for _ in range(n_times)])
         share = f"weight {weight:g}" if part.source.weight else "by its size"
         times = f", read {n_times} times" if n_times > 1 else ""
@@ -317,7 +332,7 @@ def training_texts(
 
 
 def training_texts_of(
-    part: SourceDocs, chosen: Selection, most: int, recipe: Recipe, most_chars: int = 0
+    part: SourceDocs, chosen: Selection, most: int, most_chars: int = 0
 ) -> Iterator[str]:
     """Yield documents of train of a source, all or a sample of about `most` bytes. most_chars: of a
     text that is cut into the splits; 0 = any."""
@@ -330,7 +345,7 @@ def training_texts_of(
         return
     wanted = np.isin(part.rows, own)
     for k in range(len(part.starts)):
-        for split, piece in cut_document(k, part, chosen, recipe):
+        for split, piece in cut_document(k, part, chosen):
             if split == 0 and wanted[piece.index]:
                 step = most_chars or len(piece.text)
                 for begin in range(0, len(piece.text), step):
@@ -365,7 +380,7 @@ def write_splits(
         ]
         numbered = enumerate(tokens)
         for k in range(len(part.starts)):
-            pieces = cut_document(k, part, chosen, recipe)
+            pieces = cut_document(k, part, chosen)
             for split, own in groupby(pieces, key=lambda pair: pair[0]):
                 path = work / f"document_{k}_{split}.tmp"
                 size = write_ids((piece for _, piece in own), numbered, tokenizer, path)

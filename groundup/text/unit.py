@@ -234,6 +234,7 @@ class Item(NamedTuple):
     scores: tuple[float, ...] = ()
     offset: int | None = None  # of its record; of a pair made of answers, of their line
     part: int = 0  # which part of the unit it is from
+    is_chat: bool = False  # a text: made of a chat, where a short answer is a good one
     unread: tuple[str, ...] = ()  # keys of the row that hold content and are not read
 
     @property
@@ -255,9 +256,10 @@ class Judge:
         self.recipe, self.source = recipe, source
         self.scores = parse_score(recipe.score)
         self.changes = quality.parse_rules(source.rules)
-        self.rules = quality.Rules(
-            source.quality if recipe.kind == "text" else "rows", source.rules
-        )
+        self.row_rules = quality.Rules("rows", source.rules)
+        self.rules = self.row_rules
+        if recipe.kind == "text":
+            self.rules = quality.Rules(source.quality, source.rules)
         web, marks = source.quality == "web", self.changes.punctuation
         self.clean = partial(clean.clean, white_space=web, punctuation=marks)
         self.evals = Evals.load(work / "evals.npz") if recipe.decontaminate else None
@@ -293,6 +295,8 @@ class Judge:
         if kind == "text":
             text, problem = row_formats.document_of(row, text_key)
             item = None if problem else Item(self.clean(text), len(text.encode()))
+            if item and self.is_short_chat(item.text, row):
+                item = item._replace(is_chat=True)
         else:
             missing = text_keys.missing_keys(row, text_key)
             row = text_keys.renamed(row, text_key)
@@ -305,6 +309,11 @@ class Judge:
             unread = tuple(row_formats.unread_keys(row, kind))
         scores = tuple(as_score(row, score.key) for score in self.scores)
         return item._replace(scores=scores, unread=unread), ""
+
+    def is_short_chat(self, text: str, row: object) -> bool:
+        """Return whether a text is a chat that the least length of curated texts would drop."""
+        short = len(text) < quality.CURATED_LENGTH["min_length"]
+        return short and self.source.quality == "curated" and not row_formats.messages_of(row)[1]
 
     def clean_messages(self, messages: list[dict]) -> list[dict]:
         return [message | {"content": self.clean(message["content"])} for message in messages]
@@ -364,8 +373,9 @@ class Judge:
                 return reason, detail
         # Of a pair each answer is judged behind its prompt.
         texts = [item.text, f"{item.prompt}\n{item.rejected}"] if item.rejected else [item.text]
+        rules = self.row_rules if item.is_chat else self.rules
         for text in texts:
-            rule, detail = self.rules.check(text)
+            rule, detail = rules.check(text)
             if rule:
                 return rule, detail
         detail = outside_range(item.scores, self.scores)

@@ -23,7 +23,7 @@ import regex
 import sentencepiece
 
 from groundup.compile_c import compile_c
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.files.untrusted import scrub
 from groundup.tokens import engines
 from groundup.tokens.engines import SIZE_STEP
@@ -52,6 +52,7 @@ IN_C = {
     for name, most in {"qwen": (1, 0), "gpt4": (2, 0), "cl100k": (3, 0), "zh": (1, 4)}.items()
 }
 HAN = regex.compile(r"\p{Han}")
+CJK_MARKS = regex.compile("[\u3001-\u303f\uff00-\uff65]")  # Chinese punctuation
 COVERED = 0.9999  # one Han character in ten thousand is left to its bytes
 SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
 
@@ -132,7 +133,7 @@ def drop_rarest(counts: Counter[str]) -> Counter[str]:
             break
         kept[chunk] = count
     lost = f"{len(counts) - len(kept):,} of {len(counts):,} distinct chunks"
-    print(f"tokenizer: {lost}, seen <= {count} times so far, are dropped")
+    print(f"tokenizer: {lost}, seen at most {counted(count, 'time')} so far, are dropped")
     return Counter(kept)
 
 
@@ -141,23 +142,35 @@ def characters_first(counts: dict[bytes, int], most: int) -> dict[bytes, int]:
 
     They count so often that they are merged before any word: then a model writes characters, not
     parts of them. Taken are those that make up COVERED of all Han characters, the most frequent
-    first; with the two-byte beginnings that they share they need at most `most` merges.
+    first; with the two-byte beginnings that they share they need at most `most` merges. So is a
+    punctuation mark that only stands beside others, as a full stop where every sentence ends a
+    line: its last byte would be merged with the line end, and the mark alone be two tokens.
     """
     seen: Counter[str] = Counter()
+    marks: Counter[str] = Counter()
     for chunk, count in counts.items():
-        for character in HAN.findall(chunk.decode()):
+        text = chunk.decode()
+        for character in HAN.findall(text):
             seen[character] += count
+        if not chunk.isascii():
+            marks.update(dict.fromkeys(CJK_MARKS.findall(text), count))
+    never_alone = [
+        mark.encode()
+        for mark, count in sorted(marks.items())
+        if count >= MIN_COUNT and mark.encode() not in counts
+    ]
     # Each character is three bytes: two merges, the first of which many characters share.
-    found, beginnings = [], set()
+    found, beginnings = [], {mark[:2] for mark in never_alone}
     left = seen.total() * COVERED
     for character, count in sorted(seen.items(), key=lambda item: (-item[1], item[0])):
         beginnings.add(character.encode()[:2])
-        if left <= 0 or len(found) + len(beginnings) >= most:
+        if left <= 0 or len(never_alone) + len(found) + len(beginnings) >= most:
             break
         found.append(character.encode())
         left -= count
     often = sum(counts.values()) + 1  # more often than any pair in the text
-    return counts | {character: counts.get(character, 0) + often for character in found}
+    first = [*found, *never_alone]
+    return counts | {character: counts.get(character, 0) + often for character in first}
 
 
 # ---- merges ----------------------------------------------------------------------------------

@@ -393,14 +393,14 @@ class ChatCorpus(RowCorpus):
         that. [] if nothing was. config: settings. epochs: of the run."""
         chosen, usual = [], self.usual_epochs(config["max_epochs"])
         if config["max_steps"] and usual > 3:  # perhaps a config file's
-            made = f"max_steps={config['max_steps']} makes {epochs:.1f}"
-            chosen.append(f"{usual:.0f} epochs would be usual ({made})")
+            seen = f"max_steps={config['max_steps']} shows each {epochs:.1f} times"
+            chosen.append(f"{seen}, though {usual:.0f} times are usual for so few")
         elif not config["epochs"] and usual > 3:
-            chosen.append(f"{usual:.0f} epochs (3 are usual for thousands)")
+            chosen.append(f"each is shown {usual:.0f} times (--epochs sets this)")
         if config["pack"] == "auto" and not self.pack:
             chosen.append("one conversation per row (--pack=yes puts several into a row)")
         n = counted(sum(map(self.n_items, self.train)), "conversation")
-        return [f"few data    {n}, so {' and '.join(chosen)}"] if chosen else []
+        return [f"few data    {n}: {'; '.join(chosen)}"] if chosen else []
 
     def read(self, path: str, val_fraction: float, setting: str) -> Source:
         return read_chat(path, self.tokenizer, val_fraction, setting)

@@ -26,7 +26,7 @@ import numpy as np
 from groundup.errors import UserError, counted, say
 from groundup.files import records, row_formats, untrusted
 from groundup.files.paths import find_files
-from groundup.files.splits import FEW_VAL, assign, split_position
+from groundup.files.splits import FEW_VAL, assign, more_rows_for_val, split_position
 from groundup.files.turns import JOIN, BadRow
 from groundup.tokens.batches import Corpus, names_of
 from groundup.tokens.coverage import unfamiliar
@@ -140,7 +140,8 @@ class RowReader:
         for what, n in self.not_written.items():
             lines.append(f"{name}: not written by the chat template: {what} ({n:,})")
         if self.trimmed:
-            lines.append(f"{name}: {self.trimmed:,} lost turns after the last answer")
+            trimmed = counted(self.trimmed, "conversation")
+            lines.append(f"{name}: {trimmed} lost turns after the last answer")
         if self.unread:
             lines.append(f"{name}: {self.unread_are}: {row_formats.describe_unread(self.unread)}")
         return lines
@@ -201,8 +202,8 @@ def read_source(path: str, reader: RowReader, val_fraction: float, setting: str 
         # held out are the lowest hashes: rows that are added or removed move few of the others
         split_of, moved = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
         if moved:
-            few = f"{val_fraction=:g} of {counted(len(positions), 'row')} is none"
-            reader.notes.append(f"{path}: {few}; one is held out for validation")
+            none = f"{val_fraction=:g} of {counted(len(positions), 'row')} picked none"
+            reader.notes.append(f"{path}: {none}, so one is held out for validation")
         held_out = split_of != 0
     reader.check(path, len(held_out))
     return Source(store.take(~held_out), store.take(held_out), reader)
@@ -299,7 +300,12 @@ class RowCorpus(Corpus):
         if self.val:
             n = sum(map(self.n_items, self.val.values()))
             few = f"{counted(n, readers[0].noun)} held out for validation"
-            how = "give more in val_data" if self.val_data else "raise val_fraction"
+            n_rows = n + sum(map(self.n_items, self.train))
+            more = more_rows_for_val(n_rows, val_fraction)
+            # a directory of prepare.py has its own split, which the trainer's setting does not move
+            prepared = any(Path(path, "manifest.json").exists() for path in self.paths)
+            more = f"prepare.py {more}" if prepared and more.startswith("--") else more
+            how = "give more in val_data" if self.val_data else more
             self.few_val = n < FEW_VAL
             if self.few_val:
                 say(f"warning     {few}: too few to trust the val loss; {how}")

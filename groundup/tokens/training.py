@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import tiktoken
 
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.tokens import bpe
 from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.engines import (
@@ -127,7 +127,7 @@ def measure(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
         n_tokens += len(tokenizer.encode_array(text))
     per_token = f"{n_bytes / max(n_tokens, 1):.2f} bytes per token"
     per_character = f"{n_tokens / max(n_chars, 1):.2f} tokens per character"
-    return f"{n_bytes / 1e6:.2f} MB, {n_tokens:,} tokens: {per_token}, {per_character}"
+    return f"{n_bytes / 1e6:.2f} MB, {counted(n_tokens, 'token')}: {per_token}, {per_character}"
 
 
 def rounded_up(vocab_size: int) -> int:

@@ -271,6 +271,14 @@ def test_tsv_as_csv_writers_write_it(tmp_path: Path) -> None:
     assert read(tmp_path / "c.tsv") == ["hello\rworld", "b"]
 
 
+def test_the_null_of_databases_is_no_text(tmp_path: Path) -> None:
+    """MySQL, PostgreSQL and Hive write it so."""
+    (tmp_path / "a.tsv").write_text("title\tcontent\n\\N\tone\ntwo\t\\N b\n", "utf-8")
+    (tmp_path / "b.csv").write_text('title,content\n\\N,"one"\n"two",\\N b\n', "utf-8")
+    for name in ("a.tsv", "b.csv"):
+        assert read(tmp_path / name) == ["one", "two\n\\N b"]
+
+
 def test_csv_of_spreadsheets_and_columns_of_one_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id;text\n1;a, b\n2;c\n", "utf-8")
     assert read(tmp_path / "a.csv") == ["a, b", "c"]

@@ -105,7 +105,7 @@ def test_a_damaged_file_ends_in_status_1_unless_the_loss_is_accepted(tmp_path: P
     raw = b"[" + b"".join(rows) + b"]"
     assert status(tmp_path, "a.json", raw) == 1
     said = capsys.readouterr().out
-    assert f"in 1 of 1 files: {tmp_path}/a.json ({len(rows[9]) - 1} bytes); errors.tsv says where; mend them" in said
+    assert f"in 1 of 1 file: {tmp_path}/a.json ({len(rows[9]) - 1} bytes); errors.tsv says where; mend them" in said
     assert "60 read = 59 kept + 0 dropped + 1 lost" in said
     fraction = float(said.split("--max_bad_fraction=")[1].split()[0])
     assert status(tmp_path, "a.json", raw, ("max_bad_fraction", fraction)) == 0

@@ -1257,8 +1257,13 @@ PAIRS = {
         [],
     ),
     "answers alone": (
-        {"ask": "Hi", "chosen": "good", "rejected": "bad"},
-        "prepare.py --text_key='question=KEY' names its question",
+        {"id": "x1", "ask": "Hi", "chosen": "good", "rejected": "bad"},
+        "has its question (keys id, ask, chosen, rejected); prepare.py --text_key='question=ask' names it",
+        [],
+    ),
+    "answers alone, several texts": (
+        {"ask": "Hi", "topic": "x", "chosen": "good", "rejected": "bad"},
+        "prepare.py --text_key='question=KEY' names it",
         [],
     ),
     "answers under unknown keys": (

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from groundup.errors import UserError
-from groundup.files import readers, records, streams
+from groundup.files import encodings, readers, records, streams
 from groundup.files.paths import find_files
 from groundup.files.records import Report
 
@@ -420,8 +420,9 @@ def test_truncated_compressed_file_keeps_what_was_read(tmp_path: Path, suffix: s
 def test_text_fields(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "题", "body": {"content": "文"}}\n"bare"\n{"title": "x"}\n', encoding="utf-8")
-    report = Report()
-    assert read(path, report, text_key="title, body.content") == ["题\n文", "bare"]
+    for text_key in ("title, body.content", "title+body.content"):  # + as in a named source
+        report = Report()
+        assert read(path, report, text_key=text_key) == ["题\n文", "bare"]
     assert report.places == [(str(path), 3, 52, "bad_field: no text under 'body.content' (keys title)")]
 
 
@@ -504,3 +505,36 @@ def test_a_fault_in_json_has_one_place_and_marks_of_chinese_typing_are_named(tmp
     list(readers.read_rows(str(path), lambda row: (row, ""), report=report))
     ((_, line, _, why),) = report.places
     assert says in f"{line}: {why}" and ("intended" in why) is ("b，c" not in content)
+
+
+SHORT = {  # ten beginnings and five ends of each: fifty texts of 4 to 20 wide characters
+    "gb18030": (
+        "你好 我们 医生 这本书 天气 老师 小狗 北京 他的朋友 春天".split(),
+        "在哪里？ 说，谢谢你 很好吃。 已经回家了 今天真的不错！".split(),
+    ),
+    "big5": (
+        "你好 我們 醫生 這本書 天氣 老師 小狗 臺灣 他的朋友 春天".split(),
+        "在哪裡？ 說，謝謝你 很好吃。 已經回家了 今天真的不錯！".split(),
+    ),
+    "cp932": (
+        "こんにちは 私たち 医者 この本 天気 先生 子犬 東京 彼の友達 春".split(),
+        "はどこですか？ はありがとうと言う とてもおいしい。 はもう帰った は今日も元気です".split(),
+    ),
+    "cp949": (
+        "안녕하세요 우리는 의사가 이것은 날씨가 선생님이 강아지가 서울은 친구는 봄이".split(),
+        "어디에_있습니까? 고맙다고_말했다 정말_맛있어요. 이미_집에_갔다 오늘도_좋습니다".split(),
+    ),
+}
+
+
+@pytest.mark.parametrize("codec", SHORT)
+def test_the_likely_encoding_of_a_short_text(codec: str) -> None:
+    """charset-normalizer takes most short Chinese for Korean."""
+    beginnings, ends = SHORT[codec]
+    texts = [f"{one} {end}".replace("_", " ") if codec == "cp949" else one + end for one in beginnings for end in ends]
+    assert len(texts) == 50 and max(sum(not char.isascii() for char in text) for text in texts) <= 20
+    found = []
+    for text in texts:
+        verdict = encodings.judge(text.encode(codec))
+        found.append(verdict.other or verdict.refused.partition("perhaps ")[2].partition(";")[0])
+    assert found.count(codec) >= 49, [text for text, name in zip(texts, found, strict=True) if name != codec]

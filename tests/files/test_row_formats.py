@@ -604,10 +604,26 @@ def test_an_unknown_format_names_the_three_that_are_most_like_it() -> None:
         ("chat", {"query": "问", "reply": "答"}, "query,response"),
         ("chat", {"Problem_text": "问", "problem": "", "sol": "答"}, "problem,solution"),
         ("preference", {"prompt": "问", "chosen_answer": "好", "rejected_answer": "坏"}, "prompt,chosen,rejected"),
-        ("text", {"q": "问"}, "text"),  # none is like it: the commonest
+        # none is like it: the commonest
+        ("chat", {"q": "问", "a": "答"}, r"messages [|] question,answer [|] instruction,output"),
+        ("preference", {"q": "问", "good": "好", "bad": "坏"}, "prompt,chosen,rejected [|] chosen,rejected"),
+        ("text", {"q": "问"}, "text"),
     ):
-        with pytest.raises(turns.BadRow, match=f"{kind} is known by: {first} [|] [^|]+ [|] [^|]+ .docs/data.md lists"):
+        with pytest.raises(turns.BadRow, match=f"{kind} is known by: {first}( [|] [^|]+)* .docs/data.md lists"):
             row_formats.read(row, kind)
+
+
+@pytest.mark.parametrize("nothing", ["None", "nan", "<noinput>", "<No input>", "No input", "noinput"])
+def test_an_input_that_says_there_is_none_is_no_part_of_the_question(nothing: str) -> None:
+    """The original Alpaca set has four ways to say so, and a table by pandas two more."""
+    row = {"instruction": "问", "input": nothing, "output": "答"}
+    assert messages_of(row) == ([user("问"), assistant("答")], "")
+    assert row_formats.unread_keys(row, "chat") == ["input that says there is none"]
+    pair = {"instruction": "问", "input": nothing, "chosen": "好", "rejected": "坏"}
+    assert row_formats.read_pair(pair).prompt == [user("问")]
+    for other in ({"input": "none of it"}, {"input": ""}):
+        assert row_formats.unread_keys(row | other, "chat") == []
+    assert messages_of({"input": nothing, "output": "答"}) == ([user(nothing), assistant("答")], "")
 
 
 S, U, A, E, T = (

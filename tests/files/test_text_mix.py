@@ -95,7 +95,19 @@ def test_conversations_and_pairs_are_text_of_their_turns(tmp_path: Path, capsys)
     found = list(texts_of(parts(str(tmp_path)), 1))
     assert found == ["文", "问\n答", "头痛\n休息", "做\n好", "p\nc\nr", "q\ns", "问\n答"]
     said = capsys.readouterr().out
-    assert said.count("bad_field") == 1 and "a.jsonl:8" in said and "3 documents or lines" in said
+    assert said.count("bad_field") == 1 and "a.jsonl:8" in said and "could not be read: 3 records" in said
+
+
+def test_files_are_looked_at_as_by_prepare(tmp_path: Path, capsys) -> None:
+    """A link is no second file, and what looks like rows is said."""
+    a = write(tmp_path / "a.jsonl", {"text": "one"})
+    (tmp_path / "b.jsonl").symlink_to(a)
+    (tmp_path / "c.txt").write_bytes(Path(a).read_bytes())
+    found = parts(f"{a},{tmp_path}/b.jsonl,{tmp_path}/c.txt")
+    assert [part.files for part in found] == [[str(a)], [f"{tmp_path}/c.txt"]]
+    said = capsys.readouterr().out
+    assert "b.jsonl: all its files belong to earlier parts" in said
+    assert "c.txt looks like JSON lines but is read as plain text; if its rows are meant, let its name" in said
 
 
 def test_sources_have_settings_of_their_own_as_in_prepare(tmp_path: Path) -> None:

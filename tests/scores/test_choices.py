@@ -398,7 +398,7 @@ HEADER = ",Question,A,B,C,D,Answer\n"
         (f"{HEADER}0,q,a,b,c,d,E\n".encode(), "anatomy.csv:2: Answer is 'E', not one of A, B, C, D"),
         (f"{HEADER}0,q,a,b,c,d,\n".encode(), "anatomy.csv:2: Answer is '', not one of A, B, C, D"),
         (HEADER.encode() + b'0,"q,a,b,c,d,A\n', "anatomy.csv:2: bad_csv: unexpected end of data"),
-        (HEADER.encode() + b"0,\xff\xff,a,b,c,d,A\n", "bad_encoding: 1 of 2 lines looked at are not UTF-8"),
+        (HEADER.encode() + b"0,\xff\xff,a,b,c,d,A\n", "bad_encoding: not UTF-8: 1 of 2 lines looked at"),
     ],
 )
 def test_what_is_wrong_in_a_csv_file_is_said_with_file_and_line(tmp_path, content, message):

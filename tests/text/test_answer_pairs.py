@@ -107,7 +107,7 @@ def test_each_finished_answer_that_differs_makes_a_pair_with_the_data_sets_own(t
     }  # fmt: skip
     assert info["answers"] == info["pairs"] + sum(info["answers_left_out"].values())
     lines = describe([info])
-    assert lines[0].endswith("a.jsonl: 8 lines with 9 answers give 3 pairs") and len(lines) == 12
+    assert lines[0].endswith("a.jsonl: 8 lines with 9 answers: 3 pairs") and len(lines) == 12
     assert any(line.endswith("2 answers left out: unfinished") for line in lines)
 
 
@@ -260,7 +260,7 @@ def test_answers_become_prepared_pairs_beside_rows_that_are_pairs(tmp_path, caps
     (entry,) = manifest["info"]["answers"]
     assert entry["settings"] == SETTINGS and entry["pairs"] == 8 and len(entry["sha256"]) == 64
     assert manifest["info"]["failed"] == [] and manifest["info"]["documents"]["read"] == 11
-    assert "8 lines with 8 answers give 8 pairs" in capsys.readouterr().out
+    assert "8 lines with 8 answers: 8 pairs" in capsys.readouterr().out
     prepared(tmp_path / "out", **settings)
     assert "is up to date, with report.md; next: python " in capsys.readouterr().out
     Path(tmp_path / "in" / "a.jsonl.config.json").write_text(json.dumps(SETTINGS | {"seed": 8}), "utf-8")
@@ -337,7 +337,7 @@ def test_lines_that_are_no_answers_are_told_as_those_of_other_files(tmp_path, ca
     assert manifest["info"]["input"]["bytes"] == len(raw)
     assert len(found["train"]) == 12
     report = (tmp_path / "out" / "report.md").read_text("utf-8")
-    assert f"{path}: 5 lines with 12 answers give 12 pairs" in report and "- lost: 1 bad_json\n" in report
+    assert f"{path}: 5 lines with 12 answers: 12 pairs" in report and "- lost: 1 bad_json\n" in report
     assert f"{path}:2: bad_json" in capsys.readouterr().out
     few = {"kind": "preference", "out_dir": str(tmp_path / "out"), "near": 0.0, "val_fraction": 0.0}
     assert prepare.main(KEYS | few | settings | {"workers": 1, "max_bad_fraction": 0.39}) == 1

@@ -362,6 +362,22 @@ def test_questions_on_one_passage_are_no_copies(tmp_path):
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"near_duplicate": 10}
 
 
+def test_short_chats_in_a_corpus_are_kept_and_short_texts_are_not(tmp_path):
+    """A turn in Chinese has half the characters that it has in English."""
+    write_rows(tmp_path / "chat.jsonl", [talk("你好", "你好！"), talk("Hi", "Hello")])
+    (tmp_path / "asked.jsonl").write_text('{"question": "几点了？", "answer": "三点。"}\n', "utf-8")
+    texts = ["太短了。", "a line", "A text that is long enough to be kept."]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), "utf-8")
+    named = f"c: {tmp_path}/chat.jsonl, text_key=messages.content; a: {tmp_path}/asked.jsonl; t: {tmp_path}/text.jsonl"
+    run(tmp_path / "out", input=named, vocab_size=384, val_fraction=0.0)
+    info = manifest_of(tmp_path / "out")["info"]
+    assert {name: of["kept"] for name, of in info["sources"].items()} == {"c": 2, "a": 1, "t": 1}
+    assert info["documents"]["dropped"] == {"min_length": 2}
+    run(tmp_path / "own", input=named, vocab_size=384, val_fraction=0.0, rules="length=8..")  # the user's own holds
+    info = manifest_of(tmp_path / "own")["info"]
+    assert {name: of["kept"] for name, of in info["sources"].items()} == {"c": 1, "a": 1, "t": 1}
+
+
 def test_short_answers_are_kept(tmp_path):
     """Rules on length are for texts, unless a length is given; what is garbled is dropped, in any answer."""
     rows = [talk("谢谢", "不客气！"), talk("What is 2+2?", "4"), talk("2+2?", "4\ufffd4")]
@@ -506,11 +522,11 @@ def test_texts_with_markers_of_turns_are_warned_of(tmp_path, tok, capsys):
     path = write_rows(tmp_path / "x.jsonl", [{"text": text} for text in (*texts, "A text without any of them.")])
     run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.0)
     printed = capsys.readouterr().out
-    named = "documents hold names of special tokens, as <|im_start|> or <s> at the beginning: they stay text"
-    assert printed.count(f"warning: 9 {named}") == 1
+    named = "as <|im_start|> or <s> at the beginning: they stay text"
+    assert printed.count(f"warning: names of special tokens in 9 documents, {named}") == 1
     old = ("<s>An older form of it.</s>", "A line of <|user|> and more.", "It ends here.<|endoftext|>")
     run(tmp_path / "old", input=write_rows(tmp_path / "o.jsonl", [{"text": text} for text in old]), tokenizer_dir=tok)
-    assert f"warning: 3 {named}" in capsys.readouterr().out
+    assert f"names of special tokens in 3 documents, {named}" in capsys.readouterr().out
     plain = ("Quite another text, without.", "Parsers of Haskell: a <|> b, f <| g |> h.", "struck <s>out</s>")
     other = write_rows(tmp_path / "y.jsonl", [{"text": text} for text in plain])
     run(tmp_path / "none", input=other, tokenizer_dir=tok)
@@ -632,7 +648,8 @@ def test_too_few_conversations_to_hold_out_are_told(tmp_path, capsys):
     share = place("q", b"hold-out-v1")
     settings = {"input": path, "kind": "chat", "rules": "length=1..", "val_fraction": 0.0}
     run(tmp_path / "out", hold_out=share * 0.99, **settings)
-    assert "takes none of so few conversations" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "warning: hold_out=" in said and " of 1 conversation picked none" in said
     with pytest.raises(UserError, match="no document is left for train; lower val_fraction or hold_out"):
         run(tmp_path / "other", hold_out=share * 1.01, **settings)
 

@@ -355,3 +355,15 @@ def test_frequent_characters_are_one_token_before_any_word():
     most = [one for one, _ in sorted(han.items(), key=lambda item: (-item[1], item[0]))]
     assert few == set(most[: len(few)]) and 10 < len(few) < 40
     assert characters_first({b"ab": 3, b" c": 2}, 100) == {b"ab": 3, b" c": 2}
+
+
+def test_a_full_stop_that_always_ends_a_line_is_one_token():
+    """Its last byte was merged with the line end. Where it stands alone elsewhere nothing changes."""
+    for text, added in (("他来了。\n我们走。\n" * 30, {"。"}), ("他来了。我们走。\n" * 30, set())):
+        counts = count_chunks([text], PATTERNS["zh"])
+        first = characters_first(counts, 200)
+        alone = {one.decode() for one in first.keys() - counts.keys()}
+        assert {one for one in alone if not regex.match(r"\p{Han}", one)} == added
+        tokenizer = train([text], 384, "bpe", "zh")
+        assert len(tokenizer.encode("。")) == 1
+    assert characters_first({"。\n".encode(): 1}, 100) == {"。\n".encode(): 1}  # seen once

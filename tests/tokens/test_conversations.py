@@ -314,11 +314,11 @@ def test_few_conversations_do_not_share_rows_and_are_seen_often(tok, tmp_path, m
         assert corpus.pack is packed and all(rows.pack is packed for rows in corpus.train + corpus.all_val)
         assert (corpus.n_rows < n) is packed and corpus.usual_epochs("") == 2500 / n and corpus.usual_epochs("4") == 3
         row = "one conversation per row (--pack=yes puts several into a row)"
-        begin, seen = f"few data    {n} conversations, so", f"{2500 / n:.0f} epochs"
-        both = "" if packed else f" and {row}"
-        assert corpus.chosen_for_few(settings, 2500 / n) == [f"{begin} {seen} (3 are usual for thousands){both}"]
+        begin, seen = f"few data    {n} conversations:", f"{2500 / n:.0f} times"
+        both = "" if packed else f"; {row}"
+        assert corpus.chosen_for_few(settings, 2500 / n) == [f"{begin} each is shown {seen} (--epochs sets this){both}"]
         # a config's max_steps is not silent: real_sft.py trains 40 steps, whatever the data
-        line = f"{begin} {seen} would be usual (max_steps=9 makes 1.3){both}"
+        line = f"{begin} max_steps=9 shows each 1.3 times, though {seen} are usual for so few{both}"
         assert corpus.chosen_for_few(settings | {"max_steps": 9}, 1.26) == [line]
         assert corpus.chosen_for_few(settings | {"epochs": 20.0}, 20) == ([] if packed else [f"{begin} {row}"])
     monkeypatch.setattr(conversations, "SEEN", 90)
@@ -328,7 +328,7 @@ def test_few_conversations_do_not_share_rows_and_are_seen_often(tok, tmp_path, m
 def test_few_rows_for_validation_draw_a_warning(tok, tmp_path, capsys):
     path, other = (write_talks(tmp_path / name, talks(n)) for name, n in (("a.jsonl", 60), ("b.jsonl", 3)))
     for flags, said in (
-        ({"val_fraction": 0.02}, "held out for validation: too few to trust the val loss; raise val_fraction"),
+        ({"val_fraction": 0.02}, "too few to trust the val loss; --val_fraction=0.2 holds out about 10; more"),
         ({"val_data": other}, "3 conversations held out for validation: too few to trust the val loss; give more"),
         ({"val_fraction": 0.5}, ""),
     ):
@@ -336,6 +336,11 @@ def test_few_rows_for_validation_draw_a_warning(tok, tmp_path, capsys):
         ChatCorpus(path, tok, 256, 7, **flags).need_validation(0.02)
         printed = capsys.readouterr().err
         assert said in printed and bool(said) == bool(printed)
+    say.cache_clear()
+    assert make(tmp_path / "out", path, val_fraction=0.02) == 0
+    capsys.readouterr()
+    ChatCorpus(str(tmp_path / "out"), tok, 256, 7).need_validation(0.02)  # whose split is its own
+    assert "trust the val loss; prepare.py --val_fraction=0.2 holds out about 1" in capsys.readouterr().err
 
 
 def test_the_labels_of_rows_of_two_sources(tok, two_files):
@@ -426,7 +431,7 @@ def test_bad_rows_are_counted_by_reason_and_named_by_line(tok, tmp_path):
     assert any(f"{path}:16: not understood: a turn has the role 'robot'" in place for place in source.reader.places)
     report = "\n".join(ChatCorpus(path, tok, 256, 1).report())
     two = "x.jsonl: 4 left out: two assistant turns in a row; to keep such conversations join the two"
-    for part in (two, ":12: bad_json", "1 lost turns after the last"):
+    for part in (two, ":12: bad_json", "1 conversation lost turns after the last"):
         assert part in report
 
 
@@ -585,7 +590,7 @@ def test_one_conversation_that_fits_is_held_out(tok, tmp_path):
 
 def test_a_run_says_that_it_moves_one_row(tok, tmp_path):
     corpus = ChatCorpus(write_talks(tmp_path / "a.jsonl", talks(5)), tok, 256, 1, val_fraction=1e-6)
-    assert "a.jsonl: val_fraction=1e-06 of 5 rows is none; one is held out" in "\n".join(corpus.report())
+    assert "a.jsonl: val_fraction=1e-06 of 5 rows picked none, so one is held out" in "\n".join(corpus.report())
 
 
 def test_what_block_size_would_do_is_said(tok, tmp_path):
