@@ -31,7 +31,7 @@ from groundup.files.untrusted import loads
 from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply
 from groundup.scores.likelihood import score_tokens, split_over_ranks
-from groundup.scores.text_metrics import standard_error
+from groundup.scores.text_metrics import standard_error, without_thoughts
 from groundup.tokens.pairs import PairIds, PairReader
 from groundup.tokens.rows import read_source
 from groundup.train import ranks
@@ -396,7 +396,9 @@ def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -
 
 
 def judge_prompt(match: Match, swapped: bool) -> str:
-    first, second = (match.b, match.a) if swapped else (match.a, match.b)
+    # without thoughts, which nobody asked for and which would win by their length
+    a, b = without_thoughts(match.a), without_thoughts(match.b)
+    first, second = (b, a) if swapped else (a, b)
     said = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in match.prompt)
     parts = {"Conversation": said, "Answer A": first, "Answer B": second}
     parts = [f"=== {name} ===\n{text}\n=== end ===" for name, text in parts.items()]
