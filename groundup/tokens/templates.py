@@ -14,7 +14,8 @@ transformers runs it, in Jinja's sandbox. Four things are added:
 4. The date that a template writes is fixed: it does not change while a run goes on.
 
 Calls of tools come as text in the form of our own models; a template that knows tools reads them in
-OpenAI's form, with ids that Mistral's templates take.
+OpenAI's form, with ids that Mistral's templates take. Thoughts come as text, too, <think>...</think>
+before an answer; a template that has a form of its own for them reads them under a key of their own.
 """
 
 import itertools
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 
 from groundup.errors import UserError
 from groundup.files import TOOLS_HEAD, TOOLS_TAIL
+from groundup.files.turns import THOUGHT_KEYS
 from groundup.files.untrusted import loads, why_unusable
 from groundup.tokens import BEGIN, END
 
@@ -57,12 +59,14 @@ PROBED = [  # conversations that reach most branches of a template
     [{"role": "system", "content": "c"}, *TRIAL, TRIAL[0]],
     [TRIAL[0], {"role": "assistant", "content": CALL_OF_F}, {"role": "tool", "content": "r"}],
     [TRIAL[0], {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"}],
+    [TRIAL[0], {"role": "assistant", "content": "b"} | dict.fromkeys(THOUGHT_KEYS, "t")],
 ]
 # what a template may read that is no setting
 NOT_SETTINGS = {"messages", "tools", "add_generation_prompt", "documents", "loop"}
 # A block of thoughts that a prompt opens for the model, closed or not
 OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 THOUGHTS = re.compile(r"(<think>\s*\S.*?)(\s*</think>)", re.DOTALL)
+THOUGHTFUL = re.compile(r"\s*<think>\n?(.*?)\n?</think>\n*(.*)", re.DOTALL)  # an answer with them
 
 HIDDEN = (
     "tokenizer: the chat template does not show where {}, so it cannot be trained on; "
@@ -178,7 +182,8 @@ class ChatTemplate:
 
     variables: what it may read beside the messages (bos_token, enable_thinking ...).
     reads: the settings that it reads. closing: what it writes after the last answer, up to the last
-    of the markers there, "" if there is none. dated: whether it writes the date.
+    of the markers there, "" if there is none. thoughts_key: the key of a message under which it
+    takes thoughts, "" if it takes them as text. dated: whether it writes the date.
     """
 
     def __init__(
@@ -212,7 +217,9 @@ class ChatTemplate:
         self.around: tuple = (None, "", "")  # the last answer that was looked for: see `answer`
         self.too_slow = ""  # the error, once a conversation has taken too long
         self.markers = self._find_markers(source, list(specials), list(words), strips or {})
+        self.thoughts_key = ""  # needed by what follows
         self.closing = self._find_closing()
+        self.thoughts_key = self._find_thoughts_key(source)
 
     def _find_markers(
         self,
@@ -248,6 +255,29 @@ class ChatTemplate:
             return found[0] if found else ""
         return ""
 
+    def _find_thoughts_key(self, source: str) -> str:
+        """Return the key of thoughts that are not written as they are when they come as text."""
+        probe = PROBES["assistant"]
+        for key in THOUGHT_KEYS:
+            if key not in source:
+                continue
+            text = {"role": "assistant", "content": f"<think>\n{probe}\n</think>\n\nb"}
+            with suppress(UserError):
+                as_text = self.text(RenderInput([TRIAL[0], text]))
+                written = self.text(RenderInput([TRIAL[0], {**TRIAL[1], key: probe}]))
+                if probe in written and written != as_text:
+                    return key
+        return ""
+
+    def with_thoughts(self, message: dict) -> dict:
+        """Return a message with its thoughts under the template's key for them, if it has one."""
+        if not self.thoughts_key or message.get("role") != "assistant":
+            return message
+        found = THOUGHTFUL.fullmatch(message["content"])
+        if not found:
+            return message
+        return message | {"content": found[2], self.thoughts_key: found[1]}
+
     def pieces(
         self,
         messages: Sequence[dict],
@@ -282,6 +312,7 @@ class ChatTemplate:
         tools = None
         if self.takes_tools:
             messages, tools = with_tools(messages)
+        messages = map(self.with_thoughts, messages)
         guarded = [self.markers.guard(message) for message in messages]
         return RenderInput(guarded, self.markers.guarded(tools, self.markers.in_text), opens)
 
@@ -292,7 +323,10 @@ class ChatTemplate:
         for message in talk.messages:
             role, content = message["role"], message["content"]
             # A probe that is not in the rendered text shows that what it stood in was left out.
-            if role == "assistant":
+            if role == "assistant" and message.get(self.thoughts_key, "").strip():
+                message = message | {self.thoughts_key: message[self.thoughts_key] + PROBES[role]}
+                expected[PROBES[role]] += 1
+            elif role == "assistant":
                 content = THOUGHTS.sub(rf"\1{PROBES[role]}\2", content)
             elif role in PROBES and content.strip():
                 content = content.rstrip() + PROBES[role]
