@@ -183,7 +183,8 @@ class ChatTemplate:
     variables: what it may read beside the messages (bos_token, enable_thinking ...).
     reads: the settings that it reads. closing: what it writes after the last answer, up to the last
     of the markers there, "" if there is none. thoughts_key: the key of a message under which it
-    takes thoughts, "" if it takes them as text. dated: whether it writes the date.
+    takes thoughts, "" if it takes them as text. opens_thoughts: whether a prompt ends within them.
+    dated: whether it writes the date.
     """
 
     def __init__(
@@ -220,6 +221,7 @@ class ChatTemplate:
         self.thoughts_key = ""  # needed by what follows
         self.closing = self._find_closing()
         self.thoughts_key = self._find_thoughts_key(source)
+        self.opens_thoughts = self._find_opened_thoughts()
 
     def _find_markers(
         self,
@@ -269,11 +271,20 @@ class ChatTemplate:
                     return key
         return ""
 
+    def _find_opened_thoughts(self) -> bool:
+        with suppress(UserError):
+            opened = OPENED.search(self.text(RenderInput(TRIAL[:1], opens=True)))
+            return opened is not None and "</think>" not in opened[0]
+        return False
+
     def with_thoughts(self, message: dict) -> dict:
         """Return a message with its thoughts under the template's key for them, if it has one."""
         if not self.thoughts_key or message.get("role") != "assistant":
             return message
-        found = THOUGHTFUL.fullmatch(message["content"])
+        content = message["content"]
+        # an answer as it was drawn: the prompt has opened its thoughts
+        opened = self.opens_thoughts and "<think>" not in content.partition("</think>")[0]
+        found = THOUGHTFUL.fullmatch("<think>" * opened + content)
         if not found:
             return message
         return message | {"content": found[2], self.thoughts_key: found[1]}

@@ -153,6 +153,17 @@ def test_thoughts_under_a_key_are_written_as_by_transformers(name):
             assert not tokenizer.left_out(messages) or "I think first" not in text
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_thoughts_that_the_prompt_has_opened_are_thoughts(name):
+    """An answer in a file of sample.py begins within them: pairs and rewards are made of it."""
+    tokenizer = chat_ready(tokenizer_for((TRL / f"{name}.jinja").read_text(encoding="utf-8")))
+    opened = OPENED.search(tokenizer.decode(tokenizer.render(QUESTION, add_generation_prompt=True)[0]))
+    if opened and "</think>" not in opened[0]:
+        drawn = "well\n</think>\n\nfine"
+        talks = [[*QUESTION, {"role": "assistant", "content": said}] for said in (drawn, "<think>\n" + drawn)]
+        assert tokenizer.render(talks[0]) == tokenizer.render(talks[1])
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_template_that_teaches_no_end_is_refused_in_one_line(name):
     source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
