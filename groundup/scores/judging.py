@@ -292,15 +292,20 @@ def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
     matches in which only A's answer is unfinished, only B's, or both.
 
     win_rate: (wins + ties / 2) / verdicts, with its 95 % interval. longer_wins: fraction of the
-    judge's wins and losses that went to the answer with more characters. disagreements: matches in
-    which a judge that saw both orders contradicted itself. None = nothing to divide by."""
+    judge's wins and losses that went to the answer with more characters, thoughts aside.
+    disagreements: matches in which a judge that saw both orders contradicted itself. None = nothing
+    to divide by."""
     counts = Counter(verdict.winner for verdict in verdicts)
     n = counts["a"] + counts["b"] + counts["tie"]
     rate = (counts["a"] + counts["tie"] / 2) / n if n else None
     # Does the judge prefer length? Its own decisions between unequal lengths tell.
     pairs = zip(matches, verdicts, strict=True)
     judged = [(m, v) for m, v in pairs if v.winner in "ab" and not v.reason]
-    longer = [(v.winner == "a") == (len(m.a) > len(m.b)) for m, v in judged if len(m.a) != len(m.b)]
+    longer = []
+    for match, verdict in judged:
+        n_a, n_b = len(without_thoughts(match.a)), len(without_thoughts(match.b))
+        if n_a != n_b:
+            longer.append((verdict.winner == "a") == (n_a > n_b))
     # an answer that ran into max_new_tokens is unfinished
     cut = Counter((match.finished_a, match.finished_b) for match in matches)
     orders = [one.orders for one in verdicts if one.orders and "none" not in one.orders]

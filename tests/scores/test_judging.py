@@ -398,7 +398,7 @@ def test_thoughts_are_not_shown(service, tmp_path):
     plain = rows(("q1", "Bb."), ("q2", "B."), ("q3", "<think>I never end"))
     judge = functools.partial(endpoint_judge, endpoint=Endpoint(service.url, "m"), journal=str(tmp_path / "j"))
     found = win_rate(thoughtful, plain, judge)
-    assert [row["winner"] for row in found["matches"]] == ["b", "a", "a"]
+    assert [row["winner"] for row in found["matches"]] == ["b", "a", "a"] and found["longer_wins"] == 1.0
     asked = {text for body in service.requests for text in shown(body["messages"][0]["content"])}
     assert asked == {"A.", "Bb.", "Also.", "B.", "Aa.", ""}
 
