@@ -15,7 +15,8 @@ transformers runs it, in Jinja's sandbox. Four things are added:
 
 Calls of tools come as text in the form of our own models; a template that knows tools reads them in
 OpenAI's form, with ids that Mistral's templates take. Thoughts come as text, too, <think>...</think>
-before an answer; a template that has a form of its own for them reads them under a key of their own.
+before an answer; a template that has a form of its own for them gets them under its key or as a
+part of the content.
 """
 
 import itertools
@@ -66,7 +67,9 @@ NOT_SETTINGS = {"messages", "tools", "add_generation_prompt", "documents", "loop
 # A block of thoughts that a prompt opens for the model, closed or not
 OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 THOUGHTS = re.compile(r"(<think>\s*\S.*?)(\s*</think>)", re.DOTALL)
-THOUGHTFUL = re.compile(r"\s*<think>\n?(.*?)\n?</think>\n*(.*)", re.DOTALL)  # an answer with them
+# an answer with thoughts, whose marks may be special tokens and have guards
+THOUGHTFUL = re.compile(rf"\s*{GUARD}?<think>\n?(.*?)\n?{GUARD}?</think>\n*(.*)", re.DOTALL)
+AS_PARTS = "content"  # thoughts_key of a template that takes them as a part of the content
 
 HIDDEN = (
     "tokenizer: the chat template does not show where {}, so it cannot be trained on; "
@@ -183,8 +186,8 @@ class ChatTemplate:
     variables: what it may read beside the messages (bos_token, enable_thinking ...).
     reads: the settings that it reads. closing: what it writes after the last answer, up to the last
     of the markers there, "" if there is none. thoughts_key: the key of a message under which it
-    takes thoughts, "" if it takes them as text. opens_thoughts: whether a prompt ends within them.
-    dated: whether it writes the date.
+    takes thoughts, or AS_PARTS, "" if it takes them as text. opens_thoughts: whether a prompt ends
+    within them. dated: whether it writes the date.
     """
 
     def __init__(
@@ -217,8 +220,8 @@ class ChatTemplate:
         self.takes_tools = re.search(r"\btools\b", source) is not None and "tool_calls" in source
         self.around: tuple = (None, "", "")  # the last answer that was looked for: see `answer`
         self.too_slow = ""  # the error, once a conversation has taken too long
+        self.thoughts_key, self.opens_thoughts = "", False  # until they are found
         self.markers = self._find_markers(source, list(specials), list(words), strips or {})
-        self.thoughts_key = ""  # needed by what follows
         self.closing = self._find_closing()
         self.thoughts_key = self._find_thoughts_key(source)
         self.opens_thoughts = self._find_opened_thoughts()
@@ -260,14 +263,16 @@ class ChatTemplate:
     def _find_thoughts_key(self, source: str) -> str:
         """Return the key of thoughts that are not written as they are when they come as text."""
         probe = PROBES["assistant"]
-        for key in THOUGHT_KEYS:
-            if key not in source:
+        text = {"role": "assistant", "content": f"<think>\n{probe}\n</think>\n\nb"}
+        for key in (*THOUGHT_KEYS, AS_PARTS):
+            if (key if key != AS_PARTS else "thinking") not in source:
                 continue
-            text = {"role": "assistant", "content": f"<think>\n{probe}\n</think>\n\nb"}
             with suppress(UserError):
                 as_text = self.text(RenderInput([TRIAL[0], text]))
-                written = self.text(RenderInput([TRIAL[0], {**TRIAL[1], key: probe}]))
-                if probe in written and written != as_text:
+                written = self.text(RenderInput([TRIAL[0], put_thoughts(TRIAL[1], key, probe)]))
+                # a template that writes a list of parts as it is writes the names in it
+                is_list = written.count("thinking") > as_text.count("thinking")
+                if probe in written and written != as_text and not is_list:
                     return key
         return ""
 
@@ -278,7 +283,7 @@ class ChatTemplate:
         return False
 
     def with_thoughts(self, message: dict) -> dict:
-        """Return a message with its thoughts under the template's key for them, if it has one."""
+        """Return a message with its thoughts as the template takes them."""
         if not self.thoughts_key or message.get("role") != "assistant":
             return message
         content = message["content"]
@@ -287,7 +292,7 @@ class ChatTemplate:
         found = THOUGHTFUL.fullmatch("<think>" * opened + content)
         if not found:
             return message
-        return message | {"content": found[2], self.thoughts_key: found[1]}
+        return put_thoughts(message | {"content": found[2]}, self.thoughts_key, found[1])
 
     def pieces(
         self,
@@ -323,7 +328,6 @@ class ChatTemplate:
         tools = None
         if self.takes_tools:
             messages, tools = with_tools(messages)
-        messages = map(self.with_thoughts, messages)
         guarded = [self.markers.guard(message) for message in messages]
         return RenderInput(guarded, self.markers.guarded(tools, self.markers.in_text), opens)
 
@@ -334,10 +338,7 @@ class ChatTemplate:
         for message in talk.messages:
             role, content = message["role"], message["content"]
             # A probe that is not in the rendered text shows that what it stood in was left out.
-            if role == "assistant" and message.get(self.thoughts_key, "").strip():
-                message = message | {self.thoughts_key: message[self.thoughts_key] + PROBES[role]}
-                expected[PROBES[role]] += 1
-            elif role == "assistant":
+            if role == "assistant":
                 content = THOUGHTS.sub(rf"\1{PROBES[role]}\2", content)
             elif role in PROBES and content.strip():
                 content = content.rstrip() + PROBES[role]
@@ -378,7 +379,8 @@ class ChatTemplate:
         """Return the conversation as the template writes it, answers marked if it does that."""
         if self.too_slow:  # other conversations would take as long
             raise UserError(self.too_slow)
-        variables = {"messages": talk.messages, "tools": talk.tools}
+        messages = [self.with_thoughts(message) for message in talk.messages]
+        variables = {"messages": messages, "tools": talk.tools}
         variables["add_generation_prompt"] = talk.opens
         try:
             with time_limit(RENDER_S):
@@ -471,6 +473,14 @@ class ChatTemplate:
         return (len(before), found.end()) if said and alone.endswith(said) else None
 
 
+def put_thoughts(message: dict, key: str, thoughts: str) -> dict:
+    """Return a message without thoughts with these, as ChatTemplate.thoughts_key says."""
+    if key != AS_PARTS:
+        return message | {key: thoughts}
+    text = {"type": "text", "text": message["content"]}
+    return message | {"content": [{"type": "thinking", "thinking": thoughts}, text]}
+
+
 def with_probe(call: dict, number: int) -> dict:
     function = call["function"]
     name = f"{function['name']}{PROBE_OF_CALL.format(number)}"
@@ -537,8 +547,10 @@ def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
 
     def render() -> None:
         template = sandbox.environment().from_string(source)
-        for talk, tools, prompt in itertools.product(PROBED, (None, TOOLS), (False, True)):
-            values = {"messages": with_tools(talk)[0], "tools": tools}
+        talks = [with_tools(talk)[0] for talk in PROBED]
+        talks.append([TRIAL[0], put_thoughts(TRIAL[1], AS_PARTS, "t")])
+        for talk, tools, prompt in itertools.product(talks, (None, TOOLS), (False, True)):
+            values = {"messages": talk, "tools": tools}
             try:
                 template.render(**values, add_generation_prompt=prompt, **dict(variables))
             except MemoryError:

@@ -153,6 +153,29 @@ def test_thoughts_under_a_key_are_written_as_by_transformers(name):
             assert not tokenizer.left_out(messages) or "I think first" not in text
 
 
+# thoughts as parts of the content, as Magistral's template takes them
+PARTS = """{{- bos_token }}{% for m in messages %}
+{%- if m.role != 'assistant' %}{{ '[INST]' + m.content + '[/INST]' }}
+{%- elif m.content is string %}{{ m.content + eos_token }}
+{%- else %}{% for p in m.content %}{% if p.type == 'thinking' %}{{ '[THINK]' + p.thinking + '[/THINK]' }}
+{%- else %}{{ p.text }}{% endif %}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"""
+
+
+def test_thoughts_as_parts_are_written_as_by_transformers():
+    tokenizer = chat_ready(tokenizer_for(PARTS))
+    parts = [{"type": "thinking", "thinking": "I think"}, {"type": "text", "text": "fine"}]
+    for message in ({"content": parts}, {"content": "fine", "reasoning_content": "I think"}):
+        messages, _ = messages_of({"messages": [*QUESTION, {"role": "assistant"} | message]})
+        ids, mask = tokenizer.render(messages)
+        talk = [*QUESTION, {"role": "assistant", "content": parts}]
+        assert tokenizer.decode(ids) == render_jinja_template([talk], chat_template=PARTS, **VARIABLES)[0][0]
+        assert tokenizer.decode(split_answer(ids, mask)[1]) == "[THINK]I think[/THINK]fine</s>"
+        assert not tokenizer.left_out(messages)
+    # one that writes any content as it is takes them as text
+    source = "{# thinking #}{% for m in messages %}{{ m.role + ': ' }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    assert tokenizer_for(source).template.thoughts_key == ""
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_thoughts_that_the_prompt_has_opened_are_thoughts(name):
     """An answer in a file of sample.py begins within them: pairs and rewards are made of it."""
