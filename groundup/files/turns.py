@@ -46,9 +46,9 @@ class Pair(NamedTuple):
 # ---- what a row says about learning from it --------------------------------------------------
 
 # Flags of a turn, or of a part of one, that say whether to learn from it: prepare.py's, OpenAI's
-# and axolotl's, ms-swift's, LLaMA-Factory's, xtuner's. 0 and false mean no; null means nothing.
+# and axolotl's, ms-swift's, LLaMA-Factory's, xtuner's, StepFun's. 0 and false mean no; null means nothing.
 WEIGHTS = ("learn", "weight", "train", "training", "loss", "loss_scale", "loss_weight")
-WEIGHTS += ("output_with_loss",)
+WEIGHTS += ("output_with_loss", "loss_mask")
 ROW_WEIGHTS = ("weight", "train", "loss_scale", "loss_weight")  # evaluate.py writes a loss, too
 KTO_LABELS = ("label", "kto_tag")  # of trl, of LLaMA-Factory: whether the last answer is good
 FLAGS_OF_ROWS = ROW_WEIGHTS + KTO_LABELS

@@ -31,7 +31,7 @@ from groundup.files.untrusted import loads
 from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply
 from groundup.scores.likelihood import score_tokens, split_over_ranks
-from groundup.scores.text_metrics import standard_error
+from groundup.scores.text_metrics import standard_error, without_thoughts
 from groundup.tokens.pairs import PairIds, PairReader
 from groundup.tokens.rows import read_source
 from groundup.train import ranks
@@ -292,15 +292,20 @@ def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
     matches in which only A's answer is unfinished, only B's, or both.
 
     win_rate: (wins + ties / 2) / verdicts, with its 95 % interval. longer_wins: fraction of the
-    judge's wins and losses that went to the answer with more characters. disagreements: matches in
-    which a judge that saw both orders contradicted itself. None = nothing to divide by."""
+    judge's wins and losses that went to the answer with more characters, thoughts aside.
+    disagreements: matches in which a judge that saw both orders contradicted itself. None = nothing
+    to divide by."""
     counts = Counter(verdict.winner for verdict in verdicts)
     n = counts["a"] + counts["b"] + counts["tie"]
     rate = (counts["a"] + counts["tie"] / 2) / n if n else None
     # Does the judge prefer length? Its own decisions between unequal lengths tell.
     pairs = zip(matches, verdicts, strict=True)
     judged = [(m, v) for m, v in pairs if v.winner in "ab" and not v.reason]
-    longer = [(v.winner == "a") == (len(m.a) > len(m.b)) for m, v in judged if len(m.a) != len(m.b)]
+    longer = []
+    for match, verdict in judged:
+        n_a, n_b = len(without_thoughts(match.a)), len(without_thoughts(match.b))
+        if n_a != n_b:
+            longer.append((verdict.winner == "a") == (n_a > n_b))
     # an answer that ran into max_new_tokens is unfinished
     cut = Counter((match.finished_a, match.finished_b) for match in matches)
     orders = [one.orders for one in verdicts if one.orders and "none" not in one.orders]
@@ -396,7 +401,9 @@ def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -
 
 
 def judge_prompt(match: Match, swapped: bool) -> str:
-    first, second = (match.b, match.a) if swapped else (match.a, match.b)
+    # without thoughts, which nobody asked for and which would win by their length
+    a, b = without_thoughts(match.a), without_thoughts(match.b)
+    first, second = (b, a) if swapped else (a, b)
     said = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in match.prompt)
     parts = {"Conversation": said, "Answer A": first, "Answer B": second}
     parts = [f"=== {name} ===\n{text}\n=== end ===" for name, text in parts.items()]

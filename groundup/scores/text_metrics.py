@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from groundup.errors import UserError
+from groundup.generate.call_forms import THINK, THINK_END, ThoughtReader
 from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import Engine
 from groundup.generate.sampling import SamplingParams
@@ -23,6 +24,7 @@ from groundup.scores.likelihood import split_over_ranks
 from groundup.text import clean
 from groundup.tokens.conversations import ChatReader
 from groundup.tokens.rows import read_source
+from groundup.tokens.templates import OPENED
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -119,16 +121,31 @@ def generate_answers(
         results = Engine(model, tokenizer, batch_size).answer(mine, params)
         # They come as they end: short answers first.
         found = dict(tqdm(results, "answers", len(own), leave=False, disable=hidden))
-        for _, result in sorted(found.items()):
+        for k, result in sorted(found.items()):
             first = result.completions[0]
+            text = opened_thoughts(tokenizer, mine[k]) + first.text
             # stop_reason is the id that ended the answer, or the stop string, which is in no token
             # of its own.
             stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
             ended = first.finish_reason == "stop" and isinstance(first.stop_reason, int)
-            yield Generated(first.text, first.finish_reason, stopped, len(first.ids) - ended)
+            yield Generated(text, first.finish_reason, stopped, len(first.ids) - ended)
 
     found = dict(zip(fitting, split_over_ranks(len(fitting), answer), strict=True))
     return [found.get(i) for i in range(len(prompts))]
+
+
+def opened_thoughts(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """Return the <think> that a prompt opens for the model, which belongs to the answer, or ""."""
+    opened = OPENED.search(tokenizer.decode(prompt))
+    return "" if not opened or THINK_END in opened[0] else opened[0]
+
+
+def without_thoughts(answer: str) -> str:
+    """Return an answer without the thoughts before it; "" if the thoughts never end."""
+    # Where the prompt opened them, the answer may hold their end alone.
+    before, end, _ = answer.partition(THINK_END)
+    reader = ThoughtReader(opened=bool(end) and THINK not in before)
+    return reader.push(answer, last=True)[1]
 
 
 def measure_rows(rows: Sequence[dict]) -> tuple[dict, list[dict]]:
@@ -142,7 +159,12 @@ def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[
     """Return (figures of all answers together, those of each); one reference for each answer.
 
     bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1. rouge_l: mean F-measure.
-    exact_match: equal but for white space around, with its standard error."""
+    exact_match: equal but for white space around, with its standard error. Thoughts do not count.
+    """
+    answers, references = (
+        list(map(without_thoughts, answers)),
+        list(map(without_thoughts, references)),
+    )
     n, scorer = len(answers), RougeL()
     of_each = []
     for answer, reference in zip(answers, references, strict=True):
@@ -155,12 +177,12 @@ def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[
 
 def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
     """Return self_stop, the fraction of answers that the model ended itself; empty, that of
-    blank ones; mean_tokens, their mean length without the token that ended them."""
+    those that say nothing; mean_tokens, their mean length without the token that ended them."""
     # A model that was not tuned writes on until the limit; one that was tuned too long on short
     # answers may write none.
     columns = {
         "self_stop": [answer.stopped for answer in answers],
-        "empty": [not answer.text.strip() for answer in answers],
+        "empty": [not without_thoughts(answer.text).strip() for answer in answers],
         "mean_tokens": [answer.n_tokens for answer in answers],
     }
     return {name: sum(column) / len(answers) for name, column in columns.items()}

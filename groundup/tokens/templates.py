@@ -14,7 +14,9 @@ transformers runs it, in Jinja's sandbox. Four things are added:
 4. The date that a template writes is fixed: it does not change while a run goes on.
 
 Calls of tools come as text in the form of our own models; a template that knows tools reads them in
-OpenAI's form, with ids that Mistral's templates take.
+OpenAI's form, with ids that Mistral's templates take. Thoughts come as text, too, <think>...</think>
+before an answer; a template that has a form of its own for them gets them under its key or as a
+part of the content.
 """
 
 import itertools
@@ -32,6 +34,7 @@ from typing import Any, NamedTuple
 
 from groundup.errors import UserError
 from groundup.files import TOOLS_HEAD, TOOLS_TAIL
+from groundup.files.turns import THOUGHT_KEYS
 from groundup.files.untrusted import loads, why_unusable
 from groundup.tokens import BEGIN, END
 
@@ -57,12 +60,16 @@ PROBED = [  # conversations that reach most branches of a template
     [{"role": "system", "content": "c"}, *TRIAL, TRIAL[0]],
     [TRIAL[0], {"role": "assistant", "content": CALL_OF_F}, {"role": "tool", "content": "r"}],
     [TRIAL[0], {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"}],
+    [TRIAL[0], {"role": "assistant", "content": "b"} | dict.fromkeys(THOUGHT_KEYS, "t")],
 ]
 # what a template may read that is no setting
 NOT_SETTINGS = {"messages", "tools", "add_generation_prompt", "documents", "loop"}
 # A block of thoughts that a prompt opens for the model, closed or not
 OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 THOUGHTS = re.compile(r"(<think>\s*\S.*?)(\s*</think>)", re.DOTALL)
+# an answer with thoughts, whose marks may be special tokens and have guards
+THOUGHTFUL = re.compile(rf"\s*{GUARD}?<think>\n?(.*?)\n?{GUARD}?</think>\n*(.*)", re.DOTALL)
+AS_PARTS = "content"  # thoughts_key of a template that takes them as a part of the content
 
 HIDDEN = (
     "tokenizer: the chat template does not show where {}, so it cannot be trained on; "
@@ -178,7 +185,9 @@ class ChatTemplate:
 
     variables: what it may read beside the messages (bos_token, enable_thinking ...).
     reads: the settings that it reads. closing: what it writes after the last answer, up to the last
-    of the markers there, "" if there is none. dated: whether it writes the date.
+    of the markers there, "" if there is none. thoughts_key: the key of a message under which it
+    takes thoughts, or AS_PARTS, "" if it takes them as text. opens_thoughts: whether a prompt ends
+    within them. dated: whether it writes the date.
     """
 
     def __init__(
@@ -211,8 +220,11 @@ class ChatTemplate:
         self.takes_tools = re.search(r"\btools\b", source) is not None and "tool_calls" in source
         self.around: tuple = (None, "", "")  # the last answer that was looked for: see `answer`
         self.too_slow = ""  # the error, once a conversation has taken too long
+        self.thoughts_key, self.opens_thoughts = "", False  # until they are found
         self.markers = self._find_markers(source, list(specials), list(words), strips or {})
         self.closing = self._find_closing()
+        self.thoughts_key = self._find_thoughts_key(source)
+        self.opens_thoughts = self._find_opened_thoughts()
 
     def _find_markers(
         self,
@@ -247,6 +259,40 @@ class ChatTemplate:
             found = re.match(rf"(?s:.*?)(?:{self.markers.name.pattern})+", after)
             return found[0] if found else ""
         return ""
+
+    def _find_thoughts_key(self, source: str) -> str:
+        """Return the key of thoughts that are not written as they are when they come as text."""
+        probe = PROBES["assistant"]
+        text = {"role": "assistant", "content": f"<think>\n{probe}\n</think>\n\nb"}
+        for key in (*THOUGHT_KEYS, AS_PARTS):
+            if (key if key != AS_PARTS else "thinking") not in source:
+                continue
+            with suppress(UserError):
+                as_text = self.text(RenderInput([TRIAL[0], text]))
+                written = self.text(RenderInput([TRIAL[0], put_thoughts(TRIAL[1], key, probe)]))
+                # a template that writes a list of parts as it is writes the names in it
+                is_list = written.count("thinking") > as_text.count("thinking")
+                if probe in written and written != as_text and not is_list:
+                    return key
+        return ""
+
+    def _find_opened_thoughts(self) -> bool:
+        with suppress(UserError):
+            opened = OPENED.search(self.text(RenderInput(TRIAL[:1], opens=True)))
+            return opened is not None and "</think>" not in opened[0]
+        return False
+
+    def with_thoughts(self, message: dict) -> dict:
+        """Return a message with its thoughts as the template takes them."""
+        if not self.thoughts_key or message.get("role") != "assistant":
+            return message
+        content = message["content"]
+        # an answer as it was drawn: the prompt has opened its thoughts
+        opened = self.opens_thoughts and "<think>" not in content.partition("</think>")[0]
+        found = THOUGHTFUL.fullmatch("<think>" * opened + content)
+        if not found:
+            return message
+        return put_thoughts(message | {"content": found[2]}, self.thoughts_key, found[1])
 
     def pieces(
         self,
@@ -333,7 +379,8 @@ class ChatTemplate:
         """Return the conversation as the template writes it, answers marked if it does that."""
         if self.too_slow:  # other conversations would take as long
             raise UserError(self.too_slow)
-        variables = {"messages": talk.messages, "tools": talk.tools}
+        messages = [self.with_thoughts(message) for message in talk.messages]
+        variables = {"messages": messages, "tools": talk.tools}
         variables["add_generation_prompt"] = talk.opens
         try:
             with time_limit(RENDER_S):
@@ -426,6 +473,14 @@ class ChatTemplate:
         return (len(before), found.end()) if said and alone.endswith(said) else None
 
 
+def put_thoughts(message: dict, key: str, thoughts: str) -> dict:
+    """Return a message without thoughts with these, as ChatTemplate.thoughts_key says."""
+    if key != AS_PARTS:
+        return message | {key: thoughts}
+    text = {"type": "text", "text": message["content"]}
+    return message | {"content": [{"type": "thinking", "thinking": thoughts}, text]}
+
+
 def with_probe(call: dict, number: int) -> dict:
     function = call["function"]
     name = f"{function['name']}{PROBE_OF_CALL.format(number)}"
@@ -492,8 +547,10 @@ def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
 
     def render() -> None:
         template = sandbox.environment().from_string(source)
-        for talk, tools, prompt in itertools.product(PROBED, (None, TOOLS), (False, True)):
-            values = {"messages": with_tools(talk)[0], "tools": tools}
+        talks = [with_tools(talk)[0] for talk in PROBED]
+        talks.append([TRIAL[0], put_thoughts(TRIAL[1], AS_PARTS, "t")])
+        for talk, tools, prompt in itertools.product(talks, (None, TOOLS), (False, True)):
+            values = {"messages": talk, "tools": tools}
             try:
                 template.render(**values, add_generation_prompt=prompt, **dict(variables))
             except MemoryError:

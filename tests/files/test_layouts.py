@@ -803,9 +803,9 @@ CHATS = {
         ["label", "langdetect"],
     ),
     "flags of turns that nobody knows": (
-        {"messages": [u("2 + 2?"), a("4", loss_mask=False, is_trained=True, n=1, ok=True)]},
+        {"messages": [u("2 + 2?"), a("4", to_mask=False, is_trained=True, n=1, ok=True)]},
         ASKED,
-        ["messages.loss_mask", "messages.is_trained"],
+        ["messages.to_mask", "messages.is_trained"],
     ),
     "LMFlow: rows within one object": (
         {"type": "conversation", "instances": [{"system": "x", "messages": [u("2 + 2?"), a("4")]}]},
@@ -1000,6 +1000,10 @@ FLAGS = {
     ),
     "loss_weight (LLaMA-Factory v1)": (
         {"messages": [u("a"), a("BAD", loss_weight=0.0), u("b"), a("GOOD", loss_weight=1.0)]},
+        ["GOOD"],
+    ),
+    "loss_mask (StepFun)": (
+        {"messages": [u("a"), a("BAD", loss_mask=0), u("b"), a("GOOD", loss_mask=1)]},
         ["GOOD"],
     ),
     "training (axolotl)": (

@@ -394,6 +394,17 @@ def six(of: str) -> list[dict]:
     return rows(*((f"问题 {k}", of * n) for k, n in enumerate(lengths)))
 
 
+def test_thoughts_are_not_shown(service, tmp_path):
+    service.reply = longest
+    thoughtful = rows(("q1", "<think>\nlong, long\n</think>\n\nA."), ("q2", "long</think>\nAlso."), ("q3", "Aa."))
+    plain = rows(("q1", "Bb."), ("q2", "B."), ("q3", "<think>I never end"))
+    judge = functools.partial(endpoint_judge, endpoint=Endpoint(service.url, "m"), journal=str(tmp_path / "j"))
+    found = win_rate(thoughtful, plain, judge)
+    assert [row["winner"] for row in found["matches"]] == ["b", "a", "a"] and found["longer_wins"] == 1.0
+    asked = {text for body in service.requests for text in shown(body["messages"][0]["content"])}
+    assert asked == {"A.", "Bb.", "Also.", "B.", "Aa.", ""}
+
+
 def test_both_orders_are_asked(service, tmp_path):
     service.reply = longest
     own = functools.partial(

@@ -28,9 +28,10 @@ from groundup.scores.text_metrics import (
     measure_answers,
     read_questions,
 )
+from groundup.tokens.engines import to_json
 from groundup.tokens.training import train
 from model import Transformer
-from tokenizer import Tokenizer
+from tokenizer import CHAT_TEMPLATE, Tokenizer
 
 CORPUS = [Path(random.__file__).read_text(encoding="utf-8")[:20_000], "从前有一只猫，坐在垫子上。你好吗？" * 20]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -135,10 +136,27 @@ def test_figures_of_all_answers_by_hand():
     assert found["rouge_l"] == pytest.approx(sum([1, 1, 0, 0]) / 4)
 
 
+@pytest.mark.parametrize("text, said", [
+    ("4", "4"),
+    (" 4 ", " 4 "),
+    ("<think>\n2 + 2\n</think>\n\n4", "4"),
+    ("\n<think></think>4", "4"),
+    ("<think>It may be 5", ""),
+    ("It may be 5</think>\n4", "4"),  # the prompt has opened the thoughts
+    ("<think>a</think>Write <think> or </think>.", "Write <think> or </think>."),
+])  # fmt: skip
+def test_thoughts_are_no_part_of_what_is_said(text, said):
+    pytest.importorskip("sacrebleu"), pytest.importorskip("rouge_score")
+    assert text_metrics.without_thoughts(text) == said
+    plain = measure_answers([said, "yes"], ["4", "yes"])
+    assert measure_answers([text, "yes"], ["<think>Two and two</think>\n\n4", "yes"]) == plain
+
+
 def test_how_answers_end():
     ends = [("a", "stop", True, 3), (" \n", "stop", False, 1), ("b", "length", False, 8)]
+    ends.append(("<think>c", "length", False, 4))  # nothing is said
     found = text_metrics.measure_ends([text_metrics.Generated(*end) for end in ends])
-    assert found == {"self_stop": 1 / 3, "empty": 1 / 3, "mean_tokens": 4}
+    assert found == {"self_stop": 1 / 4, "empty": 2 / 4, "mean_tokens": 4}
 
 
 # ---- questions -------------------------------------------------------------------------------------------------------
@@ -211,6 +229,18 @@ def test_who_ended_an_answer(tiny, monkeypatch):
     found = generate_answers(model, tokenizer, [CHATS[0]["messages"][:1]] * 4, GREEDY, 4)
     assert [answer.stopped for answer in found] == [True, False, False, False]  # 65: a stop id of the user's
     assert [answer.n_tokens for answer in found] == [3, 4, 4, 3]
+
+
+@pytest.mark.parametrize("opening", ["<think>\n", "<think>\n\n</think>\n\n", ""])
+def test_thoughts_that_the_prompt_opens_belong_to_the_answer(tiny, monkeypatch, opening):
+    model, tokenizer = tiny
+    template = CHAT_TEMPLATE + "{% if add_generation_prompt %}{{ " + repr(opening) + " }}{% endif %}"
+    config = json.loads(tokenizer.files["tokenizer_config.json"]) | {"chat_template": template}
+    tokenizer = Tokenizer(tokenizer.files | {"tokenizer_config.json": to_json(config)})
+    results = [(0, Result([1], [Completion("2 + 2", [65], "length", None, None, 0.0)], None))]
+    monkeypatch.setattr(text_metrics.Engine, "answer", lambda *_: iter(results))
+    [found] = generate_answers(model, tokenizer, [CHATS[0]["messages"][:1]], GREEDY, 1)
+    assert found.text == ("<think>\n2 + 2" if opening == "<think>\n" else "2 + 2")
 
 
 def test_the_whole(tiny, tmp_path):

@@ -477,7 +477,8 @@ def test_bad_answers_of_kto_are_dropped(tmp_path, tok, label):
 def test_answers_not_to_learn_from_have_no_mask(tmp_path, tok):
     """The same in sft.py and in prepare.py, with its tokens and with its rows."""
     turns = [("user", "One?"), ("assistant", "bad words"), ("user", "Two?"), ("assistant", "good words")]
-    flags = ({}, {"weight": 0}, {"train": False}, {"loss": False}, {"loss_scale": 0.0}, {"loss_weight": 0})
+    flags = ({}, {"weight": 0}, {"train": False}, {"loss": False}, {"loss_scale": 0.0}, {"loss_mask": 0})
+    flags += ({"loss_weight": 0},)
     rows = []
     for k, flag in enumerate(flags):
         messages = [{"role": role, "content": f"{said} {k}"} for role, said in turns]

@@ -24,7 +24,7 @@ from groundup.align.reward_model import answered_ids, drawn_ids
 from groundup.align.rollouts import AnswerSampler
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
-from groundup.files.turns import Pair
+from groundup.files.turns import THOUGHT_KEYS, Pair
 from groundup.kernels.cross_entropy import cross_entropy, token_scores
 from groundup.tokens import pairs
 from groundup.tokens.conversations import ChatCorpus
@@ -86,7 +86,11 @@ def test_an_answer_has_the_same_ids_in_every_stage(name):
     for answer, other in zip(ANSWERS, ANSWERS[1:] + ANSWERS[:1], strict=True):
         talk = [*QUESTION, {"role": "assistant", "content": answer}]
         ids, mask = tokenizer.render(talk)  # sft.py
-        [text], _ = render_jinja_template([talk], chat_template=source, **VARIABLES)
+        thought = re.fullmatch(r"<think>\n(.*)\n</think>\n\n(.*)", answer)
+        given = talk
+        if thought and (key := tokenizer.template.thoughts_key):
+            given = [*QUESTION, {"role": "assistant", "content": thought[2], key: thought[1]}]
+        [text], _ = render_jinja_template([given], chat_template=source, **VARIABLES)
         assert tokenizer.decode(ids) == text
         before, learned = split_answer(ids, mask)
 
@@ -122,6 +126,65 @@ def test_an_answer_has_the_same_ids_in_every_stage(name):
             drawn = tokenizer.encode(answer)
             found = drawn_ids(QUESTION, asked, drawn, answer, tokenizer, 10**6)
             assert found == before + learned
+
+
+def keys_of_thoughts(name: str) -> list[str]:
+    source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
+    return [key for key in THOUGHT_KEYS if re.search(rf"[.'\"]{key}\b", source)]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED and keys_of_thoughts(name)])
+def test_thoughts_under_a_key_are_written_as_by_transformers(name):
+    """Also in earlier turns, which forget them, and before a call. Those of a text are the same thoughts."""
+    source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = chat_ready(tokenizer_for(source))
+    for key in keys_of_thoughts(name):
+        answers = [{"role": "assistant", "content": said, key: f"I think {said}"} for said in ("first", "second")]
+        talks = [[*QUESTION, answers[0]], [*QUESTION, answers[0], *QUESTION, answers[1]]]
+        for talk in talks:
+            [text], _ = render_jinja_template([talk], chat_template=source, **VARIABLES)
+            if f"I think {talk[-1]['content']}" not in text:
+                continue  # Gemma 4 writes them before calls only
+            messages, _ = messages_of({"messages": talk})
+            ids, mask = tokenizer.render(messages)
+            assert tokenizer.decode(ids) == text
+            learned = tokenizer.decode(split_answer(ids, mask)[1])
+            assert "I think" in learned and "How are you" not in learned
+            assert not tokenizer.left_out(messages) or "I think first" not in text
+
+
+# thoughts as parts of the content, as Magistral's template takes them
+PARTS = """{{- bos_token }}{% for m in messages %}
+{%- if m.role != 'assistant' %}{{ '[INST]' + m.content + '[/INST]' }}
+{%- elif m.content is string %}{{ m.content + eos_token }}
+{%- else %}{% for p in m.content %}{% if p.type == 'thinking' %}{{ '[THINK]' + p.thinking + '[/THINK]' }}
+{%- else %}{{ p.text }}{% endif %}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"""
+
+
+def test_thoughts_as_parts_are_written_as_by_transformers():
+    tokenizer = chat_ready(tokenizer_for(PARTS))
+    parts = [{"type": "thinking", "thinking": "I think"}, {"type": "text", "text": "fine"}]
+    for message in ({"content": parts}, {"content": "fine", "reasoning_content": "I think"}):
+        messages, _ = messages_of({"messages": [*QUESTION, {"role": "assistant"} | message]})
+        ids, mask = tokenizer.render(messages)
+        talk = [*QUESTION, {"role": "assistant", "content": parts}]
+        assert tokenizer.decode(ids) == render_jinja_template([talk], chat_template=PARTS, **VARIABLES)[0][0]
+        assert tokenizer.decode(split_answer(ids, mask)[1]) == "[THINK]I think[/THINK]fine</s>"
+        assert not tokenizer.left_out(messages)
+    # one that writes any content as it is takes them as text
+    source = "{# thinking #}{% for m in messages %}{{ m.role + ': ' }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    assert tokenizer_for(source).template.thoughts_key == ""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_thoughts_that_the_prompt_has_opened_are_thoughts(name):
+    """An answer in a file of sample.py begins within them: pairs and rewards are made of it."""
+    tokenizer = chat_ready(tokenizer_for((TRL / f"{name}.jinja").read_text(encoding="utf-8")))
+    opened = OPENED.search(tokenizer.decode(tokenizer.render(QUESTION, add_generation_prompt=True)[0]))
+    if opened and "</think>" not in opened[0]:
+        drawn = "well\n</think>\n\nfine"
+        talks = [[*QUESTION, {"role": "assistant", "content": said}] for said in (drawn, "<think>\n" + drawn)]
+        assert tokenizer.render(talks[0]) == tokenizer.render(talks[1])
 
 
 @pytest.mark.parametrize("name", REFUSED)

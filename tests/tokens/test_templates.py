@@ -437,7 +437,8 @@ def test_what_a_template_does_not_reach_is_not_computed(constant):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no copy is made elsewhere")
 @pytest.mark.parametrize("condition", ["tools", "add_generation_prompt", "'<think>' in messages[-1].content",
-                                       "messages[0].role == 'system'"])  # fmt: skip
+                                       "messages[0].role == 'system'", "messages[-1].thinking",
+                                       "messages[-1].content is not string"])  # fmt: skip
 def test_a_branch_that_explodes_is_found_at_the_start(condition):
     source = "{% if " + condition + " %}{{ 'a' * 10**11 }}{% endif %}"
     with pytest.raises(UserError, match="the chat template cannot be used: it fails, or needs more"):
