@@ -19,7 +19,7 @@ from groundup.errors import UserError
 from groundup.files import encodings
 from groundup.files.encodings import Verdict
 from groundup.files.paths import shown_name
-from groundup.files.untrusted import check_regular
+from groundup.files.untrusted import LFS_POINTER, POINTER_HINT, regular_size
 
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 READ_BYTES = 2**20
@@ -135,7 +135,7 @@ def open_stream(
     cannot be opened."""
     try:
         if path != "-":
-            check_regular(path)
+            regular_size(path)
         file = sys.stdin.buffer if path == "-" else open(path, "rb")
         first = file.read(READ_BYTES)
         if begin:
@@ -145,6 +145,8 @@ def open_stream(
         hint = "; of a pipe give -, standard input" if is_pipe else ""
         raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}{hint}") from None
 
+    if first.startswith(LFS_POINTER):
+        raise UserError(f"data: cannot read {shown_name(path)}: it is {POINTER_HINT}")
     chunks = iter(lambda: file.read(READ_BYTES), b"")
     chunks = itertools.chain([] if begin else [first], chunks)
     head, compression = first, compression_of(first, path)

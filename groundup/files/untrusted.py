@@ -33,18 +33,24 @@ POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
 BYTES_PER_VALUE = 16  # at most one value for so many: Python needs up to 100 bytes for each
 
 
-def check_regular(path: str | Path) -> int:
-    """Return the size of a file. Raise OSError unless it is a regular one, and not a pointer.
+def regular_size(path: str | Path) -> int:
+    """Return the size of a file. Raise OSError unless it is a regular one.
 
     A pipe would wait for ever, and a device never end."""
     status = os.stat(path)  # follows links
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "is no regular file", str(path))
-    if status.st_size < 1000:
+    return status.st_size
+
+
+def check_regular(path: str | Path) -> int:
+    """Return the size of a file. Raise OSError unless it is a regular one, and not a pointer."""
+    size = regular_size(path)
+    if size < 1000:
         with open(path, "rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise OSError(0, f"it is {POINTER_HINT}", str(path))
-    return status.st_size
+    return size
 
 
 def crc32_of(path: str | Path) -> int:

@@ -85,7 +85,7 @@ def describe_choices(found: dict) -> str:
     by subject."""
     mean, subjects = found["subject_mean"], found["subjects"] if len(found["subjects"]) > 1 else {}
     lines = [f"{found['task']}, {found['shots']} shots", *(f"  {note}" for note in found["notes"])]
-    for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost their beginning")):
+    for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost the beginning")):
         lines += [f"  {counted(found[key], 'prompt')} {what} to fit"] if found[key] else []
     cells = []
     for name, of in ({"overall": found["overall"]} | found["groups"] | subjects).items():
