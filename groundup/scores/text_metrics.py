@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.generate.call_forms import THINK, THINK_END, ThoughtReader
+from groundup.generate.call_forms import THINK, THINK_END, divide_thoughts
 from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import Engine
 from groundup.generate.sampling import SamplingParams
@@ -144,8 +144,8 @@ def without_thoughts(answer: str) -> str:
     """Return an answer without the thoughts before it; "" if the thoughts never end."""
     # Where the prompt opened them, the answer may hold their end alone.
     before, end, _ = answer.partition(THINK_END)
-    reader = ThoughtReader(opened=bool(end) and THINK not in before)
-    return reader.push(answer, last=True)[1]
+    opened = bool(end) and THINK not in before
+    return divide_thoughts(answer, opened, last=True)[1]
 
 
 def measure_rows(rows: Sequence[dict]) -> tuple[dict, list[dict]]:
