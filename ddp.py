@@ -52,7 +52,9 @@ NamedParams = list[tuple[str, nn.Parameter]]
 
 
 class State(Enum):
-    """What a bucket waits for, in the order of a step. READY and STALE: sections 5 and 6."""
+    """What a bucket waits for, in the order of a step.
+
+    READY lasts beyond step() with a deferred update only (section 5); STALE is of ZeRO-1 (6)."""
 
     WAITING = "for its gradients; the weights are current"
     HALFWAY = "for a collective, after which its hook launches a second and last one"
@@ -209,8 +211,8 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 # It yields the state that the bucket is in, and DDP resumes it when that has passed:
 #
 #     HALFWAY     it has launched the first of two collectives; resumed when the next bucket left
-#     IN_FLIGHT   it has launched its last one; resumed in step(), or in backward if the bucket is
-#                 updated there or ZeRO-1 frees what was received, and it has arrived
+#     IN_FLIGHT   it has launched its last one; resumed in step(). With overlap_step="backward" or
+#                 ZeRO-1 already in backward, once it has arrived
 #     REDUCED     it has set bucket.squared_norm; resumed when bucket.update is known
 #
 # It ends with the mean in bucket.grad. If bucket.update.found_inf is 1 the step is skipped, and the
@@ -539,13 +541,15 @@ class DDP:
             )
 
     def _end_hook(self, bucket: Bucket, update: Update) -> None:
-        """Let the hook write the mean into bucket.grad, now that the update is known."""
+        """Let the hook end: then the mean is in bucket.grad."""
+        # Average has put it there before. PowerSGD does so now, when it can see in the update
+        # whether the step is skipped.
         bucket.state, bucket.update = State.READY, update
         if next(bucket.running_hook, None):
             raise UserError("ddp: a communication hook must end after the norm")
 
     def _start_updates(self) -> None:
-        """Update now; or leave it to the next forward, but for the buckets that it needs first."""
+        """Update all buckets now, or only those that the next forward needs first."""
         if self.overlap_step == "off":
             for bucket in self.buckets:
                 self._apply(bucket)
@@ -630,12 +634,14 @@ class DDP:
             # Otherwise forward would use weights of which a part is updated
             text = "after backward call step() before a forward or flush()"
             raise UserError(f"ddp: overlap_step='backward': {text}")
-        # Forward needs buckets from the last index down. Go through all from the last one, not from
-        # this one: a rank's forward may skip a block, yet all ranks must fetch in one order. What
-        # is current already is left alone. Activation checkpointing runs a block again in backward:
-        # then buckets below _next have left. Which of them are updated by now depends on timing, so
-        # to fetch them here could happen in another order on another rank.
-        first = max(self._next, bucket.index - PREFETCH)
+        # Forward needs buckets from the last index down.
+        ahead = bucket.index - PREFETCH
+        # Activation checkpointing runs a block again in backward, when buckets below _next have
+        # left. They may be updated by now on this rank and not yet on another: let them be, or the
+        # ranks would fetch in different orders. In a usual forward _next is 0.
+        first = max(ahead, self._next)
+        # From the last bucket, not from this one, for the same reason: a rank's forward may have
+        # skipped a block. What is current already is left alone.
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)
         if bucket.state is State.STALE and bucket.work is not None:

@@ -35,10 +35,10 @@ from groundup.train.lora import adapters_off
 from model import Transformer
 
 REFERENCE_FREE = ("simpo", "orpo")
-# trl's names and values. A reward is beta times the log-ratio of a whole answer, also where the
-# loss compares means per token (ipo, sigmoid_norm); of simpo and orpo beta times the mean
-# log-probability. Lengths are in tokens. kl/chosen and kl/rejected are the mean log-ratio per
-# token, an estimate of the divergence from the reference.
+# rewards/* and logps/* have trl's names and values. A reward is beta times the log-ratio of a whole
+# answer, also where the loss compares means per token (ipo, sigmoid_norm); of simpo and orpo beta
+# times the mean log-probability. lengths/* are in tokens. kl/* is the mean log-ratio per token of
+# the data's answers: how far the policy has moved on them (below 0: it finds them less likely).
 METRICS = (
     "loss",
     "rewards/chosen",

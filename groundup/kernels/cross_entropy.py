@@ -38,9 +38,9 @@ def reference_cross_entropy(
     a soft cap is a line before the cross-entropy: logits = cap * (logits / cap).tanh();
     label smoothing is an argument of F.cross_entropy;
     a z-loss is a term of nats: + z * lse ** 2 for valid targets, where lse = logits.logsumexp(1).
-    Its gradient makes (1 + 2 z lse) softmax - one_hot of softmax - one_hot. Where no gradient is
-    asked for leave it out, so that validation losses stay comparable. DPO and RL share the chunks
-    by `token_logps`."""
+    The gradient by the logits, softmax - one_hot, becomes (1 + 2 * z * lse) * softmax - one_hot.
+    Where no gradient is asked for leave it out, so that validation losses stay comparable.
+    DPO and RL share the chunks by `token_logps`."""
     logits = (hidden @ weight.T).float()  # (N, V)
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     return nats.sum(), nats.detach()

@@ -482,8 +482,7 @@ def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int)
     length = block_size + 1  # the last token is only a target
     rows = np.stack([tokens.window(int(start), length) for tokens, start in places])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T) each; y is x one token later
-    # A packed row is learned up to the first delimiter behind its last document; the rest of the
-    # filling is not. These n_text tokens have n_text - 1 targets.
+    # What fills up a packed row is not learned. The first of n_text tokens is no target.
     one_by_one = [tokens.text_lengths(np.array([start]), length) for tokens, start in places]
     n_text = np.concatenate(one_by_one)  # (B,)
     y[np.arange(block_size) >= n_text[:, None] - 1] = IGNORE

@@ -108,7 +108,7 @@ def pack(
 
     Beside the train shards it writes
         train_pack1024_00000.npy   the rows end to end; .crc.npy, the CRC-32 of its blocks
-        train_pack1024.len.npy     int32: how many tokens of each row are trained on
+        train_pack1024.len.npy     int32: tokens of each row without what fills it up
         train_pack1024.json        the record, last
     What is left of a row is filled with delimiters. The first of them counts: it ends the last
     document.
@@ -135,9 +135,9 @@ def pack_source(
     packing = pack_rows(lengths, row_tokens, seed)
     name = f"{source}/train_pack{block_size}".lstrip("/")
     lengths_file = f"{name}.len.npy"
-    # + 1: the delimiter behind the last document is learned, if the row has room for it
-    learned = np.minimum(packing.used + 1, row_tokens).astype(np.int32)
-    write_npy(data.dir / lengths_file, learned)
+    # + 1: the delimiter behind the last document, if the row has room for it
+    n_text = np.minimum(packing.used + 1, row_tokens).astype(np.int32)
+    write_npy(data.dir / lengths_file, n_text)
 
     starts = data.document_starts()
     per_shard = max(1, shard_tokens // row_tokens)

@@ -1,5 +1,12 @@
 """Preference pairs in batches: the data of dpo.py and reward.py.
 
+    a line of a file -> Record, with a row        RowReader.read (rows.py)
+    -> messages and two answers                   row_formats.read_pair
+    -> ids by the chat template                   tokenize_pair
+    -> all pairs of a source, end to end          Pairs
+    -> B of them as one tensor of 2B rows         load_pairs
+    -> log-probabilities, losses                  pair_logps, pair_losses (align/losses.py)
+
     --data='pairs.jsonl,hh.json.gz'        # raw files in any format of row_formats.py
     --data='data/x=0.7,pairs/*.jsonl=0.3'  # a directory of prepare.py --kind=preference, and a glob
 
@@ -129,7 +136,7 @@ class PairReader(RowReader):
 
 
 class Pairs:
-    """The pairs of one split of one source. A row is a pair, see `RowCorpus`.
+    """The pairs of one split of one source. They are its samples, see `RowCorpus`.
 
     lengths: (n, 2) int64, number of ids of the prompt with each answer. columns: (n,) int64, the T
     of a batch of this pair alone. margin: (n,) float32. first: the number of pair 0 in its corpus.
@@ -190,8 +197,8 @@ class PairBatch(NamedTuple):
     x: Tensor  # (2B, T) int64, up to and including what ends the answer's turn
     index: Tensor  # (n,) int64: positions in the flat x, ascending
     targets: Tensor  # (n,) int64: the tokens that follow them
-    row: Tensor  # (n,) int64: their rows, of 2B
-    lengths: Tensor  # (2B,) int64: tokens of each row; the last ends the answer
+    row: Tensor  # (n,) int64: the row of x that each position is in
+    lengths: Tensor  # (2B,) int64: tokens of each row; the last ends the answer (for reward.py)
     number: Tensor  # (B,) int64: of each pair in its corpus
     # (B,) float32: how much better the chosen answer is, 0 = unknown; for kto the label, 1 or -1
     margin: Tensor
@@ -201,18 +208,18 @@ class PairBatch(NamedTuple):
 
 
 def load_pairs(
-    splits: Sequence[Pairs], rows: np.ndarray, sides: tuple[int, ...] = (1, 2)
+    splits: Sequence[Pairs], numbers: np.ndarray, sides: tuple[int, ...] = (1, 2)
 ) -> PairBatch:
-    """Return the batch whose pair i is row rows[i] of splits[i].
+    """Return the batch whose pair i is pair numbers[i] of splits[i].
 
     T is the longest row's length, rounded up to an eighth of block_size (`padded_length`). sides:
     1 = the chosen answers, 2 = the rejected ones."""
-    places = list(zip(splits, rows.tolist(), strict=True))
-    ids = [split.ids(row) for split, row in places]  # (prompt, chosen, rejected) of each pair
-    n_columns = max(int(split.columns[row]) for split, row in places)
+    places = list(zip(splits, numbers.tolist(), strict=True))
+    ids = [split.ids(k) for split, k in places]  # (prompt, chosen, rejected) of each pair
+    n_columns = max(int(split.columns[k]) for split, k in places)
     # all chosen answers, then all rejected ones: the loss splits the batch in the middle
     answers = [(of_pair[0], of_pair[side]) for side in sides for of_pair in ids]
-    n_unlearned = [split.n_unlearned[row, side - 1] for side in sides for split, row in places]
+    n_unlearned = [split.n_unlearned[k, side - 1] for side in sides for split, k in places]
 
     x = np.full((len(answers), n_columns), splits[0].pad_id, np.int64)
     learned = np.zeros(x.shape, bool)
@@ -225,8 +232,8 @@ def load_pairs(
         learned[b, begin + n_unlearned[b] - 1 : end - 1] = True
         lengths[b] = end
     index = np.flatnonzero(learned)
-    number = np.array([split.first + row for split, row in places], np.int64)
-    margin = np.array([split.margin[row] for split, row in places], np.float32)
+    number = np.array([split.first + k for split, k in places], np.int64)
+    margin = np.array([split.margin[k] for split, k in places], np.float32)
     return PairBatch(
         x=torch.from_numpy(x),
         index=torch.from_numpy(index),
@@ -261,7 +268,7 @@ class LengthSampler(Sampler):
         self.columns = columns
         self.pairs_per_step = pairs_per_step
         self.source_number = source
-        # two threads ask for the same stretches many times
+        # a loader asks for the same stretch again and again; for kto there are two loaders
         self.sorted = lru_cache(maxsize=8)(self._sorted)
 
     def starts_of(self, numbers: np.ndarray) -> np.ndarray:
@@ -270,21 +277,21 @@ class LengthSampler(Sampler):
         epoch_begin = numbers - numbers % self.per_epoch
         # stretches begin with a step, and none holds two epochs
         size = SORTED_STEPS * self.pairs_per_step
-        first_step = epoch_begin - epoch_begin % self.pairs_per_step  # where it begins: 8 above
-        stretch_begin = first_step + (numbers - first_step) // size * size
+        step_begin = epoch_begin - epoch_begin % self.pairs_per_step  # of the first step: 8 above
+        stretch_begin = step_begin + (numbers - step_begin) // size * size
         begins = np.maximum(epoch_begin, stretch_begin)
         ends = np.minimum(epoch_begin + self.per_epoch, stretch_begin + size)
-        rows = np.empty_like(numbers)
+        pairs = np.empty_like(numbers)
         for begin in np.unique(begins):
             in_stretch = begins == begin
             end = int(ends[in_stretch][0])
-            rows[in_stretch] = self.sorted(int(begin), end)[numbers[in_stretch] - begin]
-        return rows
+            pairs[in_stretch] = self.sorted(int(begin), end)[numbers[in_stretch] - begin]
+        return pairs
 
     def _sorted(self, begin: int, end: int) -> np.ndarray:
-        """Return the rows for the numbers of a stretch, (end - begin,) int64."""
-        rows = super().starts_of(np.arange(begin, end))
-        rows = rows[np.argsort(self.columns[rows], kind="stable")]
+        """Return the pairs for the numbers of a stretch, (end - begin,) int64."""
+        pairs = super().starts_of(np.arange(begin, end))
+        pairs = pairs[np.argsort(self.columns[pairs], kind="stable")]
         first = begin - begin % self.pairs_per_step  # of the step that it begins with
         borders = np.arange(first, end + self.pairs_per_step, self.pairs_per_step)
         sizes = np.diff(borders.clip(begin, end))
@@ -292,7 +299,7 @@ class LengthSampler(Sampler):
         order = permute(np.arange(len(sizes)), len(sizes), keys)
         # The k-th shortest group becomes step order[k]. The first and last step may be smaller, so
         # a group is as large as its step.
-        groups = np.split(rows, np.cumsum(sizes[order])[:-1])
+        groups = np.split(pairs, np.cumsum(sizes[order])[:-1])
         group_of_step = np.argsort(order)  # the inverse of a permutation
         return np.concatenate([groups[k] for k in group_of_step])
 
@@ -325,8 +332,8 @@ class PairCorpus(RowCorpus):
     def sampler(self, source: int, seed: int, samples_per_step: int) -> LengthSampler:
         return LengthSampler(self.train[source].columns, samples_per_step, seed, source)
 
-    def batch(self, splits: Sequence[Pairs], rows: np.ndarray) -> PairBatch:
-        return load_pairs(splits, rows)
+    def batch(self, splits: Sequence[Pairs], numbers: np.ndarray) -> PairBatch:
+        return load_pairs(splits, numbers)
 
     def val_starts(self, data: Pairs) -> np.ndarray:
         return by_length([data])
@@ -337,11 +344,11 @@ class PairCorpus(RowCorpus):
         """Yield this rank's part of batches, by length, of every pair of train and val once."""
         # short ones together: there is no order to keep, and less padding
         splits = [*self.train, *self.val.values()]
-        places = [(data, row) for data in splits for row in range(data.n_rows)]
+        places = [(data, number) for data in splits for number in range(data.n_rows)]
         order = by_length(splits)
         for chosen in spread(len(order), batch_size, 0, rank, world_size):
-            of_batch, rows = zip(*(places[k] for k in order[chosen]), strict=True)
-            yield load_pairs(of_batch, np.array(rows))
+            of_batch, numbers = zip(*(places[k] for k in order[chosen]), strict=True)
+            yield load_pairs(of_batch, np.array(numbers))
 
 
 def by_length(splits: Sequence[Pairs]) -> np.ndarray:
@@ -403,9 +410,9 @@ class LabelCorpus(PairCorpus):
 
     side = 1  # of the pairs: 1 = the answers, 2 = those to other prompts
 
-    def load(self, sources: np.ndarray, rows: np.ndarray) -> PairBatch:
+    def load(self, sources: np.ndarray, numbers: np.ndarray) -> PairBatch:
         """Return the micro-batch of these answers."""
-        return load_pairs([self.train[k] for k in sources], rows, sides=(self.side,))
+        return load_pairs([self.train[k] for k in sources], numbers, sides=(self.side,))
 
     def others(self) -> "LabelCorpus":
         """Return the same prompts, in the same order, with answers to other prompts."""

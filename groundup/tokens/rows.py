@@ -1,12 +1,14 @@
 """Rows of files as training data: read, counted, held out, weighted. For sft, dpo, reward and rl.
 
-One word for each thing, on the way from a file to a batch:
+On the way from a file to a batch:
 
     record   what stands at one place of a file, with that place (files/records.py)
     row      its content, such as a JSON object (files/row_formats.py)
     item     what training takes from a row: a tokenized conversation or pair, or a prompt
-    sample   what the order of samples counts (mixture.py): one or more items, a row of a batch;
-             n_rows is how many there are, and `rows` of a corpus are their numbers
+    sample   what the order of samples counts (mixture.py): an item, or several that are packed
+
+Where files are read a row is a row of a file; where batches are made it is a sample, which becomes
+a row of the tensors (a pair becomes two). So `n_rows` of a source is its number of samples.
 
 A `RowReader` makes items of rows and counts those that it cannot use, with the reason. A raw file
 has no validation split of its own: a hash of the text decides which items are held out, as in

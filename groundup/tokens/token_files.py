@@ -389,6 +389,6 @@ class PackedData(TokenData):
         return self.entry["most_documents"]
 
     def text_lengths(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """Return (n,) int64: the tokens that are learned: of each row up to the
-        first delimiter behind its last document. The rest fills the row up."""
+        """Return (n,) int64: the tokens of each row up to and with the delimiter behind its last
+        document. The rest fills the row up and is not learned."""
         return self.lengths[rows].astype(np.int64)

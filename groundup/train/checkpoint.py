@@ -279,8 +279,8 @@ def check_resume_settings(config: dict) -> None:
     is_file = os.path.exists(out) and not os.path.isdir(out)
     refuse(not out or is_file, f"out_dir={out!r} is not a directory")
 
-    # The config.py of a run that was moved or copied would begin another one in the old place, and
-    # so would a relative out_dir from another directory.
+    # The out_dir in the config.py of a run that was moved or copied names the old place, and a
+    # relative one names another place in each working directory: a new run would begin there.
     given = any(word.startswith("--out_dir=") for word in sys.argv)
     for path in map(Path, sys.argv[1:]):
         is_run = path.name == "config.py" and made_by_a_run(path) and step_dirs(path.parent)
@@ -352,7 +352,7 @@ def check_continues(
 
 
 def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
-    """Raise UserError if data_record has changed, so that there is no next sample."""
+    """Raise UserError if data_record has changed: then the next sample would be another one."""
     # Stages of a mixture that start after `step` may change.
     # `data` and `stages` describe the mixture; the other keys are settings.
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
@@ -431,8 +431,8 @@ def make_run_dir(config: dict, script: str, state: dict, max_steps: int) -> dict
     out = Path(config["out_dir"])
     try:
         out.mkdir(parents=True, exist_ok=True)
-        # `find` locks a directory with a log. If there is one now and no lock of ours, another run
-        # began after `find` looked.
+        # `find` locks a directory in which a run has begun. If there is a log now and no lock of
+        # ours, another run began after `find` looked.
         other_run = not is_locked_here(out) and (out / "log.jsonl").exists()
         lock(out)
         refuse(other_run, f"another run has begun in {out}; run the same command again")
@@ -558,7 +558,7 @@ class Saver:
         self.config, self.data_record = config, data_record
         self.base, self.model_format = base, model_format
         self.saved = True  # False if the last save failed
-        self.newest_step = log.steps_done  # the step that this run continues, 0 if it is new
+        self.newest_step = log.steps_done  # of the newest checkpoint, 0 if there is none
         self.memory = HostMemory()
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(ranks.SLOW_DISK_S)
@@ -585,7 +585,7 @@ class Saver:
         # The copy before this one must be written: there is at most one at a time.
         self.wait()
         ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
-        # Training on would write into a directory that nobody looks at.
+        # If the directory was moved, the saves to come would be lost.
         if ranks.any_rank(ranks.rank() == 0 and not is_locked_here(self.out_dir)):
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
@@ -730,7 +730,7 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, value: Any, device: torch.device) -> Any:
-        """Return `value` with a copy of every tensor in its dicts and lists.
+        """Return `value` with copies of the tensors in its dicts and lists that training changes.
 
         device: the model's."""
         last, self.buffers = iter(self.buffers), []
@@ -740,10 +740,11 @@ class HostMemory:
                 return {key: copy_of(value) for key, value in item.items()}
             if isinstance(item, list | tuple):
                 return type(item)(map(copy_of, item))
-            # Of a model on a GPU a tensor in host memory was made for this save: gathered, or a
-            # random state. Of a model on a CPU it may be the weights, which training changes.
-            in_use = isinstance(item, Tensor) and device.type in ("cpu", item.device.type)
-            if not in_use:
+            if not isinstance(item, Tensor):
+                return item
+            # If the model is on a GPU, what is in host memory was made for this save alone:
+            # gathered weights, a random state.
+            if item.device.type == "cpu" and device.type != "cpu":
                 return item
             # The memory of the tensor that had this place last time. From a GPU page-locked memory
             # is several times faster.
@@ -845,12 +846,12 @@ def discard(path: Path) -> None:
 def run_files(out: Path) -> list[str]:
     """Return the names in `out` that are a run's; the others are the user's."""
     names = [name for name in os.listdir(out) if OWN_FILES.fullmatch(name)] if out.exists() else []
-    # A run begins with config.py. A kill during the deletions of overwrite=True may leave only
-    # other files; if there are none of these, even a step_* or a latest is somebody else's.
+    # A run shows itself by its config.py, its log or a whole step. (A kill during the deletions of
+    # overwrite=True may leave any one of them.)
     begun = made_by_a_run(out / "config.py") or (out / "log.jsonl").exists()
     if not (begun or any(out.glob("step_*/checksums.json"))):
-        # A killed run has left what is hidden or temporary. A reference may be a copy, so that it
-        # is not computed again: dpo.py checks it.
+        # Without these a `latest` is somebody else's, and a run's are only hidden and temporary
+        # names, which a kill has left, and the reference that a user has copied from another run.
         left = re.compile(r"\..*|.*\.tmp|reference\.safetensors")
         names = [name for name in names if left.fullmatch(name)]
     return sorted(name for name in names if name not in FIRST_LINES or made_by_a_run(out / name))
@@ -889,7 +890,7 @@ def link_again(link: Path) -> None:
     `cp -rL` and object stores copy what links lead to. A copy that is damaged stays."""
     if link.is_symlink() or not (link / "checksums.json").is_file():
         return
-    # A state without a step is of no run; the step of this number may be of another one.
+    # A state without a step is no run's. The step of this number may be another run's.
     with suppress(ValueError, KeyError, TypeError):  # a UserError is a ValueError
         check_bytes(link)
         step = step_path(link.parent, read_state(link / "train_state.pt")["step"])
@@ -905,7 +906,8 @@ def link_again(link: Path) -> None:
 # ---- one process in a run directory --------------------------------------------------------------
 
 # Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
-# The open file keeps the system from giving the directory's number to another one.
+# While the file is open its directory keeps its number (inode), even if both are deleted: so a new
+# directory of the same name is never taken for the old one.
 LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
 
 

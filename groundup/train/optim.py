@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -237,15 +237,15 @@ class Optimizer:
         for bucket, group, i in self.members():
             name, state = bucket.names[i], dict(group.scalars)
             for key, mine in group.state.items():
-                shape, inside, own = own_part(bucket, group, i, mine)
-                state[key] = mine.view(-1)[own]
+                part = part_of(bucket, group, i, mine)
+                state[key] = mine.view(-1)[part.in_group]
                 if bucket.sharded:
                     # Every rank adds its part to zeros, also those that keep nothing.
-                    whole = mine.new_zeros(shape.numel())
-                    whole[inside] = state[key]
+                    whole = mine.new_zeros(part.shape.numel())
+                    whole[part.in_whole] = state[key]
                     ranks.all_reduce_sum(whole, f"{key} of {name}")
                     state[key] = whole.cpu() if keep else whole
-                state[key] = state[key].view(shape)
+                state[key] = state[key].view(part.shape)
             if keep:
                 saved[name] = state
         return saved
@@ -277,8 +277,8 @@ class Optimizer:
         for bucket, group, i in self.members():
             state = saved[bucket.names[i]]
             for key, mine in group.state.items():
-                _, inside, own = own_part(bucket, group, i, mine)
-                mine.view(-1)[own] = state[key].flatten()[inside]
+                part = part_of(bucket, group, i, mine)
+                mine.view(-1)[part.in_group] = state[key].flatten()[part.in_whole]
             for key, scalar in group.scalars.items():
                 scalar.copy_(state[key])
 
@@ -309,19 +309,25 @@ def own_span(bucket: Bucket, indices: list[int]) -> tuple[int, int]:
     return begin, max(min(end, bucket.shard[1]), begin)  # begin == end: nothing
 
 
-def own_part(bucket: Bucket, group: Group, i: int, mine: Tensor) -> tuple[torch.Size, slice, slice]:
-    """Return the shape of a parameter's whole state, and where this rank's part of it lies.
+class Part(NamedTuple):
+    """This rank's part of a parameter's state, which without ZeRO-1 is all of it."""
 
-    mine: the group's state. The part is [first slice] of the whole state and [second] of `mine`,
-    both flat; without ZeRO-1 it is all of the state."""
+    shape: torch.Size  # of the whole state
+    in_whole: slice  # of the whole state, flat
+    in_group: slice  # of the group's state, flat
+
+
+def part_of(bucket: Bucket, group: Group, i: int, mine: Tensor) -> Part:
+    """Return where the state of params[i] lies in `mine`, the group's state."""
     p, offset = bucket.params[i], bucket.offsets[i]
     # Of Muon `mine` is (k, n, m), or (k, n, 1) for the mean squares of rows; of AdamW it is flat.
     shape = mine.shape[1:] if mine.ndim > 1 else p.shape
     n_sharing = p.numel() // shape.numel()  # weights that share a number: 1, or those of a row
     begin, end = own_span(bucket, [i])
-    size, first = (end - begin) // n_sharing, (begin - offset) // n_sharing
-    own = (begin - group.begin) // n_sharing if size else 0
-    return shape, slice(first, first + size), slice(own, own + size)
+    size = (end - begin) // n_sharing
+    in_whole = (begin - offset) // n_sharing
+    in_group = (begin - group.begin) // n_sharing if size else 0  # nothing may lie before the group
+    return Part(shape, slice(in_whole, in_whole + size), slice(in_group, in_group + size))
 
 
 # ---- schedules -----------------------------------------------------------------------------------
