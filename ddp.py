@@ -328,6 +328,7 @@ class DDP:
         self.buckets = make_buckets(self.model, self._bucket_bytes(bucket_mb), self.world_size)
         if zero1 and dist.is_initialized():
             for bucket in self.buckets:
+                # in_tree, PIECE: section 7
                 cut_into_shards(bucket, whole_matrices, unit=PIECE if self.in_tree else 1)
         # What is in no bucket: frozen parameters and buffers
         frozen = [p.data for p in self.model.parameters() if not p.requires_grad]

@@ -289,7 +289,7 @@ if __name__ == "__main__":
     base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
-    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # mps may be wrong: compare with the CPU
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if compile:
@@ -337,7 +337,7 @@ if __name__ == "__main__":
         scores = evaluate(model, corpus, table, config)
         log.report(steps_done, scores, SHOWN.format_map(scores))
         saver.tidy()
-    stop_signal.begin()
+    stop_signal.begin()  # from here on a signal waits for the end of a step
     stopping = False
     log.restart_clock()
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line

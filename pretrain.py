@@ -244,8 +244,8 @@ if __name__ == "__main__":
     else:
         init_device = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
         # rank 0 draws new weights, DDP sends them to the others
-        draws = nullcontext() if world.is_main and not init_dir else SkipInit()
-        with init_device, draws, weights_in(frozen_dtype(trainable, torch_dtype)):
+        initial = nullcontext() if world.is_main and not init_dir else SkipInit()
+        with init_device, initial, weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, alpha=2.0 * lora_rank))
     if world.is_main:
@@ -275,7 +275,7 @@ if __name__ == "__main__":
     base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
-    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # mps may be wrong: compare with the CPU
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if doc_mask:
@@ -326,7 +326,7 @@ if __name__ == "__main__":
         texts = [sample(model, tokenizer, prompt) for prompt in prompts]
         log.report(steps_done, scores, SHOWN.format_map(scores), map(repr, texts))
         saver.tidy()
-    stop_signal.begin()
+    stop_signal.begin()  # from here on a signal waits for the end of a step
     log.restart_clock()
     stopping = False
     for step in range(steps_done + 1, max_steps + 1):

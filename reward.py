@@ -239,7 +239,7 @@ if __name__ == "__main__":
     base_dir = reward_model.frozen_base(model, init_dir, state)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
-    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # mps may be wrong: compare with the CPU
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     if compile:
@@ -272,7 +272,7 @@ if __name__ == "__main__":
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         report(log, steps_done, evaluate(model, corpus))
         saver.tidy()
-    stop_signal.begin()
+    stop_signal.begin()  # from here on a signal waits for the end of a step
     log.restart_clock()
     stopping = False
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line

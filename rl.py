@@ -306,7 +306,7 @@ if __name__ == "__main__":
     else:
         huggingface.load_start(model, init_dir, n_known, tokenizer)
     base_dir = huggingface.frozen_base(model, init_dir, resume_dir)  # of adapters
-    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # mps may be wrong: compare with the CPU
     model.to(torch_device)
     models = [model]
 
@@ -395,7 +395,7 @@ if __name__ == "__main__":
         scores, lines = evaluate(sampler, rewards, corpus, config, guide)
         report(log, steps_done, scores, lines)
         saver.tidy()
-    stop_signal.begin()
+    stop_signal.begin()  # from here on a signal waits for the end of a step
     stopping, saving = False, True  # saving: the last step has a checkpoint
     log.restart_clock()
     since_log: list[dict[str, float]] = []  # figures of each step since the last log line

@@ -291,7 +291,7 @@ if __name__ == "__main__":
         distillation = Distillation(distill_weight, distill_beta, distill_temperature)
 
     # ---- device, compile, data parallel, optimizer
-    plan.check_arithmetic(torch_device, torch_dtype)  # of mps alone
+    plan.check_arithmetic(torch_device, torch_dtype)  # mps may be wrong: compare with the CPU
     model.to(torch_device)
     model.activation_checkpointing = activation_checkpointing
     model.most_documents = corpus.most_documents()
@@ -334,7 +334,7 @@ if __name__ == "__main__":
         scores["self_stop"] = share_that_stops(model, tokenizer, questions)
         report(log, steps_done, scores, sample(model, tokenizer, prompts))
         saver.tidy()
-    stop_signal.begin()
+    stop_signal.begin()  # from here on a signal waits for the end of a step
     log.restart_clock()
     stopping = False
     counts = torch.zeros(2, dtype=torch.float64)  # this rank's tokens and labels since the last log

@@ -11,4 +11,6 @@ Each folder answers a question, and its own docstring says which file to read fi
     align     What is a better answer, and how is it learned?
     scores    How good is it?
     demo      What can be tried with nothing at hand?
+
+errors.py ends every script in one line; compile_c.py builds the C sources of kernels and tokens.
 """

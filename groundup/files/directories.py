@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files.disk import HAS_LOCKS, clear_name, lock, sync
+from groundup.files.disk import HAS_LOCKS, free_hidden_name, lock, sync
 
 
 def lock_directory(path: Path, shared: bool = False, wait: bool = False) -> int:
@@ -38,7 +38,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
     except OSError as error:
         text = f"out_dir={str(out)!r} is not empty or cannot be replaced ({error.strerror})"
         raise UserError(f"config: {text}; give another, or one inside it") from None
-    temp = clear_name(out, "tmp")
+    temp = free_hidden_name(out, "tmp")
     try:
         temp.mkdir(parents=True)
         yield temp

@@ -68,7 +68,7 @@ def sync(path: Path) -> None:
             os.close(directory)
 
 
-def clear_name(path: Path, ending: str) -> Path:
+def free_hidden_name(path: Path, ending: str) -> Path:
     """Return a hidden name beside `path` that nothing has: .NAME.tmp, or .NAME.tmp1 and so on.
 
     What a killed process left there is removed; the next number is for what cannot be."""

@@ -244,6 +244,7 @@ class Mixture:
             for source in np.flatnonzero((left > 0) & np.isfinite(self.limits)):
                 room = int(self.limits[source] - before[source])  # samples that are left
                 cycles, rest = divmod(room, int(segment.quotas[source]))
+                # the first sample of the source that there is no room for
                 in_cycle = np.flatnonzero(segment.pattern == source)[rest]
                 n = min(n, cycles * CYCLE + int(in_cycle))
             if n == math.inf:  # the last stage, with a source that is never exhausted

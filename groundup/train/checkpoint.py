@@ -46,7 +46,7 @@ from torch import Tensor
 from configurator import script_of, write_config
 from groundup.errors import UserError, before_exit, reason_of, refuse, say
 from groundup.files import disk
-from groundup.files.disk import clear_name, housekeeping, sync
+from groundup.files.disk import free_hidden_name, housekeeping, sync
 from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.batches import changed_entry
 from groundup.tokens.text_tokenizer import TextTokenizer
@@ -68,7 +68,9 @@ NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for thi
 START_OVER = "start over with --resume=never --overwrite=True"
 
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
-HIDDEN = re.compile(r"\.(latest|best2?|step_\d+)\.(tmp|old)\d*")  # left by a kill, see clear_name
+HIDDEN = re.compile(
+    r"\.(latest|best2?|step_\d+)\.(tmp|old)\d*"
+)  # left by a kill, see free_hidden_name
 OWN_FILES = re.compile(
     r"(config\.py|log\.jsonl|reference\.safetensors|README\.md)(\.tmp)?|events\.out\.tfevents.*"
     rf"|latest|best2?|step_\d+|{HIDDEN.pattern}"
@@ -688,7 +690,7 @@ class Saver:
     ) -> None:
         """Write a checkpoint, on rank 0."""
         # Nothing has the final name before it is whole.
-        temp = clear_name(final, "tmp")
+        temp = free_hidden_name(final, "tmp")
         try:
             temp.mkdir()
             # What a resume needs, then what transformers reads.
@@ -783,7 +785,7 @@ def commit(temp: Path, final: Path) -> None:
         sync(path)
     # If there is a step of this number it is damaged: the run was resumed from an earlier one, and
     # has come to it again.
-    old = final.rename(clear_name(final, "old")) if final.exists() else None
+    old = final.rename(free_hidden_name(final, "old")) if final.exists() else None
     temp.rename(final)
     sync(final.parent)
     if old:
@@ -823,7 +825,7 @@ def point(link: Path, target: Path | None) -> None:
     if target is None:
         link.unlink(missing_ok=True)
         return
-    temp = clear_name(link, "tmp")
+    temp = free_hidden_name(link, "tmp")
     # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
     temp.replace(link)
@@ -835,7 +837,7 @@ def discard(path: Path) -> None:
         path.unlink()
         return
     # Renamed first: a half removed step must not look finished.
-    temp = path if path.name.startswith(".") else path.rename(clear_name(path, "tmp"))
+    temp = path if path.name.startswith(".") else path.rename(free_hidden_name(path, "tmp"))
     with housekeeping("remove old checkpoints"):
         shutil.rmtree(temp)
 
