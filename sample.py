@@ -38,6 +38,7 @@ from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import ToolAnswers, Tools, check_template
+from groundup.tokens.templates import opened_thoughts
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from tokenizer import Tokenizer
@@ -270,7 +271,9 @@ if __name__ == "__main__":
             talk_with_tools = Chat(engine, params, system, toolbox)
             show(talk_with_tools, talk_with_tools.ask(prompt))
         else:
-            print_samples(engine, encode(prompt), params, rank, prompt, "" if talk else prompt)
+            ids = encode(prompt)
+            begin = opened_thoughts(tokenizer.decode(ids)) if talk else prompt
+            print_samples(engine, ids, params, rank, prompt, begin)
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
     # Some that cannot be answered are named, no failure

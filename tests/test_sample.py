@@ -9,6 +9,7 @@ import os
 import random
 import runpy
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -557,6 +558,26 @@ def test_kinds_of_rows(runs, tuned, tmp_path):
             {"prompt": "猫?"} if i == 0 else rows[i]
         )
     assert not answers
+
+
+def test_thoughts_that_the_prompt_opens_are_written_with_their_mark(runs, tuned, tmp_path):
+    """Also where the limit cuts them, and no other mark tells them from words."""
+    net, tokenizer = tuned
+    directory = shutil.copytree(runs / "tuned/chat/step_000020", tmp_path / "thinks")
+    config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / "checksums.json").unlink()
+    rows = [{"prompt": "猫?"}, {"text": "a <think>\n"}]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flags = [f"--init_from={directory}", "--chat=yes", "--max_new_tokens=9"]
+    assert run(tmp_path, *flags, "--prompts=q.jsonl", "--out=a.jsonl").code == 0
+    asked, _ = tokenizer.render([{"role": "user", "content": rows[0]["prompt"]}], add_generation_prompt=True)
+    [drawn] = texts(directory, asked + tokenizer.encode("<think>\n"), max_new_tokens=9)
+    [continued] = texts(directory, "a <think>\n", max_new_tokens=9)
+    found = {answer["index"]: answer["completions"][0]["text"] for answer in read_answers(tmp_path / "a.jsonl")}
+    assert found == {0: "<think>\n" + drawn, 1: continued}
+    assert run(tmp_path, *flags, "--prompt=猫?").out == printable(f"<think>\n{drawn}\n")
 
 
 def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expected(runs, tmp_path):
