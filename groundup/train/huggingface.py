@@ -574,10 +574,11 @@ def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
     text = f"{init_dir} has adapters, and a checkpoint holds those of one training"
     fix = f"to train new ones, first: python tools/merge.py --init_from={init_dir} --out_dir=DIR"
     refuse(is_adapter(init_dir), f"{text}; {fix}")
-    # A frozen embedding and head would leave a new token without a meaning.
-    frozen = {"embed", "lm_head"} - set(parts)
+    # A frozen embedding or head would leave a new token without a meaning. Tied, they are one.
+    n_trained = len({"embed", "lm_head"} & set(parts))
+    n_needed = 1 if load_config(init_dir).tie_embeddings else 2
     text = f"{n_new} token ids are new to {init_dir}: use trainable='embed,lm_head,lora'"
-    refuse(n_new > 0 and frozen, text)
+    refuse(n_new > 0 and n_trained < n_needed, text)
 
 
 def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:

@@ -322,6 +322,19 @@ def test_new_tokens_get_the_mean(tied: bool) -> None:
     torch.testing.assert_close(logits[..., V:], expected.mean(-1, keepdim=True).expand(-1, -1, 5), atol=1e-5, rtol=0)
 
 
+def test_rows_of_new_tokens_must_be_trained_beside_adapters(tmp_path: Path) -> None:
+    """In a tied model the embedding and the head are one weight, so either name trains both."""
+    untied, tied = (hf_base(tmp_path / f"{tie}", tie_word_embeddings=tie) for tie in (False, True))
+    for base, trainable, n_new in [
+        (untied, "embed,lm_head,lora", 4), (tied, "embed,lm_head,lora", 4), (untied, "lora", 0),
+        (tied, "embed,lora", 4), (tied, "lm_head,lora", 4),
+    ]:  # fmt: skip
+        huggingface.check_trainable(trainable, base, n_new)
+    for base, trainable in [(untied, "embed,lora"), (untied, "lm_head,lora"), (untied, "lora"), (tied, "lora")]:
+        with pytest.raises(UserError, match="4 token ids are new"):
+            huggingface.check_trainable(trainable, base, 4)
+
+
 # ---- peft -----------------------------------------------------------------------------------------------------------
 
 KINDS = {
