@@ -238,9 +238,13 @@ def open_weights(directory: Path) -> dict[str, Stored]:
             for name in file.keys():
                 tensor = file.get_slice(name)
                 ours = name.removeprefix(PREFIX).removeprefix("model.")
+                # Beside a larger vocabulary peft also writes a layer's names in memory.
+                ours = ours.replace(".modules_to_save.", ".")
                 tensors[ours] = Stored(path, name, tensor.get_shape(), tensor.get_dtype())
-    # Conversions of the first Llamas store this constant, which follows from the configuration.
-    return {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    # Conversions of the first Llamas store a constant, which follows from the configuration, peft a
+    # layer as it was before it was trained whole.
+    others = ("rotary_emb.inv_freq", ".original_module.weight")
+    return {name: t for name, t in tensors.items() if not name.endswith(others)}
 
 
 def drop_tied_head(tensors: dict[str, Stored], directory: Path, trained_tied: bool = True) -> None:

@@ -502,6 +502,21 @@ def test_tied_embeddings_trained_by_peft(tmp_path: Path, both: bool) -> None:
         assert "apart" in error_line(huggingface.load_model, tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("whole", [["embed_tokens", "lm_head"], ["embed_tokens"]])
+def test_peft_trained_the_rows_of_new_tokens(tmp_path: Path, whole: list, tied: bool) -> None:
+    """Its files then hold a layer that was trained whole twice more: as it was before, and as it is in memory."""
+    base = hf_base(tmp_path / "base", tie_word_embeddings=tied)
+    resized = hf_load(base)
+    resized.resize_token_embeddings(V + 4)
+    options = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "ensure_weight_tying": tied}
+    theirs = get_peft_model(resized, LoraConfig(**options, modules_to_save=whole))
+    shake(theirs, 1, "modules_to_save.")
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = huggingface.load_model(tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(ours, V + 4), logits_of(theirs, V + 4), rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
