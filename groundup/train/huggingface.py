@@ -50,7 +50,7 @@ NEUTRAL_KEYS = (
     "peft_type task_type auto_mapping peft_version base_model_name_or_path revision "
     "inference_mode r lora_alpha lora_dropout target_modules modules_to_save fan_in_fan_out "
     "ensure_weight_tying megatron_core runtime_config qalora_group_size eva_config "
-    "init_lora_weights exclude_modules"
+    "init_lora_weights exclude_modules use_rslora"
 ).split()
 
 
@@ -490,6 +490,9 @@ def read_peft_config(directory: str | Path) -> dict:
     """Return adapter_config.json. Raise UserError for an adapter that is not supported."""
     path = Path(directory, ADAPTER_CONFIG)
     config = read_json(path)
+    for key in ("r", "lora_alpha"):
+        if key not in config:
+            raise UserError(f"lora: {path}: there is no {key!r}")
     # A key that is not known to be neutral may change the result, unless it is off.
     off = (None, False, "none", [], {})
     other = [key for key, value in config.items() if key not in NEUTRAL_KEYS and value not in off]
@@ -515,8 +518,10 @@ def open_adapter(model: Transformer, directory: Path) -> tuple[LoRAConfig, dict[
     try:
         dropout = config.get("lora_dropout", 0.0)
         cfg = LoRAConfig(config["r"], config["lora_alpha"], dropout, tuple(modules))
+        if config.get("use_rslora"):  # scales by alpha / sqrt(r), arXiv:2312.03732
+            cfg = replace(cfg, alpha=cfg.alpha * math.sqrt(cfg.rank))
         cfg = lora.find_modules(model, cfg)
-    except (KeyError, TypeError, UserError) as error:  # a missing key, or another type
+    except UserError as error:
         raise UserError(f"lora: {directory / ADAPTER_CONFIG}: {error}") from None
 
     # The model may have such adapters already. A resume may set another dropout.

@@ -455,6 +455,7 @@ PEFT = {
     "gaussian": {"target_modules": ["gate_proj"], "init_lora_weights": "gaussian"},
     "embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     "norms": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "model.norm"]},
+    "rslora": {"target_modules": ["q_proj"], "use_rslora": True},
 }
 
 
@@ -521,7 +522,6 @@ def test_peft_trained_the_rows_of_new_tokens(tmp_path: Path, whole: list, tied: 
     ("changes", "words"),
     [
         ({"use_dora": True}, "use_dora=True"),
-        ({"use_rslora": True}, "use_rslora=True"),
         ({"bias": "all"}, "bias='all'"),
         ({"lora_bias": True}, "lora_bias=True"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
@@ -537,13 +537,16 @@ def test_peft_trained_the_rows_of_new_tokens(tmp_path: Path, whole: list, tied: 
         ({"r": "4"}, "rank='4' must"),
         ({"lora_alpha": "8"}, "alpha='8' positive"),
         ({"lora_alpha": None}, "alpha=None positive"),
+        ({"lora_alpha": "absent"}, "there is no 'lora_alpha'"),
+        ({"r": "absent"}, "there is no 'r'"),
         ({"lora_dropout": None}, "dropout=None from"),
     ],
 )
 def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, changes: dict, words: str) -> None:
     base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
     path = directory / huggingface.ADAPTER_CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    config = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}), encoding="utf-8")
     assert words in error_line(huggingface.load_weights, huggingface.load_model(base), directory)
 
 
