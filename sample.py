@@ -28,7 +28,7 @@ import torch
 from configurator import configure, script_of
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.generate.answers import Answers, Rank, context_ended
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat, converse, show
@@ -237,8 +237,8 @@ if __name__ == "__main__":
     if prompts:
         rows = num_beams if num_beams > 1 else batch_size
         gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
-        cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
-        counts = f"{len(answers.lines)} prompts, {len(answers.done)} answered already"
+        cache = f"cache up to {counted(rows, 'row')} of {cfg.block_size} tokens, {gib:.2f} GiB"
+        counts = f"{counted(len(answers.lines), 'prompt')}, {len(answers.done)} answered already"
         print(f"{counts}; {cache}", file=sys.stderr)
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)

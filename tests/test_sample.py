@@ -513,8 +513,9 @@ def read_answers(path: Path) -> list[dict]:
 def head(n_prompts: int, n_done: int, block_size: int = 64, batch_size: int = 16) -> str:
     """What is said first. The tiny models have 2 layers and 4 heads of 16 features in 4 bytes."""
     gib = 2 * 2 * 4 * 16 * 4 * batch_size * (block_size + 1) / 2**30
-    done = f"{n_prompts} prompts, {n_done} answered already"
-    return f"{done}; cache up to {batch_size} rows of {block_size} tokens, {gib:.2f} GiB\n"
+    prompts, rows = (f"{n} {what}" + "s" * (n > 1) for n, what in ((n_prompts, "prompt"), (batch_size, "row")))
+    done = f"{prompts}, {n_done} answered already"
+    return f"{done}; cache up to {rows} of {block_size} tokens, {gib:.2f} GiB\n"
 
 
 FILE_FLAGS = ["--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=12", "--n=2"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from groundup.errors import UserError, json_fault, naming
+from groundup.errors import UserError, counted, json_fault, naming
 from groundup.files import records, streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
@@ -109,7 +109,7 @@ class Answers:
             what = f"{self.problems} of {len(self.lines)} prompts are not answered, see above"
             print(f"sample: {what}", file=sys.stderr)
         if self.n_cut:
-            what = f"ended the answers to {self.n_cut} of {len(self.lines)} prompts"
+            what = f"ended the answers to {self.n_cut} of {counted(len(self.lines), 'prompt')}"
             print(f"sample: the model's context of {context} tokens {what}", file=sys.stderr)
 
     @contextlib.contextmanager
