@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from groundup.errors import UserError, end_in_one_line, imports_are_done, listed, naming
+from groundup.errors import UserError, end_in_one_line, imports_are_done, listed, naming, say
 
 # of settings; None and lists are not allowed
 TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "text in quotes"}
@@ -106,6 +106,9 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
         raise SystemExit(0)
     # The script reads its settings as plain global names.
     config = resolve(keys, argv, comments)
+    prompts = config.get("sample_prompts", "")  # separated by |
+    if "\uff5c" in prompts and "|" not in prompts:  # the wide mark of Chinese typing
+        say(f"warning     {prompts!r} is one prompt (is \uff5c for | intended?)")
     namespace.update(config)
     return config
 

@@ -37,7 +37,7 @@ from groundup.align.losses import (
     reference_logps,
     save_reference,
 )
-from groundup.errors import refuse
+from groundup.errors import counted, refuse
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import LabelCorpus, PairBatch, PairCorpus
 from groundup.tokens.rows import steps_of
@@ -237,7 +237,8 @@ if __name__ == "__main__":
     epochs_of_each, warnings = corpus.describe(order, max_steps * pairs_per_step)
     if loss == "kto":
         warnings += corpus.balance(desirable_weight)
-    batch_line = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {epochs_of_each}"
+    batch_line = f"{counted(pairs_per_step, 'pair')} per step, {counted(max_steps, 'step')}, "
+    batch_line += epochs_of_each
 
     # ---- model
     torch.manual_seed(seed)  # of new weights

@@ -54,7 +54,7 @@ class ModelConfig:
     # parameters as GPT-2's two of 4 n_embd
     ffn_dim: int = 0
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # Llama 3.1's long context or YaRN, as in config.json
+    rope_scaling: dict | None = None  # linear, Llama 3.1's or YaRN, as in config.json
     norm_eps: float = 1e-5
     qk_norm: bool = False  # RMSNorm on each head's query and key before the rotation (Qwen3)
     qkv_bias: bool = False  # biases on queries, keys and values (Qwen2)
@@ -310,8 +310,10 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
     scaling = cfg.rope_scaling
     if not scaling:
         return frequencies
-    # For a longer context, rope_scaling slows down the long wavelengths by `factor`, keeps the
-    # short ones, and blends between the two.
+    # For a longer context, linear scaling slows down all by `factor` (arXiv:2306.15595). The others
+    # slow down the long wavelengths, keep the short ones, and blend between the two.
+    if scaling["rope_type"] == "linear":
+        return frequencies / scaling["factor"]
     if scaling["rope_type"] == "yarn":
         keep = yarn_kept(cfg, scaling, len(frequencies))
     else:  # Llama 3.1: linear in the number of turns within the original context

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from configurator import configure, defaults_of
 from ddp import DDP, InTree, check_options
-from groundup.errors import refuse
+from groundup.errors import counted, refuse
 from groundup.kernels.cross_entropy import compile_loss
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
@@ -206,8 +206,9 @@ if __name__ == "__main__":
     text = f"{total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
     refuse(rest, f"{text} = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}")
     rows_per_step = tokens_per_step // block_size
-    batch_line = f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} "
-    batch_line += f"tokens x {accum_steps} micro-steps x {world_size} ranks"
+    batch_line = f"{tokens_per_step:,} tokens per step = {counted(batch_size, 'sequence')} x "
+    batch_line += f"{block_size} tokens x {counted(accum_steps, 'micro-step')} x "
+    batch_line += counted(world_size, "rank")
     check_schedule(config, max_steps)
     n_micro_batches = accum_steps * world_size
     if reproducible:

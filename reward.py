@@ -24,7 +24,7 @@ from configurator import configure
 from ddp import DDP, check_options
 from groundup.align import reward_model
 from groundup.align.reward_model import LENGTH_BUCKETS, RewardModel, bradley_terry, score_pairs
-from groundup.errors import refuse
+from groundup.errors import counted, refuse
 from groundup.scores import rows
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
@@ -163,7 +163,7 @@ def score_files(torch_device: torch.device, torch_dtype: torch.dtype) -> None:
     counts = rows.write_rewards(
         model, tokenizer, score, Path(out), key, batch_size, torch_dtype, settings
     )
-    print(f"{out}: {counts.pop(''):,} answers with a reward")
+    print(f"{out}: {counted(counts.pop(''), 'answer')} with a reward")
     for reason, n in counts.items():
         print(f"{out}: {n:,} without: {reason}")
 
@@ -205,7 +205,8 @@ if __name__ == "__main__":
     check_schedule(config, max_steps)
     order = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     epochs_of_each, warnings = corpus.describe(order, max_steps * pairs_per_step)
-    batch_line = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {epochs_of_each}"
+    batch_line = f"{counted(pairs_per_step, 'pair')} per step, {counted(max_steps, 'step')}, "
+    batch_line += epochs_of_each
 
     # ---- model
     torch.manual_seed(seed)  # of new weights

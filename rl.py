@@ -30,7 +30,7 @@ from groundup.align import reward_model, rollouts
 from groundup.align.reward_model import RewardModel
 from groundup.align.rewards import Rewards, Rollout
 from groundup.align.rollouts import AnswerSampler
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, counted, refuse
 from groundup.generate.tools import Tools, check_template
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.rows import steps_of
@@ -137,7 +137,7 @@ def check_settings(world_size: int) -> None:
     text = f"{prompts_per_step=} must be a multiple of the {world_size} ranks"
     refuse(prompts_per_step % world_size, text)
     n_answers = prompts_per_step * group_size // world_size
-    text = f"{minibatches=} must divide the {n_answers} answers of a rank"
+    text = f"{minibatches=} must divide the {counted(n_answers, 'answer')} of a rank"
     refuse(n_answers % minibatches, f"{text} (prompts_per_step * group_size / ranks)")
 
 

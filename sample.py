@@ -28,7 +28,7 @@ import torch
 from configurator import configure, script_of
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.generate.answers import Answers, Rank, context_ended
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat, converse, show
@@ -38,6 +38,7 @@ from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import ToolAnswers, Tools, check_template
+from groundup.tokens.templates import opened_thoughts
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from tokenizer import Tokenizer
@@ -236,8 +237,8 @@ if __name__ == "__main__":
     if prompts:
         rows = num_beams if num_beams > 1 else batch_size
         gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
-        cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
-        counts = f"{len(answers.lines)} prompts, {len(answers.done)} answered already"
+        cache = f"cache up to {counted(rows, 'row')} of {cfg.block_size} tokens, {gib:.2f} GiB"
+        counts = f"{counted(len(answers.lines), 'prompt')}, {len(answers.done)} answered already"
         print(f"{counts}; {cache}", file=sys.stderr)
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
@@ -270,7 +271,9 @@ if __name__ == "__main__":
             talk_with_tools = Chat(engine, params, system, toolbox)
             show(talk_with_tools, talk_with_tools.ask(prompt))
         else:
-            print_samples(engine, encode(prompt), params, rank, prompt, "" if talk else prompt)
+            ids = encode(prompt)
+            begin = opened_thoughts(tokenizer.decode(ids)) if talk else prompt
+            print_samples(engine, ids, params, rank, prompt, begin)
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
     # Some that cannot be answered are named, no failure

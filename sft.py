@@ -23,7 +23,7 @@ from torch import Tensor
 
 from configurator import configure, defaults_of
 from ddp import DDP, check_options
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, counted, refuse
 from groundup.generate.completion import generate, never_sampled
 from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_scores
@@ -240,8 +240,8 @@ if __name__ == "__main__":
     order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     epochs_of_each, warnings = corpus.describe(order, max_steps * rows_per_step)
     warnings += corpus.chosen_for_few(config, max_steps * rows_per_step / corpus.n_rows)
-    batch_line = f"{rows_per_step} rows of {block_size} tokens per step, {max_steps:,} steps, "
-    batch_line += epochs_of_each
+    batch_line = f"{counted(rows_per_step, 'row')} of {block_size} tokens per step, "
+    batch_line += f"{counted(max_steps, 'step')}, {epochs_of_each}"
 
     # ---- model
     torch.manual_seed(seed)  # of new weights

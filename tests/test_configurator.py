@@ -513,6 +513,17 @@ def test_words_are_utf_8_whatever_the_locale_says(tmp_path):
     assert done.stdout == ascii(("\u6625\u7720", "/home/me/x", "a=/home/me/a,b=/home/me/b")) + "\n", done.stderr
 
 
+def test_prompts_that_the_wide_mark_of_chinese_typing_separates_are_asked_about(override, capsys):
+    file = override('sample_prompts = "从前｜你好"')
+    configure({"sample_prompts": ""}, [file])
+    assert capsys.readouterr().err == "warning     '从前｜你好' is one prompt (is ｜ for | intended?)\n"
+    for text in ("从前|你好", "a｜b|c", "｜", ""):
+        namespace = {"sample_prompts": "", "prompt": ""}
+        configure(namespace, [f"--sample_prompts={text}", "--prompt=从前｜你好"])
+        assert namespace["sample_prompts"] == text
+        assert ("intended" in capsys.readouterr().err) == (text == "｜")
+
+
 def test_a_path_in_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for written, read in (

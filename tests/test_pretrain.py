@@ -728,7 +728,7 @@ def test_a_damaged_log_is_left_as_it_is_but_for_a_line_that_a_kill_cut(run, tmp_
     after = path.read_bytes().splitlines()
     assert after[: len(lines)] == lines and after[len(lines)].startswith(b'{"event": "')
     said = capsys.readouterr().out
-    assert "log.jsonl:3: 1 lines cannot be read; they are left as they are" in said
+    assert "log.jsonl:3: 1 line cannot be read; nothing is removed" in said
     assert f"log.jsonl:{len(lines) + 1}: an incomplete last line is removed (was the run killed?)" in said
     assert max(event["step"] for event in read_events(path)) == 5
 

@@ -528,7 +528,7 @@ def test_scored_answers_say_how_they_were_made_and_by_which_reward_model(run, ba
     write_answers(tmp_path / "b.jsonl", "你好?", "好。", ANSWERED | {"seed": 2})
     flags = [f"--init_from={judge}", f"--out={tmp_path / 'out.jsonl'}"]
     assert run(*flags, f"--score={source}") == 0
-    assert "1 answers with a reward" in capsys.readouterr().out
+    assert "1 answer with a reward" in capsys.readouterr().out
     said = [{"role": "system", "content": "Be kind."}, *talk("你好?", "好。")["messages"]]
     model, tokenizer = random_model(base), Tokenizer.load(base / "model")
     (completion,) = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["completions"]

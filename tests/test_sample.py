@@ -9,6 +9,7 @@ import os
 import random
 import runpy
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -512,8 +513,9 @@ def read_answers(path: Path) -> list[dict]:
 def head(n_prompts: int, n_done: int, block_size: int = 64, batch_size: int = 16) -> str:
     """What is said first. The tiny models have 2 layers and 4 heads of 16 features in 4 bytes."""
     gib = 2 * 2 * 4 * 16 * 4 * batch_size * (block_size + 1) / 2**30
-    done = f"{n_prompts} prompts, {n_done} answered already"
-    return f"{done}; cache up to {batch_size} rows of {block_size} tokens, {gib:.2f} GiB\n"
+    prompts, rows = (f"{n} {what}" + "s" * (n > 1) for n, what in ((n_prompts, "prompt"), (batch_size, "row")))
+    done = f"{prompts}, {n_done} answered already"
+    return f"{done}; cache up to {rows} of {block_size} tokens, {gib:.2f} GiB\n"
 
 
 FILE_FLAGS = ["--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=12", "--n=2"]
@@ -557,6 +559,26 @@ def test_kinds_of_rows(runs, tuned, tmp_path):
             {"prompt": "猫?"} if i == 0 else rows[i]
         )
     assert not answers
+
+
+def test_thoughts_that_the_prompt_opens_are_written_with_their_mark(runs, tuned, tmp_path):
+    """Also where the limit cuts them, and no other mark tells them from words."""
+    net, tokenizer = tuned
+    directory = shutil.copytree(runs / "tuned/chat/step_000020", tmp_path / "thinks")
+    config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / "checksums.json").unlink()
+    rows = [{"prompt": "猫?"}, {"text": "a <think>\n"}]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flags = [f"--init_from={directory}", "--chat=yes", "--max_new_tokens=9"]
+    assert run(tmp_path, *flags, "--prompts=q.jsonl", "--out=a.jsonl").code == 0
+    asked, _ = tokenizer.render([{"role": "user", "content": rows[0]["prompt"]}], add_generation_prompt=True)
+    [drawn] = texts(directory, asked + tokenizer.encode("<think>\n"), max_new_tokens=9)
+    [continued] = texts(directory, "a <think>\n", max_new_tokens=9)
+    found = {answer["index"]: answer["completions"][0]["text"] for answer in read_answers(tmp_path / "a.jsonl")}
+    assert found == {0: "<think>\n" + drawn, 1: continued}
+    assert run(tmp_path, *flags, "--prompt=猫?").out == printable(f"<think>\n{drawn}\n")
 
 
 def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expected(runs, tmp_path):

@@ -178,11 +178,13 @@ def model_config(fields: dict, tensors: dict) -> dict:
 
 
 def rope_scaling(get: dict, theta: float, head_dim: int, factors: object) -> dict | None:
-    """Return rope_scaling of config.json. GGUF has YaRN's numbers, but of Llama 3's scaling only
+    """Return rope_scaling of config.json. GGUF has numbers of others, but of Llama 3's scaling only
     the result: one factor per frequency. Meta's four numbers are found by trying the published
     `factor`.
     """
     kind = get.get("rope.scaling.type", "none")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": get["rope.scaling.factor"]}
     if kind == "yarn":
         length = get["rope.scaling.original_context_length"]
         scaling = {"rope_type": "yarn", "factor": get["rope.scaling.factor"]}

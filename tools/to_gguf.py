@@ -51,7 +51,7 @@ out = ""  # the .gguf file to write
 dtype = "f16"  # f32 | f16 | bf16 | q8_0 (of the matrices)
 
 NORMAL, UNKNOWN, UNUSED = 1, 2, 5  # kinds of tokens
-# What YaRN has in GGUF; other numbers must be the defaults
+# What linear scaling and YaRN have in GGUF; other numbers must be the defaults
 YARN = ("rope_type", "factor", "original_max_position_embeddings")
 
 
@@ -108,15 +108,17 @@ def add_config(writer: object, cfg: ModelConfig, source: Path) -> None:
     writer.add_rope_freq_base(cfg.rope_theta)
     writer.add_vocab_size(cfg.vocab_size)
     scaling = cfg.rope_scaling or {}
-    if scaling.get("rope_type") == "yarn":
+    rope_type = scaling.get("rope_type")
+    if rope_type in ("linear", "yarn"):
         from gguf import RopeScalingType
 
         if more := [key for key in scaling if key not in YARN]:
             what = f"YaRN with {listed(more)} is not supported; only its defaults are"
             raise UserError(f"to_gguf: {source}: {what}")
-        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_type(RopeScalingType(rope_type))
         writer.add_rope_scaling_factor(scaling["factor"])
-        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        if rope_type == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     elif scaling:
         factors = rope_factors(scaling, cfg.rope_theta, cfg.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))

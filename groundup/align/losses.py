@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, counted, refuse
 from groundup.files.untrusted import loads
 from groundup.kernels.cross_entropy import token_logps
 from groundup.tokens import IGNORE
@@ -322,7 +322,7 @@ def compute_reference(
     ranks.all_reduce_sum(table)
     if ranks.rank() == 0:
         seconds = time.perf_counter() - began
-        print(f"reference   of {corpus.n_pairs:,} pairs in {seconds:.1f} s", flush=True)
+        print(f"reference   of {counted(corpus.n_pairs, 'pair')} in {seconds:.1f} s", flush=True)
     return table
 
 

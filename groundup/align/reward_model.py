@@ -28,7 +28,7 @@ from groundup.errors import UserError
 from groundup.files.untrusted import read_json
 from groundup.tokens import engines
 from groundup.tokens.pairs import PairBatch
-from groundup.tokens.templates import OPENED
+from groundup.tokens.templates import opened_thoughts
 from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.config_json import to_hf_config, write_json
 from groundup.train.device import autocast
@@ -163,10 +163,8 @@ def drawn_ids(
         return ids
     if not tokenizer.special_ids.isdisjoint(drawn):  # they are not in `text`
         return ids
-    opened = OPENED.search(tokenizer.decode(prompt))
-    if opened and "</think>" not in opened[0]:
-        text = opened[0] + text  # the thoughts begin in the prompt
-    answer = {"role": "assistant", "content": text}
+    begin = opened_thoughts(tokenizer.decode(prompt))
+    answer = {"role": "assistant", "content": begin + text}
     # What the template cannot write, or makes too long, is scored as it was drawn.
     with suppress(UserError):
         written = answered_ids([*messages, answer], tokenizer)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.align.rewards import Rewards, Rollout
+from groundup.errors import counted
 from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes, row_length
 from groundup.generate.sampling import SamplingParams
@@ -511,7 +512,8 @@ def describe_plan(
     n_answers = config["prompts_per_step"] * config["group_size"]
     n_steps, n_epochs = config["max_steps"], config["epochs_per_step"]
     n_updates = n_epochs * config["minibatches"]
-    batch = f"{n_answers} answers and {n_updates} updates per step, {n_steps:,} steps"
+    batch = f"{counted(n_answers, 'answer')} and {counted(n_updates, 'update')} per step, "
+    batch += counted(n_steps, "step")
     n_tokens = n_answers * config["block_size"] * n_steps * n_epochs
     note = "of the updates below "
     return plan.describe(

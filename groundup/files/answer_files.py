@@ -4,7 +4,8 @@ sample.py writes it, reward.py scores it and prepare.py makes pairs of it.
 
     FILE              a line for each prompt: its own fields, "index" (its number, from 0), and
                       "completions": [{"text", "finish_reason": "stop" | "length", "stop_reason",
-                      with a reward model "reward"}]
+                      with a reward model "reward"}]; a text begins with the <think> that its
+                      prompt opened
     FILE.config.json  the settings that decided them: "model" (its name and a fingerprint),
                       "system", "temperature", "seed", ..., and "reward_model", likewise, where one
                       was used

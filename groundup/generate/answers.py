@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from groundup.errors import UserError, json_fault, naming
+from groundup.errors import UserError, counted, json_fault, naming
 from groundup.files import records, streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
@@ -30,6 +30,7 @@ from groundup.files.turns import BadRow
 from groundup.files.untrusted import loads, mended
 from groundup.generate.engine import Engine, Result
 from groundup.generate.sampling import SamplingParams
+from groundup.tokens.templates import opened_thoughts
 from tokenizer import Tokenizer
 
 CELL = 40  # places on a line for a cell of the table; a longer text takes more
@@ -92,6 +93,8 @@ class Answers:
                 reasons = [completion.finish_reason for completion in result.completions]
                 self.n_cut += context_ended(len(result.prompt_ids), reasons, params, context)
                 result = rank(result, asked) if rank else result
+                if not isinstance(asked, str):  # no text to continue
+                    result = with_opened_thoughts(result, engine.tokenizer)
                 if table:
                     texts = [completion.text for completion in result.completions]
                     file.write(table.add(number, fields, asked, texts))
@@ -106,7 +109,7 @@ class Answers:
             what = f"{self.problems} of {len(self.lines)} prompts are not answered, see above"
             print(f"sample: {what}", file=sys.stderr)
         if self.n_cut:
-            what = f"ended the answers to {self.n_cut} of {len(self.lines)} prompts"
+            what = f"ended the answers to {self.n_cut} of {counted(len(self.lines), 'prompt')}"
             print(f"sample: the model's context of {context} tokens {what}", file=sys.stderr)
 
     @contextlib.contextmanager
@@ -329,6 +332,13 @@ def json_line(value: dict) -> str:
     # Half a surrogate pair keeps its escape; a control character that a terminal obeys gets one.
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+
+
+def with_opened_thoughts(result: Result, tokenizer: Tokenizer) -> Result:
+    """Return the answers with the <think> that their prompt has opened, if it has."""
+    begin = opened_thoughts(tokenizer.decode(result.prompt_ids))
+    whole = [found._replace(text=begin + found.text) for found in result.completions]
+    return result._replace(completions=whole)
 
 
 def answer_fields(

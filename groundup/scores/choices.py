@@ -186,8 +186,9 @@ def answer_rows(
     tokenizer: Tokenizer, context: str, answers: Sequence[str]
 ) -> list[tuple[list[int], int]]:
     """Return (ids of context and answer, where the answer begins)."""
-    # As in lm-eval the text is tokenized as a whole, since an answer's first token depends on what
-    # precedes it. White space after the context belongs to the answer.
+    # The text is tokenized as a whole, since an answer's first token depends on what precedes it.
+    # lm-eval scores the same tokens, but behind those of the context alone, which differ where a
+    # token spans the border. White space after the context belongs to the answer.
     first = len(begin_prompt(tokenizer, context.rstrip()))
     rows = [begin_prompt(tokenizer, f"{context} {answer}") for answer in answers]
     # A merge over the border may leave the answer no token

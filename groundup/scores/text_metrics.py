@@ -24,7 +24,7 @@ from groundup.scores.likelihood import split_over_ranks
 from groundup.text import clean
 from groundup.tokens.conversations import ChatReader
 from groundup.tokens.rows import read_source
-from groundup.tokens.templates import OPENED
+from groundup.tokens.templates import opened_thoughts
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -123,7 +123,7 @@ def generate_answers(
         found = dict(tqdm(results, "answers", len(own), leave=False, disable=hidden))
         for k, result in sorted(found.items()):
             first = result.completions[0]
-            text = opened_thoughts(tokenizer, mine[k]) + first.text
+            text = opened_thoughts(tokenizer.decode(mine[k])) + first.text
             # stop_reason is the id that ended the answer, or the stop string, which is in no token
             # of its own.
             stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
@@ -132,12 +132,6 @@ def generate_answers(
 
     found = dict(zip(fitting, split_over_ranks(len(fitting), answer), strict=True))
     return [found.get(i) for i in range(len(prompts))]
-
-
-def opened_thoughts(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """Return the <think> that a prompt opens for the model, which belongs to the answer, or ""."""
-    opened = OPENED.search(tokenizer.decode(prompt))
-    return "" if not opened or THINK_END in opened[0] else opened[0]
 
 
 def without_thoughts(answer: str) -> str:

@@ -444,7 +444,7 @@ class TextCorpus(Corpus):
         """Return lines for people: the size of each source and validation split."""
         lines = []
         for name, data in [*zip(self.names, self.train, strict=True), *self.val.items()]:
-            size = f"{data.n_documents:,} documents, {data.n_bytes:,} bytes"
+            size = f"{counted(data.n_documents, 'document')}, {data.n_bytes:,} bytes"
             fingerprint = data.fingerprint[:16]  # enough to compare by eye
             text = f"{size}, {data.n_tokens:,} tokens, fingerprint {fingerprint}"
             lines.append(f"{name} {data.split}: {text}")
@@ -493,7 +493,7 @@ def count_val_windows(data: TokenData, block_size: int) -> int:
     """Return the number of windows of a validation split. Raise NoSplit if there is none."""
     n_windows = (data.n_tokens - 1) // block_size
     if n_windows < 1:
-        has = f"the {data.split} split of {data.dir} has {data.n_tokens} tokens"
+        has = f"the {data.split} split of {data.dir} has {counted(data.n_tokens, 'token')}"
         needs = f"block_size={block_size} needs {block_size + 1}"
         how = "prepare more text, raise prepare.py's val_fraction or lower block_size"
         raise NoSplit(f"data: {has}, but {needs}; {how}")

@@ -278,8 +278,7 @@ class ChatTemplate:
 
     def _find_opened_thoughts(self) -> bool:
         with suppress(UserError):
-            opened = OPENED.search(self.text(RenderInput(TRIAL[:1], opens=True)))
-            return opened is not None and "</think>" not in opened[0]
+            return bool(opened_thoughts(self.text(RenderInput(TRIAL[:1], opens=True))))
         return False
 
     def with_thoughts(self, message: dict) -> dict:
@@ -479,6 +478,12 @@ def put_thoughts(message: dict, key: str, thoughts: str) -> dict:
         return message | {key: thoughts}
     text = {"type": "text", "text": message["content"]}
     return message | {"content": [{"type": "thinking", "thinking": thoughts}, text]}
+
+
+def opened_thoughts(prompt: str) -> str:
+    """Return the <think> that a prompt opens for the model, which belongs to the answer, or ""."""
+    opened = OPENED.search(prompt)
+    return "" if not opened or "</think>" in opened[0] else opened[0]
 
 
 def with_probe(call: dict, number: int) -> dict:

@@ -46,6 +46,7 @@ OPTIONAL = ("num_key_value_heads", "head_dim", "initializer_range")
 FRACTIONS = ("rms_norm_eps", "initializer_range")  # the others are whole numbers
 # Keys of rotary positions that a rope_type needs, and those that yarn may have
 ROPE_NEEDS = {
+    "linear": ["factor"],
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings".split(),
     "yarn": "factor original_max_position_embeddings".split(),
 }
@@ -166,7 +167,7 @@ def check_number(values: dict, key: str, path: Path, whole: bool = False) -> Non
 
 
 def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
-    """Return rope_theta and the scaling of rotary positions: Llama 3.1's, YaRN's or None."""
+    """Return rope_theta and the scaling of rotary positions: linear, Llama 3.1's, YaRN's or None."""
     # transformers 4 has rope_theta beside rope_scaling, transformers 5 both in rope_parameters.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
     if not isinstance(rope, dict):
@@ -185,6 +186,12 @@ def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
 
     # Keep only the keys that model.py computes with.
     keys = ROPE_NEEDS[kind] + (YARN_MAY_HAVE if kind == "yarn" else [])
+    known = {*keys, "rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if unread := [key for key in rope if key not in known]:
+        what = f"rotary positions are computed without {listed(unread)}"
+        say(f"checkpoint: warning: {path}: {what}")
+    # as transformers, if nothing is said about the context before scaling
+    rope = {"original_max_position_embeddings": hf["max_position_embeddings"]} | rope
     scaling = {key: rope[key] for key in keys if rope.get(key) is not None}
     if missing := [key for key in ROPE_NEEDS[kind] if key not in scaling]:
         raise wrong(path, f"rope_type={kind!r} without {listed(missing)}")

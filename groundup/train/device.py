@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError, counted, refuse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -216,7 +216,7 @@ def hardware(device: torch.device) -> str:
     """Return the GPU's name, or the CPU's architecture and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def versions() -> dict[str, str]:

@@ -50,7 +50,7 @@ NEUTRAL_KEYS = (
     "peft_type task_type auto_mapping peft_version base_model_name_or_path revision "
     "inference_mode r lora_alpha lora_dropout target_modules modules_to_save fan_in_fan_out "
     "ensure_weight_tying megatron_core runtime_config qalora_group_size eva_config "
-    "init_lora_weights exclude_modules"
+    "init_lora_weights exclude_modules use_rslora"
 ).split()
 
 
@@ -238,9 +238,13 @@ def open_weights(directory: Path) -> dict[str, Stored]:
             for name in file.keys():
                 tensor = file.get_slice(name)
                 ours = name.removeprefix(PREFIX).removeprefix("model.")
+                # Beside a larger vocabulary peft also writes a layer's names in memory.
+                ours = ours.replace(".modules_to_save.", ".")
                 tensors[ours] = Stored(path, name, tensor.get_shape(), tensor.get_dtype())
-    # Conversions of the first Llamas store this constant, which follows from the configuration.
-    return {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    # Conversions of the first Llamas store a constant, which follows from the configuration, peft a
+    # layer as it was before it was trained whole.
+    others = ("rotary_emb.inv_freq", ".original_module.weight")
+    return {name: t for name, t in tensors.items() if not name.endswith(others)}
 
 
 def drop_tied_head(tensors: dict[str, Stored], directory: Path, trained_tied: bool = True) -> None:
@@ -486,6 +490,9 @@ def read_peft_config(directory: str | Path) -> dict:
     """Return adapter_config.json. Raise UserError for an adapter that is not supported."""
     path = Path(directory, ADAPTER_CONFIG)
     config = read_json(path)
+    for key in ("r", "lora_alpha"):
+        if key not in config:
+            raise UserError(f"lora: {path}: there is no {key!r}")
     # A key that is not known to be neutral may change the result, unless it is off.
     off = (None, False, "none", [], {})
     other = [key for key, value in config.items() if key not in NEUTRAL_KEYS and value not in off]
@@ -511,8 +518,10 @@ def open_adapter(model: Transformer, directory: Path) -> tuple[LoRAConfig, dict[
     try:
         dropout = config.get("lora_dropout", 0.0)
         cfg = LoRAConfig(config["r"], config["lora_alpha"], dropout, tuple(modules))
+        if config.get("use_rslora"):  # scales by alpha / sqrt(r), arXiv:2312.03732
+            cfg = replace(cfg, alpha=cfg.alpha * math.sqrt(cfg.rank))
         cfg = lora.find_modules(model, cfg)
-    except (KeyError, TypeError, UserError) as error:  # a missing key, or another type
+    except UserError as error:
         raise UserError(f"lora: {directory / ADAPTER_CONFIG}: {error}") from None
 
     # The model may have such adapters already. A resume may set another dropout.
@@ -574,10 +583,11 @@ def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
     text = f"{init_dir} has adapters, and a checkpoint holds those of one training"
     fix = f"to train new ones, first: python tools/merge.py --init_from={init_dir} --out_dir=DIR"
     refuse(is_adapter(init_dir), f"{text}; {fix}")
-    # A frozen embedding and head would leave a new token without a meaning.
-    frozen = {"embed", "lm_head"} - set(parts)
+    # A frozen embedding or head would leave a new token without a meaning. Tied, they are one.
+    n_trained = len({"embed", "lm_head"} & set(parts))
+    n_needed = 1 if load_config(init_dir).tie_embeddings else 2
     text = f"{n_new} token ids are new to {init_dir}: use trainable='embed,lm_head,lora'"
-    refuse(n_new > 0 and frozen, text)
+    refuse(n_new > 0 and n_trained < n_needed, text)
 
 
 def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:

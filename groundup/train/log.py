@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from configurator import defaults_of
-from groundup.errors import UserError, discard, naming
+from groundup.errors import UserError, counted, discard, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches, Corpus
 from groundup.train import ranks
@@ -476,7 +476,7 @@ def drop_events_after(path: Path, step: int) -> None:
     damaged = [str(number) for number, line in enumerate(lines, 1) if not event_of(line)]
     if damaged:
         where = f"{path}:{', '.join(damaged[:5])}"
-        print(f"log: {where}: {len(damaged)} lines cannot be read; they are left as they are")
+        print(f"log: {where}: {counted(len(damaged), 'line')} cannot be read; nothing is removed")
     kept = until(lines, step)
     for k, event in enumerate(map(event_of, kept)):
         if event and (event["event"], event["step"]) == ("save", step):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddp import make_buckets, sum_of_squares
-from groundup.errors import UserError
+from groundup.errors import UserError, counted
 from groundup.kernels.cross_entropy import chunk_rows
 from groundup.train import huggingface, ranks
 from groundup.train.device import autocast, memory_limit
@@ -192,7 +192,7 @@ def describe(
         f"parameters  {table['total']:,}: {counts}",
         f"trained     {trained['total']:,} ({config['trainable']})",
         f"batch       {batch}",
-        f"tokens      {tokens:,} in {config['max_steps']:,} steps, {ratio:.1f} per parameter",
+        f"tokens      {tokens:,} in {counted(config['max_steps'], 'step')}, {ratio:.1f} per parameter",
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all, "
         f"{str(dtype).removeprefix('torch.')} on {device.type}",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",

@@ -43,12 +43,14 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "yarn": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": YARN | {"rope_theta": 1e6}}),
+    "linear": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LINEAR | {"rope_theta": 1e4}}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 128}),  # transformers reads no other from GGUF
 }
@@ -80,7 +82,7 @@ def test_there_and_back_gives_the_same_weights_and_ids(kind, tmp_path, tokenizer
     with torch.no_grad():
         want = model(ids).logits
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
-        if kind not in ("llama3", "yarn"):  # transformers reads neither scaling from GGUF
+        if kind not in ("llama3", "yarn", "linear"):  # transformers reads no scaling from GGUF
             torch.testing.assert_close(theirs.eval()(ids).logits, want, rtol=1e-5, atol=1e-5)
         from_gguf.convert(tmp_path / "m.gguf", tmp_path / "back", torch.float32)
         with pytest.raises(UserError, match="back' is not empty"):

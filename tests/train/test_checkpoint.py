@@ -52,6 +52,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 YARN_DEEPSEEK = YARN | {"mscale": 1.4, "mscale_all_dim": 0.8, "beta_fast": 4, "beta_slow": 0.5, "rope_theta": 100.0}
 
@@ -123,6 +124,7 @@ SHAPES = {
     "qwen3_untied": {"qk_norm": True, "tie_embeddings": False, "norm_eps": 1e-6},
     "qwen2": {"qkv_bias": True, "rope_theta": 1e6},
     "qwen2_yarn": {"qkv_bias": True, "rope_theta": 1e6, "rope_scaling": YARN, "tie_embeddings": False},
+    "linear_rope": {"rope_scaling": LINEAR},
     "mistral": {"model_type": "mistral", "tie_embeddings": False, "head_dim": 6},
 }
 
@@ -278,6 +280,7 @@ FOREIGN = {
     "llama_head_dim": lambda: hf_llama(head_dim=10),
     "llama_theta": lambda: hf_llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
     "llama3_rope": lambda: hf_llama(rope_parameters=LLAMA3 | {"rope_theta": 5e5}),
+    "linear_rope": lambda: hf_llama(rope_parameters=LINEAR | {"rope_theta": 1e4}),
     "qwen3_untied": lambda: hf_qwen3(),
     "qwen3_tied": lambda: hf_qwen3(tie_word_embeddings=True),
 }
@@ -340,7 +343,7 @@ def test_half_precision_weights_are_widened(tmp_path: Path, dtype: torch.dtype) 
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama_theta", "llama3_rope", "qwen3_untied", "qwen2_yarn", "mistral"])
+@pytest.mark.parametrize("kind", ["llama_theta", "llama3_rope", "linear_rope", "qwen3_untied", "qwen2_yarn", "mistral"])
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 def test_config_in_the_words_of_transformers_4(tmp_path: Path, kind: str, type_key: str) -> None:
     theirs = FOREIGN[kind]()
@@ -355,6 +358,28 @@ def test_config_in_the_words_of_transformers_4(tmp_path: Path, kind: str, type_k
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert huggingface.load_config(tmp_path) == expected
     torch.testing.assert_close(logits_of(huggingface.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3])
+def test_the_context_before_scaling_is_that_of_the_config_unless_said(tmp_path: Path, scaling: dict) -> None:
+    hf_llama(rope_parameters=scaling | {"rope_theta": 1e4}).save_pretrained(tmp_path)
+    before = huggingface.load_config(tmp_path)
+    rest = {key: value for key, value in scaling.items() if key != "original_max_position_embeddings"}
+    edit_config(tmp_path, rope_parameters=rest | {"rope_theta": 1e4})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert huggingface.load_config(tmp_path) != before
+    torch.testing.assert_close(logits_of(huggingface.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
+
+
+def test_settings_of_rotary_positions_that_are_not_read_are_named(tmp_path: Path, capsys) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has attn_factor, which transformers passes over too."""
+    hf_llama(rope_parameters=YARN | {"rope_theta": 1e4}).save_pretrained(tmp_path)
+    expected = huggingface.load_config(tmp_path)
+    assert "warning" not in capsys.readouterr().err
+    edit_config(tmp_path, rope_parameters=YARN | {"rope_theta": 1e4, "attn_factor": 0.8782488562869419})
+    assert huggingface.load_config(tmp_path) == expected
+    warning = f"warning: {tmp_path / 'config.json'}: rotary positions are computed without attn_factor"
+    assert warning in capsys.readouterr().err
 
 
 def test_config_is_written_in_the_words_of_both(tmp_path: Path) -> None:
@@ -405,8 +430,7 @@ def test_config_that_leaves_out_what_transformers_knows(tmp_path: Path, change: 
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
         ({"use_sliding_window": True}, ("use_sliding_window=True",)),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "gptq")),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ("'yarn'", "original_max_position")),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("'linear'", "llama3")),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ("'yarn'", "factor")),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("'dynamic'", "llama3")),
         ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, ("rope_type=None",)),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ("partial_rotary_factor=0.5",)),

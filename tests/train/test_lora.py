@@ -322,6 +322,19 @@ def test_new_tokens_get_the_mean(tied: bool) -> None:
     torch.testing.assert_close(logits[..., V:], expected.mean(-1, keepdim=True).expand(-1, -1, 5), atol=1e-5, rtol=0)
 
 
+def test_rows_of_new_tokens_must_be_trained_beside_adapters(tmp_path: Path) -> None:
+    """In a tied model the embedding and the head are one weight, so either name trains both."""
+    untied, tied = (hf_base(tmp_path / f"{tie}", tie_word_embeddings=tie) for tie in (False, True))
+    for base, trainable, n_new in [
+        (untied, "embed,lm_head,lora", 4), (tied, "embed,lm_head,lora", 4), (untied, "lora", 0),
+        (tied, "embed,lora", 4), (tied, "lm_head,lora", 4),
+    ]:  # fmt: skip
+        huggingface.check_trainable(trainable, base, n_new)
+    for base, trainable in [(untied, "embed,lora"), (untied, "lm_head,lora"), (untied, "lora"), (tied, "lora")]:
+        with pytest.raises(UserError, match="4 token ids are new"):
+            huggingface.check_trainable(trainable, base, 4)
+
+
 # ---- peft -----------------------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -442,6 +455,7 @@ PEFT = {
     "gaussian": {"target_modules": ["gate_proj"], "init_lora_weights": "gaussian"},
     "embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     "norms": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "model.norm"]},
+    "rslora": {"target_modules": ["q_proj"], "use_rslora": True},
 }
 
 
@@ -489,11 +503,25 @@ def test_tied_embeddings_trained_by_peft(tmp_path: Path, both: bool) -> None:
         assert "apart" in error_line(huggingface.load_model, tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("whole", [["embed_tokens", "lm_head"], ["embed_tokens"]])
+def test_peft_trained_the_rows_of_new_tokens(tmp_path: Path, whole: list, tied: bool) -> None:
+    """Its files then hold a layer that was trained whole twice more: as it was before, and as it is in memory."""
+    base = hf_base(tmp_path / "base", tie_word_embeddings=tied)
+    resized = hf_load(base)
+    resized.resize_token_embeddings(V + 4)
+    options = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "ensure_weight_tying": tied}
+    theirs = get_peft_model(resized, LoraConfig(**options, modules_to_save=whole))
+    shake(theirs, 1, "modules_to_save.")
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = huggingface.load_model(tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(ours, V + 4), logits_of(theirs, V + 4), rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"use_dora": True}, "use_dora=True"),
-        ({"use_rslora": True}, "use_rslora=True"),
         ({"bias": "all"}, "bias='all'"),
         ({"lora_bias": True}, "lora_bias=True"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
@@ -509,13 +537,16 @@ def test_tied_embeddings_trained_by_peft(tmp_path: Path, both: bool) -> None:
         ({"r": "4"}, "rank='4' must"),
         ({"lora_alpha": "8"}, "alpha='8' positive"),
         ({"lora_alpha": None}, "alpha=None positive"),
+        ({"lora_alpha": "absent"}, "there is no 'lora_alpha'"),
+        ({"r": "absent"}, "there is no 'r'"),
         ({"lora_dropout": None}, "dropout=None from"),
     ],
 )
 def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, changes: dict, words: str) -> None:
     base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
     path = directory / huggingface.ADAPTER_CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    config = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}), encoding="utf-8")
     assert words in error_line(huggingface.load_weights, huggingface.load_model(base), directory)
 
 
