@@ -37,7 +37,6 @@ NULL = r"\N"  # of MySQL, PostgreSQL and Hive in CSV and TSV
 BETWEEN = re.compile(r"[\s,]*")  # JSON values; white space has RFC 7464's record separator, \x1e
 
 
-# What a Report counts per reason, here and in manifest.json, is what people can act on.
 class Report:
     """What was not read, or only after mending.
 
@@ -92,7 +91,7 @@ def container(path: str, head: bytes, txt_split: str) -> str:
         return "parquet"
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
-    # Standard input has no name. A text may begin with a bracket, but hardly so.
+    # Standard input has no name. A text may begin with a bracket, too, but hardly with these two.
     is_json = path == "-" and re.match(rb'\{\s*"|\[\s*[{"\]]', head)
     if suffix in JSON_SUFFIXES or is_json:
         if head.startswith(b"["):
@@ -187,7 +186,7 @@ def records_of(
         yield from text_records(stream, decoder)  # one record, or pieces of one
     elif kind in ("csv", "tsv"):
         csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than an article
-        head = stream.peek()  # bytes, but the marks of CSV are ASCII in any encoding that is left
+        head = stream.peek()  # not decoded: UTF-16 is UTF-8 by now, and what tells is ASCII
         lines = decoded(read_lines(stream), decoder)
         if hint := SEPARATOR.match(head):  # a line for Excel
             head = head[hint.end() :]
@@ -500,22 +499,29 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
             yield first
             continue
         if names and row:
-            detail = detail or width_fault(row, names)
+            detail = width_fault(row, names)
         if detail:
-            # A quote that is never closed swallows all lines behind it. Give back those from the
-            # first that is a row by itself.
-            rows = (k for k in range(1, len(held)) if is_row(held[k], names, dialect))
-            again = next(rows, len(held))
-            lost = sum(map(size_of, held[:again]))
-            waiting.extendleft(reversed(held[again:]))
+            lost = give_back(held, waiting, names, dialect)
+            n_bytes = sum(map(size_of, lost))
             if len(held) > 1:  # which rows they are is a guess
-                detail += f"; left out: {counted(again, 'line')}, {lost:,} bytes"
-            yield first.fail("bad_csv", detail, lost)
+                detail += f"; left out: {counted(len(lost), 'line')}, {n_bytes:,} bytes"
+            yield first.fail("bad_csv", detail, n_bytes)
         elif not names:
             names = column_names(row)
         elif row:
             first.value = table_row(names, row)
             yield first
+
+
+def give_back(
+    held: list[Record], waiting: deque[Record], names: Sequence[str], dialect: dict
+) -> list[Record]:
+    """Let lines of a row that cannot be read wait again, from the first that is a row by itself on.
+    Return the others. For a quote that is never closed takes in all lines behind it."""
+    rows = (k for k in range(1, len(held)) if is_row(held[k], names, dialect))
+    again = next(rows, len(held))
+    waiting.extendleft(reversed(held[again:]))
+    return held[:again]
 
 
 def width_fault(row: list[str], names: Sequence[str]) -> str:

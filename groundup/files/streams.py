@@ -133,22 +133,12 @@ def open_stream(
     encoding: of lines that are not UTF-8, if the user gave it. check: compare the checksums of
     gzip before anything is read, at the price of unpacking twice. Raise UserError if the file
     cannot be opened."""
-    try:
-        if path != "-":
-            regular_size(path)
-        file = sys.stdin.buffer if path == "-" else open(path, "rb")
-        first = file.read(READ_BYTES)
-        if begin:
-            file.seek(begin)
-    except OSError as error:
-        is_pipe = "regular" in (error.strerror or "")
-        hint = "; of a pipe give -, standard input" if is_pipe else ""
-        raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}{hint}") from None
-
-    if first.startswith(LFS_POINTER):
-        raise UserError(f"data: cannot read {shown_name(path)}: it is {POINTER_HINT}")
+    file, first = open_bytes(path)
+    if begin:
+        file.seek(begin)
     chunks = iter(lambda: file.read(READ_BYTES), b"")
     chunks = itertools.chain([] if begin else [first], chunks)
+    # What the file is, its first bytes tell, wherever reading begins. head: these, unpacked.
     head, compression = first, compression_of(first, path)
     if compression:
         twice = file if check and compression == "gz" and file.seekable() else None
@@ -159,10 +149,13 @@ def open_stream(
     elif codec := encodings.wide_codec(head):
         plain, chunks = False, transcode(chunks, codec)
     elif not head.startswith(b"PAR1"):
+        # All parts of a file must be read in one encoding, so each judges the same sample. Only of
+        # plain files can bytes be had from everywhere.
         sample = whole_lines(head, False, len(head) >= READ_BYTES)
         if not compression and path != "-":
             sample = spaced_sample(file, first)
         verdict = encodings.judge(sample, encoding)
+    # A refused file is one that is damaged from its first byte on: one path for both.
     if verdict.refused:
         n_bytes = len(head) if path == "-" else os.fstat(file.fileno()).st_size - begin
         chunks = refusal(reason, verdict.refused, n_bytes)
@@ -170,8 +163,26 @@ def open_stream(
     return io.BufferedReader(Chunks(chunks, verdict, plain, to_close), READ_BYTES)
 
 
+def open_bytes(path: str) -> tuple[BinaryIO, bytes]:
+    """Open a file, or standard input; return it and its first READ_BYTES. Raise UserError."""
+    wrong = f"data: cannot read {shown_name(path)}"
+    try:
+        if path != "-":
+            regular_size(path)
+        file = sys.stdin.buffer if path == "-" else open(path, "rb")
+        first = file.read(READ_BYTES)
+    except OSError as error:
+        is_pipe = "regular" in (error.strerror or "")
+        hint = "; of a pipe give -, standard input" if is_pipe else ""
+        raise UserError(f"{wrong}: {error.strerror}{hint}") from None
+    if first.startswith(LFS_POINTER):
+        raise UserError(f"{wrong}: it is {POINTER_HINT}")
+    return file, first
+
+
 def compression_of(first: bytes, path: str) -> str:
     """Return how a file is packed, by its first bytes or else by its name; "" = it is not."""
+    # By its name even if its first bytes are others: then it is damaged, and that is reported.
     named = os.path.splitext(path.lower())[1][1:]
     by_magic = (name for name, (magic, _, _) in PACKED.items() if first.startswith(magic))
     return next(by_magic, named if named in PACKED else "")
@@ -198,6 +209,7 @@ def hash_part(file: BinaryIO, begin: int, end: int | None, digest: Any) -> None:
 
 def with_head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
     """Return the first READ_BYTES or more, as far as they can be read, and all chunks."""
+    # Damage within the head is raised behind it, so that what came before is read.
     head, damages = b"", []
     try:
         while len(head) < READ_BYTES and (chunk := next(chunks, None)) is not None:
@@ -225,7 +237,7 @@ def no_text(head: bytes, path: str, compression: str) -> str:
     _, unpack, flags = PACKED.get(compression, (b"", "", "-xf"))
     if head[257:262] == b"ustar":
         return f"a tar archive; unpack it: tar {flags} {name}"
-    if compression and head.startswith(MAGIC):
+    if compression and head.startswith(MAGIC):  # unpacking at any depth would let bombs through
         return f"packed twice; unpack it once: {unpack.format(name=name)}"
     is_zip = head.startswith(b"PK\x03\x04")
     if is_zip and (head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype"):
@@ -235,6 +247,7 @@ def no_text(head: bytes, path: str, compression: str) -> str:
             return what.format(name=name)
     if PICKLE.match(head):
         return UNPICKLE
+    # No text has NUL but UTF-16 and UTF-32, and parquet is no text.
     if b"\0" in head and not head.startswith(b"PAR1") and not encodings.wide_codec(head):
         place = head.index(b"\0")
         return f"not text: byte {place:,} is NUL, and the file is not UTF-16 or UTF-32"
@@ -249,6 +262,7 @@ def spaced_sample(file: BinaryIO, first: bytes) -> bytes:
     if size <= SAMPLES * SAMPLE_BYTES:
         return os.pread(file.fileno(), size, 0)
     blocks = []
+    # The first begins at the file's first byte, the last ends at its last.
     for k in range(SAMPLES):
         place = (size - SAMPLE_BYTES) * k // (SAMPLES - 1)
         block = os.pread(file.fileno(), SAMPLE_BYTES, place)
@@ -345,6 +359,7 @@ def checked_gzip(chunks: Iterator[bytes], file: BinaryIO, path: str) -> Iterator
     """Unpack a gzip file whose checksums have been compared. The sum of a member comes last, so
     nothing of a member with a wrong sum can be trusted, and nothing behind it can be found. A
     member that is cut has no sum; what there is of it is read."""
+    # First pass: how many bytes can be trusted, those of whole members whose sums are right?
     n_made, n_trusted, damage = 0, 0, None
     try:
         for made, ended in members(chunks, path, "gz"):
@@ -356,6 +371,7 @@ def checked_gzip(chunks: Iterator[bytes], file: BinaryIO, path: str) -> Iterator
     wrong = damage is not None and damage.args[1].startswith("damaged")
     if not wrong:  # whole, or cut
         n_trusted = n_made
+    # Second pass: hand these out. To keep them from the first pass might take all memory.
     file.seek(0)
     n_left = n_trusted
     again = members(iter(lambda: file.read(READ_BYTES), b""), path, "gz")
@@ -381,15 +397,17 @@ def transcode(chunks: Iterator[bytes], codec: str) -> Iterator[bytes]:
     line_end = "\n".encode(codec)
     held, damage = b"", None
     while True:
+        # Damage of the input waits until what came before it is handed out.
         try:
             chunk = next(chunks, b"")
         except Damage as found:
             chunk, damage = b"", found
         held += chunk
+        # Decode up to the last line end: behind it a character may be cut.
         end = aligned_rfind(held, line_end, width) + width
         if not chunk:
             end = len(held)
-        elif end < width:  # no line end
+        elif end < width:  # no line end: hold more, but not without bound
             if len(held) < 4 * READ_BYTES:
                 continue
             end = len(held) // width * width
@@ -423,6 +441,7 @@ def sound_bytes(raw: bytes, codec: str, width: int, line_end: bytes) -> tuple[in
     """Return how many bytes are whole lines in which no byte is missing, and what is wrong with
     the next one, "" if nothing is. After a lost byte a line end stands where no character begins,
     or the text ends within a character."""
+    # Two tests, for a text with a byte lost is a text of other characters, nearly all of them valid.
     bad, problem = len(raw), ""
     place = raw.find(line_end)
     while place >= 0 and place % width == 0:
