@@ -361,8 +361,9 @@ ANSWER_NAMES = usual_names(
 # ---- keys that no reader asked for -----------------------------------------------------------
 
 MOST_UNREAD = 12  # keys that are named
-# Names of what is about a row and no part of what it says; so are names that end in id.
-ABOUT = {"source", "url", "made_by", "prompt_id", "uuid", "index"}
+# Names of what is about a row and no part of what it says; so are names that end in _id.
+# pandas writes the numbers of rows under "", and reads them as "Unnamed: 0".
+ABOUT = {"", "id", "uuid", "index", "source", "url", "made_by"}
 
 
 def describe_unread(counts: Counter[str]) -> str:
@@ -423,9 +424,7 @@ def keys_read(
 
 def is_about(key: str) -> bool:
     name = key.lower()
-    # pandas writes the numbers of rows under "" and reads them as "Unnamed: 0"
-    unnamed = not name or name.startswith("unnamed: ")
-    return unnamed or name in ABOUT or name == "id" or name.endswith("_id")
+    return name in ABOUT or name.endswith("_id") or name.startswith("unnamed: ")
 
 
 def unread_settings(settings: object) -> list[str]:
@@ -828,8 +827,7 @@ def two_outputs(row: dict) -> Pair:
     if not isinstance(outputs, list) or len(outputs) != 2:
         hint = "; this is instructions (Alpaca), of kind='chat'" if isinstance(outputs, str) else ""
         raise BadRow(f"output is not a list of a chosen and a rejected answer{hint}")
-    sides = {"chosen": outputs[0], "rejected": outputs[1]}
-    return two_answers("instruction,input?", row | sides)
+    return two_answers("instruction,input?", row | {"chosen": outputs[0], "rejected": outputs[1]})
 
 
 def best_and_worst(prompt: str, key: str, answer: str, score: str, row: dict) -> Pair:
@@ -846,14 +844,17 @@ def best_and_worst(prompt: str, key: str, answer: str, score: str, row: dict) ->
     return two_answers(prompt, row | {"chosen": best[1], "rejected": worst[1]})
 
 
-def preferred(
-    prompt: str, first: str, second: str, wins: Callable[[dict], float], row: dict
-) -> Pair:
-    """Return the answers under two keys. wins(row): 1 if the first is better, 0 if the second."""
-    won = wins(row)
-    if won not in (0, 1):
+def preferred(prompt: str, first: str, second: str, verdict: str, says: tuple, row: dict) -> Pair:
+    """Return the pair of the answers under two keys; the verdict's key tells which is better.
+
+    says: what stands there if the first is, and if the second is; or BY_SIGN."""
+    score = as_score(row, verdict)
+    if says is BY_SIGN:  # how much better; 0 and nan stay without a winner
+        score = (score > 0) - (score < 0)
+    said = str(row[verdict]) if math.isnan(score) else score
+    if said not in says:
         raise BadRow("neither answer is preferred")
-    better, worse = (first, second) if won else (second, first)
+    better, worse = (first, second) if said == says[0] else (second, first)
     if not prompt:
         return two_dialogues(better, worse, row)
     return two_answers(prompt, row | {"chosen": row[better], "rejected": row[worse]})
@@ -861,28 +862,12 @@ def preferred(
 
 def comments(row: dict) -> Pair:
     """Return the comments on a post, the better one first (SHP)."""
+    # Here "history" is the post itself; elsewhere it is turns before the question.
     asked = {"prompt": row["history"], "history": None}
-    first_wins = partial(as_score, key="labels")
-    return preferred("prompt", "human_ref_A", "human_ref_B", first_wins, row | asked)
+    return preferred("prompt", "human_ref_A", "human_ref_B", "labels", (1, 0), row | asked)
 
 
-def second_wins(key: str, row: dict) -> float:
-    return 1 - as_score(row, key)
-
-
-def sign(key: str, row: dict) -> float:
-    """Return 1 for a preference below 0, for the first answer, 0 for one above (HelpSteer)."""
-    score = as_score(row, key)
-    return math.nan if not score or math.isnan(score) else float(score < 0)
-
-
-def first_or_second(key: str, row: dict) -> float:
-    """Return 1 for a preference of 1, for the first answer, 0 for one of 2 (AlpacaFarm)."""
-    return 2 - as_score(row, key)
-
-
-def winner(key: str, row: dict) -> float:
-    return {"model_a": 1.0, "model_b": 0.0}.get(str(row[key]), math.nan)
+BY_SIGN = (-1, 1)  # HelpSteer's preference: -3 .. 3, below 0 for the first
 
 
 # ---- the formats: the first that fits is taken -----------------------------------------------
@@ -894,6 +879,7 @@ def asked_keys(question: str) -> str:
     return f"{question.replace('?', '')},{ASKED}"
 
 
+# The makers of formats below get the text_keys and derive from them which keys a row must have.
 def telling(name: str, question: str, answer: str) -> RowFormat:
     """Return a format of documents that are a question and its answer."""
     read_row = partial(question_and_answer, question, answer)
@@ -995,17 +981,12 @@ HH_CHAT = RowFormat(
 
 
 def alone(question: str) -> RowFormat:
+    """Return a format of rows whose question has no answer, or one that is no text."""
     key = first_key(question)
     return RowFormat(f"{key}s", key, partial(open_question, question), asked_keys(question))
 
 
-QUESTIONS = (  # without an answer, or with one that is no text
-    alone("prompt"),
-    alone("instruction,input?"),
-    alone("question"),
-    alone("problem"),
-    alone("input"),
-)
+QUESTIONS = tuple(map(alone, ("prompt", "instruction,input?", "question", "problem", "input")))
 
 
 def answering(name: str, question: str) -> RowFormat:
@@ -1025,10 +1006,10 @@ def scoring(name: str, keys: str, answer: str, score: str) -> RowFormat:
     return RowFormat(name, keys, partial(best_and_worst, *keys.split(","), answer, score), ASKED)
 
 
-def better(name: str, keys: str, wins: Callable[[str, dict], float]) -> RowFormat:
+def better(name: str, keys: str, says: tuple) -> RowFormat:
     """Return a format of rows with a question, if any, two answers and which of them is better."""
     *prompt, first, second, verdict = keys.split(",")
-    read_row = partial(preferred, "".join(prompt), first, second, partial(wins, verdict))
+    read_row = partial(preferred, "".join(prompt), first, second, verdict, says)
     return RowFormat(f"the better of two {name}", keys, read_row, ASKED)
 
 
@@ -1057,16 +1038,14 @@ PAIRS = (
         "fine-grained_score",
     ),
     # two answers, and a verdict
-    better(
-        "responses (PKU-SafeRLHF)", "prompt,response_0,response_1,better_response_id", second_wins
-    ),
-    better("responses (HelpSteer2)", "prompt,response_1,response_2,preference_strength", sign),
-    better("responses (HelpSteer3)", "context,response1,response2,overall_preference", sign),
+    better("responses (PKU-SafeRLHF)", "prompt,response_0,response_1,better_response_id", (0, 1)),
+    better("responses (HelpSteer2)", "prompt,response_1,response_2,preference_strength", BY_SIGN),
+    better("responses (HelpSteer3)", "context,response1,response2,overall_preference", BY_SIGN),
     RowFormat(
         "the better of two comments (SHP)", "history,human_ref_A,human_ref_B,labels", comments
     ),
-    better("outputs (AlpacaFarm)", "instruction,output_1,output_2,preference", first_or_second),
-    better("conversations (arena)", "conversation_a,conversation_b,winner", winner),
+    better("outputs (AlpacaFarm)", "instruction,output_1,output_2,preference", (1, 2)),
+    better("conversations (arena)", "conversation_a,conversation_b,winner", ("model_a", "model_b")),
     # a list of the better answer and the worse
     RowFormat("instructions with two outputs", "instruction,output", two_outputs, f"input,{ASKED}"),
 )
