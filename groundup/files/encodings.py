@@ -126,11 +126,13 @@ def wide_codec(head: bytes) -> str:
             return codec
     if b"\0" not in head:
         return ""
+    # Two witnesses, for NULs may be damage: charset-normalizer, and more spaces and line ends on
+    # this side than on the other.
     sample = head[: 2**16]
     found = from_bytes(sample[: len(sample) // 2 * 2]).best()
     if found is None or head[0] >= 0xFE:
         return ""
-    for codec in ("utf-16-le", "utf-16-be"):
+    for codec in ("utf-16-le", "utf-16-be"):  # UTF-32 without a mark hardly exists
         text = sample[: len(sample) // 2 * 2].decode(codec, "replace")
         n_bad = text.count("\ufffd")
         if "\0" in text or n_bad > 2 + len(text) / 1000:

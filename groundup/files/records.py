@@ -125,6 +125,7 @@ def lines_of_arrays(head: bytes, named: bool) -> bool:
     """Return whether a file that begins with "[" has an array in each line, such as the messages of
     a conversation. named: its name says that it has lines; its only line is then a row, not an
     array of rows."""
+    # Without its name, a line that is an array and another that begins one tell.
     first, *rest = (line.strip() for line in head.split(b"\n"))
     following = next(filter(None, rest), b"")
     if re.match(rb"\[\s*\{", first) and not re.search(rb'"(role|from)"', first):
@@ -153,7 +154,7 @@ def read_records(
     # Of parquet begin and end are row groups, not bytes, so the stream is not opened there.
     if begin and is_parquet(path):
         report.sha256 = None  # the whole file is hashed with its first part
-        yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
+        yield from parquet_rows(path, begin, end, columns, report)
         return
     with streams.open_stream(path, max(begin - 1, 0), encoding, check=True) as stream:
         raw = stream.raw
@@ -164,7 +165,7 @@ def read_records(
         if report.sha256 and raw.file:
             streams.hash_part(raw.file, begin, None if kind == "parquet" else end, report.sha256)
         if kind == "parquet":
-            yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
+            yield from parquet_rows(path, begin, end, columns, report)
             return
         yield from records_of(stream, kind, begin, end, names)
         # What no reader took counts as well: lines of white space, the rest behind damage.
@@ -209,8 +210,12 @@ def is_parquet(path: str) -> bool:
         return container(path, f.read(4), "file") == "parquet"
 
 
-def counted_rows(rows: Iterator[tuple[Record, int]], report: Report) -> Iterator[Record]:
-    for record, n_bytes in rows:
+def parquet_rows(
+    path: str, begin: int, end: int | None, columns: list[str] | None, report: Report
+) -> Iterator[Record]:
+    """Yield the rows of parquet, and add their bytes, which are not those of the file, to the
+    report."""
+    for record, n_bytes in parquet.parquet_records(path, begin, end, columns):
         report.n_bytes += n_bytes
         yield record
 
@@ -419,7 +424,7 @@ def dialect_of(kind: str, head: bytes) -> dict | None:
         most = widths and 2 * widths.count(widths[0]) > len(widths)
         return widths[0] if most and widths[0] > 1 else 0
 
-    mark = max(",;\t|", key=n_fields)  # of equals the first
+    mark = max(",;\t|", key=n_fields)  # of equals the first, so a comma if none makes two fields
     others = head.partition(b"\n")[0].split(mark.encode())[1:]
     # By hand: a, b. White space that means something, as in code, is more than one character.
     typed = bool(others) and all(name.startswith(b" ") for name in others)
@@ -561,6 +566,7 @@ def csv_lines(lines: Iterator[Record], waiting: deque[Record], held: list[Record
     while record := waiting.popleft() if waiting else next(lines, None):
         held.append(record)
         size += len(record.value or "")
+        # An error here ends csv.reader's row, and csv_records looks at what is held.
         if record.problem or size > MAX_BYTES or len(held) > MAX_CSV_LINES:
             raise csv.Error(record.detail or "a quote is not closed")
         yield record.value + "\n"
@@ -570,7 +576,7 @@ def is_row(line: Record, names: Sequence[str], dialect: dict) -> bool:
     """Return whether a line is a row by itself, or a problem of its own."""
     if line.problem:
         return True
-    try:
+    try:  # a quote that the line opens and does not close is an error, for dialects are strict
         return len(next(csv.reader([line.value], **dialect), ())) == len(names)
     except csv.Error:
         return False
@@ -770,15 +776,15 @@ class JsonStream:
                 continue
             if isinstance(value, dict | list):
                 return value, end
-            # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9; and what follows a
-            # text tells whether it is an element
+            # At the end of what is held a number may go on: 1 as 1.5, and what stands here as 1e+
+            # as 1e+9. And only what follows a text tells whether it is an element.
             near_end = len(self.text) - len("e+")
             if self.WHITE_SPACE.match(self.text, end).end() < near_end or not self._read():
                 return value, end
 
     def _next(self) -> str:
         """Return the next character that is no white space, "" at the end."""
-        self.space = ""
+        self.space = ""  # kept for `_opening`: elements of a file have the same indentation
         while True:
             end = self.WHITE_SPACE.match(self.text, self.pos).end()
             if end > self.pos:

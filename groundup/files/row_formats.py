@@ -700,11 +700,6 @@ def has_texts_by_turns(row: dict) -> bool:
     return isinstance(found, list) and all(isinstance(one, str) for one in found)
 
 
-def has_turns_of_context(row: dict) -> bool:
-    """Return whether the context of two answers is the turns before them, not a passage."""
-    return is_turns(row["context"])
-
-
 def first_answer(row: dict) -> list[dict]:
     """Return a question about a passage, and the first of the answers that are right (SQuAD)."""
     found = unpacked(row["answers"])  # CSV has lists as JSON
@@ -1022,7 +1017,10 @@ PAIRS = (
     answering("inputs", "input"),
     answering("turns (UltraInteract)", "trajectory"),
     answering("messages", "messages"),
-    answering("contexts (ColossalAI)", "context")._replace(fits=has_turns_of_context),
+    # a context of turns; a passage would need a question beside it
+    answering("contexts (ColossalAI)", "context")._replace(
+        fits=lambda row: is_turns(row["context"])
+    ),
     # whole conversations that differ in the last answer
     conversing("threads (ms-swift)", "messages,rejected_messages"),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),

@@ -111,6 +111,7 @@ class Chunks(io.RawIOBase):
             self.file.close()
 
     def readinto(self, buffer: memoryview) -> int:
+        # BufferedReader asks here and does the rest: readline, peek, read.
         while not self.rest:
             try:
                 self.rest = memoryview(next(self.chunks))
@@ -273,6 +274,7 @@ def spaced_sample(file: BinaryIO, first: bytes) -> bytes:
 def whole_lines(block: bytes, cut_before: bool, cut_after: bool) -> bytes:
     """Return a block without the lines that it has in part; of one long line the whole words: a
     byte below 0x30 is no part of a character in any encoding."""
+    # A character that is cut would look like a fault of the encoding.
     marks = b"\n" if b"\n" in block[:-1] else bytes(range(0x30))
     firsts = [place for mark in marks if (place := block.find(mark)) >= 0]
     if not firsts:
@@ -325,7 +327,7 @@ def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tu
         for begin in range(0, len(chunk), 2**11):
             piece = chunk[begin : begin + 2**11]
             n_read += len(piece)
-            # zeros after a stream are padding
+            # One piece may end a stream and begin the next. Zeros between them are padding.
             while piece := piece.lstrip(b"\0") if decompressor.eof else piece:
                 if decompressor.eof:
                     decompressor = new()
@@ -347,7 +349,7 @@ def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tu
                         "bomb; to use them, decompress the file"
                     )
                 if problem:
-                    lost = len(chunk) - begin + sum(map(len, chunks))
+                    lost = len(chunk) - begin + sum(map(len, chunks))  # to the end of the file
                     raise Damage("truncated_file", problem, lost)
                 yield made, decompressor.eof
                 piece = decompressor.unused_data
@@ -360,7 +362,7 @@ def checked_gzip(chunks: Iterator[bytes], file: BinaryIO, path: str) -> Iterator
     nothing of a member with a wrong sum can be trusted, and nothing behind it can be found. A
     member that is cut has no sum; what there is of it is read."""
     # First pass: how many bytes can be trusted, those of whole members whose sums are right?
-    n_made, n_trusted, damage = 0, 0, None
+    n_made, n_trusted, damage = 0, 0, None  # n_trusted: at the end of the last whole member
     try:
         for made, ended in members(chunks, path, "gz"):
             n_made += len(made)
@@ -393,7 +395,7 @@ def transcode(chunks: Iterator[bytes], codec: str) -> Iterator[bytes]:
     """Turn UTF-16 or UTF-32 into UTF-8, some lines at a time. A lone surrogate becomes bytes that
     are not UTF-8, so that it costs its line alone. Behind a lost byte nothing is text any more:
     raise Damage there."""
-    width = 2 if "16" in codec else 4
+    width = 2 if "16" in codec else 4  # bytes of a code unit
     line_end = "\n".encode(codec)
     held, damage = b"", None
     while True:

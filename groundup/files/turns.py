@@ -217,6 +217,7 @@ def plain_message(turn: dict) -> dict | None:
 
 def is_thread(value: object) -> bool:
     """Return whether a value is a list of objects, or of several texts."""
+    # a single text in a list is no conversation: most such lists are tags
     found = unpacked(value) if isinstance(value, str) and value.startswith("[") else value
     texts = isinstance(found, list) and len(found) > 1
     return listed(found) is not None or (texts and all(isinstance(one, str) for one in found))
@@ -229,6 +230,7 @@ def texts_by_turns(value: object) -> list[dict]:
     if not is_thread(value):
         inner = f" with {type(value[0]).__name__}" if isinstance(value, list) else ""
         raise BadRow(f"{type(value).__name__}{inner}, not a list of turns")
+    # The user begins, and the two take turns.
     turns = [message(("user", "assistant")[i % 2], said) for i, said in enumerate(value)]
     marks = {"user": "\u95ee\uff1a", "assistant": "\u7b54\uff1a"}  # HuatuoGPT's
     if all(turn["content"].startswith(marks[turn["role"]]) for turn in turns):
@@ -253,6 +255,7 @@ def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
     """Return messages of [{question: ..., answer: ...}, ...]; the last answer may be missing.
 
     The first may have a system message (xtuner), which others may repeat."""
+    # A system message in the middle would change who answers; no template can write that.
     system = turns[0].get("system")
     if any(turn.get("system") not in (None, "", system) for turn in turns):
         raise BadRow("a system message not first")
@@ -289,6 +292,7 @@ def said(messages: list[dict]) -> list[tuple[str, str]]:
 
 def name_of(turn: dict) -> object:
     """Return the name of a turn's role, in lower case if it is text."""
+    # "Tool Response" and "tool-response" are tool_response
     name = first_of(turn, ROLE_KEYS)
     return re.sub("[ -]", "_", name.strip().lower()) if isinstance(name, str) else name
 
@@ -320,6 +324,7 @@ def naming(found: list[dict]) -> str:
     content = next((key for key in texts if key in CONTENT_KEYS), texts[-1] if texts else "KEY")
     role = next((key for key in texts if key in ROLE_KEYS), "")
     role = role or next((key for key in texts if key != content), "KEY")
+    # only what must be said
     names = [] if role in ROLE_KEYS else [f"role={role}"]
     names += [] if content in CONTENT_KEYS else [f"content={content}"]
     return ",".join(names)
@@ -387,6 +392,7 @@ def with_thoughts(thoughts: str, text: str | None) -> str | None:
     """Return an answer with its thoughts in front; they may be there already."""
     if not thoughts:
         return text
+    # Some sets have the thoughts twice: under a key of their own, and in the text.
     if text is not None and text.lstrip().startswith("<think>"):
         if thoughts.strip() not in text:
             raise BadRow("a turn holds thoughts twice: within <think>, and others beside it")
@@ -421,7 +427,7 @@ def is_id(value: object) -> bool:
 
 def turn_is_learned(turn: dict) -> bool:
     """Return whether an answer is to be learned. Raise BadRow if only a part of it is."""
-    parts = [part for part in listed(turn.get("content")) or [] if is_text_part(part)]
+    parts = [part for part in listed(turn.get("content")) or [] if kind_of(part) in TEXT_PARTS]
     parts += listed(turn.get("train_detail")) or []
     # The mask is for whole answers. A flag of the turn that says no settles it for all parts.
     flags = {is_learned(part) for part in parts}
@@ -432,6 +438,7 @@ def turn_is_learned(turn: dict) -> bool:
 
 # ---- parts of a content ----------------------------------------------------------------------
 
+# Types of parts: OpenAI's two interfaces, Anthropic's and Qwen's names for the same.
 TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHT_PARTS = ("thinking", "reasoning")
 MEDIA_PART = re.compile("(input_)?(image|video|audio)(_url)?")
@@ -447,10 +454,6 @@ def kind_of(part: object) -> str:
     kind = part.get("type")
     keys = [key for key, value in part.items() if value is not None]  # parquet fills up with null
     return str(kind or ("text" if keys == ["text"] else keys_of(dict.fromkeys(keys))))
-
-
-def is_text_part(part: object) -> bool:
-    return kind_of(part) in TEXT_PARTS
 
 
 def text_of_part(part: dict | str) -> str:
@@ -591,6 +594,7 @@ def chat_problem(messages: list[dict], row: object = None) -> str:
         return "bad answer"
     if any(is_blank(message["content"]) for message in answers):
         return "empty answer"
+    # A conversation may begin with either side, as if after a system message.
     for role, following in itertools.pairwise(["system", *roles]):
         if following not in FOLLOWERS[role]:
             if role == following:
@@ -599,7 +603,7 @@ def chat_problem(messages: list[dict], row: object = None) -> str:
     return ""
 
 
-FOLLOWERS = {  # which turns may follow one; a conversation begins as if after a system message
+FOLLOWERS = {  # which turns may follow one
     "system": ("system", "user", "assistant"),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
@@ -652,6 +656,7 @@ def is_unfinished(row: dict, pair: Pair) -> bool:
 
     It says so under finish_reason, under that of a side, or under that of the answer among its
     completions."""
+    # A model would learn to stop in the middle, or to dislike what was only cut.
     names = ("finish_reason", "chosen_finish_reason", "rejected_finish_reason")
     if any(row.get(name) == "length" for name in names):
         return True

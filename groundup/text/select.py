@@ -443,12 +443,9 @@ def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer,
 
 
 def write_rows(
-    parts: list[SourceDocs],
-    chosen: Selection,
-    recipe: Recipe,
-    tokenizer: Tokenizer | None,
+    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer | None,
     info: dict,
-) -> dict:
+) -> dict:  # fmt: skip
     """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and
     masks of conversations beside them, but for those held out. Write the manifest with the entries
     `info`; return it."""
