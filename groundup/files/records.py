@@ -1,8 +1,16 @@
 """What a file holds, record by record, each with its line and byte offset: lines, paragraphs,
 texts, JSON, CSV. Problems are records too: nothing raises because of a file's content.
 
-A file's first bytes decide what it is, and where these cannot tell, its name does. The bytes are in
-streams.py, encodings in encodings.py, rows of parquet in parquet.py.
+A file's first bytes decide what it is, and where these cannot tell, its name does. What most files
+hold goes through four steps:
+
+    open_stream (streams.py)                the bytes, unpacked
+    read_lines or paragraphs                bytes, cut at line ends
+    decoded (encodings.py)                  text
+    jsonl_records, csv_records, plain_rows  what the lines say
+
+An array of JSON and a text that is one document have no lines to go by: `json_records` and
+`text_records` take the stream itself. Rows of parquet come from parquet.py.
 """
 
 import codecs
@@ -162,6 +170,7 @@ def read_records(
             kind = "jsonl" if suffix_of(path) in JSON_SUFFIXES else txt_split
         else:
             kind = container(path, stream.peek(), txt_split)
+        # standard input cannot be read twice, so it has no sum
         if report.sha256 and raw.file:
             streams.hash_part(raw.file, begin, None if kind == "parquet" else end, report.sha256)
         if kind == "parquet":
@@ -330,6 +339,7 @@ def text_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record
     problem. What came before damage is kept."""
     held, n_chars, n_pieces, n_problems = [], 0, 0, 0
     name = "utf-8"
+    # Pieces have one place, the file's, for all of it is one document.
     for record in text_lines(stream, decoder):
         if record.problem:
             n_problems += 1

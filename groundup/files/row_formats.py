@@ -38,6 +38,7 @@ from groundup.files.turns import (
     read_turns,
     turns_at,
     unpacked,
+    usual_names,
     with_system,
 )
 
@@ -333,11 +334,6 @@ def usual_keys(keys: tuple[str, ...], answers: bool) -> list[str]:
         name = names.get(key) or (key.lower() if key.lower() in COLUMNS else key)
         found.append(key if name in keys or name in found else name)
     return found if found != list(keys) else []
-
-
-def usual_names(**names: str) -> dict[str, str]:
-    """Return {rarer name: usual name} of names that are given the other way round."""
-    return {name: usual for usual, rarer in names.items() for name in rarer.split()}
 
 
 # Each of these means one thing wherever it stands, so it is renamed before anything else.

@@ -1,5 +1,10 @@
 """The bytes of a raw file as text in UTF-8 or one other encoding, in bounded memory: compression
-is undone, UTF-16 and UTF-32 are transcoded, what is no text is refused by name."""
+is undone, UTF-16 and UTF-32 are transcoded, what is no text is refused by name.
+
+`open_stream` asks the first bytes three questions: is the file packed, is it something else than
+text, and in which encoding is it? Each answer puts a generator of bytes behind the one before. What
+goes wrong on the way is an exception, Damage, only until it reaches Chunks: from there on it is the
+end of the stream, with a note why, so that whoever reads keeps what came before."""
 
 import bz2
 import codecs
@@ -24,8 +29,9 @@ from groundup.files.untrusted import LFS_POINTER, POINTER_HINT, regular_size
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 READ_BYTES = 2**20
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a large file, evenly spaced: they tell its encoding
+# A few kilobytes may unpack to terabytes. Compressed text grows 3 to 30 times.
 BOMB_BYTES = 2**26  # a packed file may become so large whatever its size
-BOMB_FACTOR = 200  # compressed text grows 3 to 30 times
+BOMB_FACTOR = 200
 ZSTD_WINDOW = 2**31  # zstd --long=31, as the dumps of Pushshift have it
 XZ_MEMORY = 2**31  # bytes; xz -9 needs 64 MiB, a dictionary of 1.5 GiB (the largest) somewhat more
 PACKED = {  # by suffix: first bytes, the command that unpacks it, what tar needs for it
@@ -35,7 +41,8 @@ PACKED = {  # by suffix: first bytes, the command that unpacks it, what tar need
     "zst": (b"\x28\xb5\x2f\xfd", "zstd -d --long=31 {name}", "--zstd -xf"),
 }
 MAGIC = tuple(magic for magic, _, _ in PACKED.values())
-NOT_TEXT = {  # first bytes: what it is, and what to do
+# First bytes: what it is, and what to do. Read as text, any of these would give documents of noise.
+NOT_TEXT = {
     b"PK\x03\x04": "a zip archive; unpack it: unzip {name}",
     b"WARC/": "a web archive; write its texts as JSON lines, as with warcio and trafilatura",
     b'<doc id="': "pages of WikiExtractor; run it with --json, and let the names end in .jsonl",

@@ -72,7 +72,7 @@ def is_learned(holder: dict, flags: tuple[str, ...] = WEIGHTS) -> bool:
 
 @lru_cache(maxsize=256)  # the rows of a file have the same keys
 def keys_among(flags: tuple[str, ...], keys: tuple[str, ...]) -> list[str]:
-    """Return the keys that are flags, in the order of these; a table may write them in capitals."""
+    """Return the keys that are flags, in the order of the flags; a table may have capitals."""
     return [key for flag in flags for key in keys if str(key).lower() == flag]
 
 
@@ -80,6 +80,7 @@ def label_of(row: object) -> bool | None:
     """Return whether a row says that its last answer is a good one, None if it does not say."""
     if not isinstance(row, dict):
         return None
+    # Other sets have labels of their own, such as 3: only 0 and 1 are KTO's.
     labels = [as_number(row[key]) for key in keys_among(KTO_LABELS, tuple(row))]
     return next((label == 1 for label in labels if label in (0, 1)), None)
 
@@ -91,15 +92,20 @@ def is_bad(row: object) -> bool:
 
 # ---- the keys and roles of turns ---------------------------------------------------------------
 
+
+def usual_names(**names: str) -> dict[str, str]:
+    """Return {any name: usual name}, of names that are given the other way round."""
+    return {name: usual for usual, others in names.items() for name in others.split()}
+
+
 # Names of roles in published sets, in lower case. The sets say nothing about their form, so all
 # forms are read from all of them: a turn is understood by its keys alone.
-ROLES = {
-    "system": "system developer",
-    "user": "user human prompter",
-    "assistant": "assistant gpt chatgpt chatbot bing bard bot ai model function_call tool_call",
-    "tool": "tool observation function ipython tool_response function_response tool_result",
-}
-ROLES = {name: role for role, names in ROLES.items() for name in names.split()}
+ROLES = usual_names(
+    system="system developer",
+    user="user human prompter",
+    assistant="assistant gpt chatgpt chatbot bing bard bot ai model function_call tool_call",
+    tool="tool observation function ipython tool_response function_response tool_result",
+)
 CALLERS = ("function_call", "tool_call")  # roles of turns that are calls and nothing else
 
 ROLE_KEYS = ("role", "from")
@@ -141,6 +147,7 @@ def unpacked(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         pass
+    # literal_eval evaluates literals alone, so it is safe, but it takes much memory.
     if value.startswith(("[{'", "{'")) and len(value) < MOST_PYTHON:
         with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             plain = NUMPY.sub(lambda found: found[1] or IN_PYTHON.get(found[0], ""), value)
@@ -732,6 +739,7 @@ def question_turns(text: str) -> list[dict]:
     return dialogue_turns(text.rstrip(), pattern)[:-1]
 
 
+# Three sets with a form of their own: glaive's function calls, MOSS, and OpenAssistant's trees.
 GLAIVE_TURN = re.compile(r"(?:\A|\n+)\s*(USER|ASSISTANT|FUNCTION RESPONSE): ")
 # arguments are an object, often within single quotes
 GLAIVE_CALL = re.compile(
