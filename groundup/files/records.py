@@ -133,7 +133,7 @@ def lines_of_arrays(head: bytes, named: bool) -> bool:
     """Return whether a file that begins with "[" has an array in each line, such as the messages of
     a conversation. named: its name says that it has lines; its only line is then a row, not an
     array of rows."""
-    # Without its name, a line that is an array and another that begins one tell.
+    # If the name does not tell, the next line does: it begins an array as well.
     first, *rest = (line.strip() for line in head.split(b"\n"))
     following = next(filter(None, rest), b"")
     if re.match(rb"\[\s*\{", first) and not re.search(rb'"(role|from)"', first):
@@ -600,7 +600,7 @@ def check_depth(value: dict | list, most: int = MAX_DEPTH) -> None:
     if most == 0:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
     for inner in value.values() if type(value) is dict else value:
-        # type, not isinstance: json makes no others, and most values are neither
+        # JSON makes no subclasses, so type serves; it is faster than isinstance
         if type(inner) in (dict, list):
             check_depth(inner, most - 1)
 

@@ -48,7 +48,7 @@ class RowFormat(NamedTuple):
     keys: str  # a row that has all of these has this format
     read: Callable[[dict], str | list[dict] | Pair]
     also: str = ""  # keys that are read, too, where a row has them
-    fits: Callable[[dict], bool] = lambda row: True  # what else a row of this format fulfils
+    fits: Callable[[dict], bool] = lambda row: True  # what else is true of a row of this format
 
 
 def document_of(row: object, text_key: str = "") -> tuple[str, str]:
@@ -568,7 +568,7 @@ def turns_of_answer(value: object) -> list[dict] | None:
 
 def without_space(question: str, said: str, row: dict) -> str:
     """Return an answer to a question; one that goes on with a dialogue begins with a space."""
-    # In "...Assistant:" and " Yes" the space separates the two; the model writes its own.
+    # In "...Assistant:" and " Yes" the space stands between the two, and is not said.
     is_text = said.startswith(" ") and isinstance(row[first_key(question)], str)
     opened = is_text and turns.OPEN_DIALOGUE.fullmatch(text(question, row))
     return said.removeprefix(" ") if opened else said
@@ -965,7 +965,7 @@ CHATS = (
     talking("texts by turns (UltraChat)", "data")._replace(fits=has_texts_by_turns),
 )
 
-# Not in the table: it is a pair, and a chat only to who asks for one.
+# Not in the table, for such a row is a pair first; see `format_of`.
 HH_CHAT = RowFormat(
     "the better of two dialogues (hh-rlhf)", "chosen,rejected", partial(dialogue_at, "chosen")
 )

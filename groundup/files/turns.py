@@ -136,7 +136,8 @@ NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where 
 
 
 # ---- values of rows ---------------------------------------------------------------------------
-# CSV and parquet have no objects of any form, so sets keep turns, calls and tools there as text.
+# CSV has no objects, and parquet only those of one fixed form, so many sets keep turns, calls and
+# tools as text.
 
 
 def unpacked(value: object) -> object:
@@ -224,7 +225,7 @@ def plain_message(turn: dict) -> dict | None:
 
 def is_thread(value: object) -> bool:
     """Return whether a value is a list of objects, or of several texts."""
-    # a single text in a list is no conversation: most such lists are tags
+    # a list of a single text is no conversation: nothing answers it
     found = unpacked(value) if isinstance(value, str) and value.startswith("[") else value
     texts = isinstance(found, list) and len(found) > 1
     return listed(found) is not None or (texts and all(isinstance(one, str) for one in found))
@@ -262,7 +263,7 @@ def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
     """Return messages of [{question: ..., answer: ...}, ...]; the last answer may be missing.
 
     The first may have a system message (xtuner), which others may repeat."""
-    # A system message in the middle would change who answers; no template can write that.
+    # Only one for all: a conversation has its system message before all turns.
     system = turns[0].get("system")
     if any(turn.get("system") not in (None, "", system) for turn in turns):
         raise BadRow("a system message not first")
@@ -445,7 +446,7 @@ def turn_is_learned(turn: dict) -> bool:
 
 # ---- parts of a content ----------------------------------------------------------------------
 
-# Types of parts: OpenAI's two interfaces, Anthropic's and Qwen's names for the same.
+# Types of parts that are text; those with _ are of OpenAI's Responses interface.
 TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHT_PARTS = ("thinking", "reasoning")
 MEDIA_PART = re.compile("(input_)?(image|video|audio)(_url)?")
@@ -589,7 +590,7 @@ def chat_problem(messages: list[dict], row: object = None) -> str:
     if is_bad(row):
         return "bad answer"
     roles = [message["role"] for message in messages]
-    # first of all else: FOLLOWERS below has no entry for another role
+    # before the rest, for FOLLOWERS has no entry for another role
     if set(roles) - FOLLOWERS.keys():
         return "unknown role"
     if "system" in roles[1:]:

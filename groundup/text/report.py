@@ -175,7 +175,7 @@ def write_report(info: dict, chosen: Selection) -> None:
     rule dropped, so that people can judge the rules."""
     lines = ["# What became of the input", "", *(f"- {line}" for line in summary(info))]
     lines += [f"- {name}: {counted(n, 'byte')} lost" for name, n in info["input"]["files"].items()]
-    # The shape of what is kept: a longest text of half the bytes, or a median of ten, is a fault.
+    # The shape of what is kept: one text of half the bytes, or a median of ten, shows a fault.
     lengths = chosen.rows["n_bytes"][chosen.fates == KEPT]
     marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
     names = "least, 10 %, median, 90 %, 99 %, most"

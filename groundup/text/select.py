@@ -399,8 +399,8 @@ def write_splits(
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
-        # A source of few documents: cut each. A split's shard must get a document whole, so its
-        # pieces are collected in a file first, which may be of gigabytes.
+        # A source of few documents: cut each. ShardWriter.begin needs a document's length, so its ids
+        # are collected in a file first; the document may be of gigabytes.
         numbered = enumerate(tokens)
         for k in range(len(part.starts)):
             pieces = cut_document(k, part, chosen)
