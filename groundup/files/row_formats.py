@@ -263,7 +263,7 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 def check_media(messages: list[dict], row: dict | list) -> list[dict]:
     """Return the messages. Raise BadRow if the row has a picture, video or sound beside them."""
     for key in MEDIA if isinstance(row, dict) else ():
-        if has_content(row.get(key)):
+        if key in row and has_content(row[key]):
             raise BadRow(f"a turn holds an {key.removesuffix('s')} ({key}), not only text")
     return messages
 
@@ -296,8 +296,11 @@ def format_of(row: dict, kind: str) -> RowFormat | None:
     worse = row.get("rejected") or row.get("rejected_messages")
     if kind in ("text", "chat") and worse and ("chosen" in row or "messages" in row):
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
-    known = [one for one in formats_with(tuple(row), kind) if one.fits(row)]
-    return next((one for one in known if has_all(row, one)), known[0] if known else None)
+    known = formats_with(tuple(row), kind)
+    for one in known:
+        if has_all(row, one) and one.fits(row):
+            return one
+    return next((one for one in known if one.fits(row)), None)
 
 
 @lru_cache(maxsize=64)  # the rows of a file have the same keys
