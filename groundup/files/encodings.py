@@ -126,11 +126,13 @@ def wide_codec(head: bytes) -> str:
             return codec
     if b"\0" not in head:
         return ""
+    # Two witnesses, for NULs may be damage: charset-normalizer, and more spaces and line ends on
+    # this side than on the other.
     sample = head[: 2**16]
     found = from_bytes(sample[: len(sample) // 2 * 2]).best()
     if found is None or head[0] >= 0xFE:
         return ""
-    for codec in ("utf-16-le", "utf-16-be"):
+    for codec in ("utf-16-le", "utf-16-be"):  # UTF-32 without a mark hardly exists
         text = sample[: len(sample) // 2 * 2].decode(codec, "replace")
         n_bad = text.count("\ufffd")
         if "\0" in text or n_bad > 2 + len(text) / 1000:
@@ -158,17 +160,19 @@ def judge(sample: bytes, given: str = "") -> Verdict:
     with contextlib.suppress(UnicodeDecodeError):
         sample.decode()
         return Verdict()
+    return judge_lines(sample.split(b"\n"))
 
-    lines = sample.split(b"\n")
+
+def judge_lines(lines: list[bytes]) -> Verdict:
+    """Decide about lines that are not all UTF-8. Those beyond ASCII tell: which of them are UTF-8,
+    and what are the others?"""
     wide = [line for line in lines if not line.isascii()]
-    utf8 = set(filter(is_utf8, wide))
-    others = [line for line in lines if line not in utf8]
-    n_utf8 = sum(line in utf8 for line in wide)
-    n_sure = sum(is_surely_utf8(line.decode("utf-8", "ignore")) for line in wide if line in utf8)
-    foreign = len(wide) - n_utf8
+    utf8 = [line for line in wide if reads_as(line, "utf-8")]
+    foreign = len(wide) - len(utf8)
     if not foreign:
         return Verdict()
-
+    found = set(utf8)
+    others = [line for line in lines if line not in found]
     # The last line may be cut within a character.
     named = others[:-1] if len(others) > 1 and others[-1] == lines[-1] else others
     codecs_found, likely = names_of(named)
@@ -177,11 +181,14 @@ def judge(sample: bytes, given: str = "") -> Verdict:
         return Verdict(refused=f"{what}; separate them, and convert each: {ICONV}")
     if codecs_found:
         codec = codecs_found.pop()
-        mixed = n_sure > foreign / 1000 or n_utf8 > 2 + foreign / 50
-        return Verdict(codec, mixed, foreign > n_utf8, standing_alone(others, codec))
+        # Some lines of any encoding are valid UTF-8 by accident. More make it a mixed file, in
+        # which a line that reads both ways is refused instead of guessed.
+        n_sure = sum(is_surely_utf8(line.decode("utf-8", "ignore")) for line in utf8)
+        mixed = n_sure > foreign / 1000 or len(utf8) > 2 + foreign / 50
+        return Verdict(codec, mixed, foreign > len(utf8), standing_alone(others, codec))
     hint = f"; {convert(likely)}"
     # A few lines in a file of UTF-8 or ASCII are damage. More of them are another encoding.
-    if foreign <= max(n_utf8 / 4, len(lines) / 100):
+    if foreign <= max(len(utf8) / 4, len(lines) / 100):
         return Verdict(hint=hint)
     n_lines = len(lines) - (lines[-1] == b"")  # nothing stands behind the last line end
     what = f"not UTF-8: {foreign:,} of {counted(n_lines, 'line')} looked at"
@@ -221,10 +228,6 @@ def standing_alone(lines: list[bytes], codec: str) -> frozenset[str]:
     return frozenset(character for character, n in counts.items() if n >= least)
 
 
-def is_utf8(line: bytes) -> bool:
-    return reads_as(line, "utf-8")
-
-
 def reads_as(line: bytes, codec: str) -> bool:
     """Return whether a line is in an encoding, or in it with some damage: a fifth of the bytes of
     GB18030 are valid UTF-8 by accident, so half as many errors as characters are too many."""
@@ -249,13 +252,15 @@ def names_of(lines: list[bytes]) -> tuple[set[str], str]:
     A damaged line hides the encoding of the lines around it, so if all of them together have none,
     groups of lines vote."""
     # ASCII lines help to tell text from noise, but too many of them hide the others.
-    found = name_of(b"\n".join(lines)[:SAMPLE_BYTES])
+    whole = b"\n".join(lines)
+    found = name_of(whole[:SAMPLE_BYTES])
     alone = name_of(b"\n".join(line for line in lines if not line.isascii())[:SAMPLE_BYTES])
     if found[0] and any(alone) and found != alone:
         found = "", alone[1] or found[0]
     elif not any(found):
         found = alone
-    votes = Counter(name_of(group) for group in groups(lines))
+    votes = Counter(name_of(group) for group in groups(whole))
+    # Two groups in each of two encodings are no accident, unless the groups are short.
     large = {codec for codec, likely in votes if codec and votes[codec, likely] >= 2}
     if len(large) > 1 and sum(map(len, lines)) >= SAMPLE_BYTES // 4:
         return large, ""
@@ -263,18 +268,19 @@ def names_of(lines: list[bytes]) -> tuple[set[str], str]:
         return {found[0]}, ""
     votes.pop(("", ""), None)
     (codec, likely), n_votes = votes.most_common(1)[0] if votes else (found, 0)
-    if n_votes > votes.total() / 2 and codec and is_plausible(b"\n".join(lines), codec):
+    if n_votes > votes.total() / 2 and codec and is_plausible(whole, codec):
         return {codec}, ""
-    if is_common_chinese(b"\n".join(lines)):
+    if is_common_chinese(whole):
         return {"gb18030"}, ""
+    # Not sure enough to read it so, but worth telling the user.
     guess = found[1] or likely or codec
-    return set(), likely_of_asia(b"\n".join(lines), guess) or guess
+    return set(), likely_of_asia(whole, guess) or guess
 
 
-def groups(lines: list[bytes]) -> list[bytes]:
-    """Return the text of lines in eight groups of equal size, cut between words: an array of JSON
-    may be one line."""
-    words = WORDS.findall(b"\n".join(lines))
+def groups(raw: bytes) -> list[bytes]:
+    """Return a text in eight groups of equal size, cut between words: an array of JSON may be one
+    line. Groups in ASCII are left out."""
+    words = WORDS.findall(raw)
     size, n_before = sum(map(len, words)) + 1, 0
     found: list[list[bytes]] = [[] for _ in range(8)]
     for word in words:
@@ -333,9 +339,12 @@ def everyday_share(raw: bytes, codec: str) -> float:
 
 def common_share(raw: bytes) -> float:
     """Return the share of wide characters that are among the most frequent of Chinese."""
-    text = raw.decode("gb18030", "replace")
-    wide = [char for char in text if char > "\x7f" and char not in CHINESE_MARKS]
+    wide = chinese_characters(raw.decode("gb18030", "replace"))
     return sum(char in COMMON for char in wide) / max(1, len(wide))
+
+
+def chinese_characters(text: str) -> list[str]:
+    return [char for char in text if char > "\x7f" and char not in CHINESE_MARKS]
 
 
 def has_kana(raw: bytes, codec: str) -> bool:
@@ -349,7 +358,7 @@ def is_plausible(raw: bytes, codec: str) -> bool:
     n_bad = 0
     words = [word for word in WORDS.findall(raw) if not word.isascii()]
     for word in words:
-        try:
+        try:  # cp949 gives nearly all bytes a meaning, EUC-KR those that Korean uses
             word.decode("euc_kr" if codec == "cp949" else codec)
         except UnicodeDecodeError:
             n_bad += 1
@@ -368,9 +377,7 @@ def is_common_chinese(raw: bytes) -> bool:
         text = raw.decode("gb18030")
     except UnicodeDecodeError:
         return False
-    wide = [c for c in text if c > "\x7f" and c not in CHINESE_MARKS]
-    n_common = sum(c in COMMON for c in wide)
-    return len(wide) >= LEAST_COMMON and n_common >= COMMON_SHARE * len(wide)
+    return len(chinese_characters(text)) >= LEAST_COMMON and common_share(raw) >= COMMON_SHARE
 
 
 def escaped_encoding(sample: bytes) -> str:
@@ -422,11 +429,12 @@ class Decoder:
         except UnicodeDecodeError:
             if not self.other:
                 raise
-            if b"\n" in raw[:-1]:  # a paragraph
+            if b"\n" in raw[:-1]:  # a paragraph, whose lines may differ
                 return "\n".join(self.decode(line) for line in raw.split(b"\n"))
         else:
             if not self.other or text.isascii():
                 return text
+            # Valid UTF-8 in a file of another encoding: which of the two is this line in?
             if self.name == "utf-8" or is_surely_utf8(text) or not self.reads(raw):
                 self.name = "utf-8"
                 return text

@@ -74,13 +74,7 @@ def list_directory(top: str) -> list[str]:
                 raise UserError(f"data: {what}; {hint}")
             print(f"data: {where} is left out: prepare.py made it")
             continue
-        if {"state.json", "dataset_info.json"}.issubset(names):  # of save_to_disk
-            call = f"load_from_disk({folder!r}).to_json('rows.jsonl')"
-            how = f'python -c "import datasets; datasets.{call}"'
-            raise UserError(f"data: {shown_name(folder)} is of the library datasets; first: {how}")
-        if lake := {"_delta_log", ".hoodie"}.intersection(folders):
-            what = f"{shown_name(folder)} is a table whose {lake.pop()} tells which rows count"
-            raise UserError(f"data: {what}; export these to parquet or JSON lines")
+        refuse_tables(folder, folders, names)
         entered = {}  # of two links to a folder, one
         for name in folders:
             path = os.path.join(folder, name)
@@ -101,6 +95,18 @@ def list_directory(top: str) -> list[str]:
         hint += ", and no folders that begin with _; name other files, or give a glob"
         print(f"data: {shown_name(top)}: {what}; {hint}")
     return [os.path.join(top, file) for file in sorted(files, key=os.fsencode)]
+
+
+def refuse_tables(folder: str, folders: list[str], names: list[str]) -> None:
+    """Raise UserError for a folder of another program whose data files alone are not its rows: some
+    may be of earlier versions, with rows that were removed since."""
+    if {"state.json", "dataset_info.json"}.issubset(names):  # of save_to_disk
+        call = f"load_from_disk({folder!r}).to_json('rows.jsonl')"
+        how = f'python -c "import datasets; datasets.{call}"'
+        raise UserError(f"data: {shown_name(folder)} is of the library datasets; first: {how}")
+    if lake := {"_delta_log", ".hoodie"}.intersection(folders):
+        what = f"{shown_name(folder)} is a table whose {lake.pop()} tells which rows count"
+        raise UserError(f"data: {what}; export these to parquet or JSON lines")
 
 
 def stop(error: OSError) -> None:

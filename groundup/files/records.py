@@ -1,8 +1,16 @@
 """What a file holds, record by record, each with its line and byte offset: lines, paragraphs,
 texts, JSON, CSV. Problems are records too: nothing raises because of a file's content.
 
-A file's first bytes decide what it is, and where these cannot tell, its name does. The bytes are in
-streams.py, encodings in encodings.py, rows of parquet in parquet.py.
+A file's first bytes decide what it is, and where these cannot tell, its name does. What most files
+hold goes through four steps:
+
+    open_stream (streams.py)                the bytes, unpacked
+    read_lines or paragraphs                bytes, cut at line ends
+    decoded (encodings.py)                  text
+    jsonl_records, csv_records, plain_rows  what the lines say
+
+An array of JSON and a text that is one document have no lines to go by: `json_records` and
+`text_records` take the stream itself. Rows of parquet come from parquet.py.
 """
 
 import codecs
@@ -85,11 +93,13 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     parquet, csv, tsv, json (an array, or values over several lines), jsonl, or the txt_split of plain
     text."""
     suffix = suffix_of(path)
+    # the mark and white space that may stand before anything, \x1e from RFC 7464
     head = head.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\n\r\x1e")
     if head.startswith(b"PAR1") or suffix == ".parquet":
         return "parquet"
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
+    # Standard input has no name. A text may begin with a bracket, too, but hardly with these two.
     is_json = path == "-" and re.match(rb'\{\s*"|\[\s*[{"\]]', head)
     if suffix in JSON_SUFFIXES or is_json:
         if head.startswith(b"["):
@@ -107,12 +117,12 @@ def is_over_lines(head: bytes) -> bool:
     first = text.partition("\n")[0]
     try:
         with contextlib.suppress(json.JSONDecodeError):
-            DECODER.raw_decode(first)
+            DECODER.raw_decode(first)  # a value on a line of its own
             return False
         DECODER.raw_decode(text)
         return True
     except json.JSONDecodeError as error:
-        # it may go on behind the head
+        # Is it cut at the end of the head, after several lines? Else the first line is damaged.
         goes_on = error.pos >= len(text) - 1 or error.msg.startswith("Unterminated string")
         return goes_on and len(first) < len(text) - 1
     except (ValueError, RecursionError):  # a number of thousands of digits, nested too deep
@@ -123,6 +133,7 @@ def lines_of_arrays(head: bytes, named: bool) -> bool:
     """Return whether a file that begins with "[" has an array in each line, such as the messages of
     a conversation. named: its name says that it has lines; its only line is then a row, not an
     array of rows."""
+    # If the name does not tell, the next line does: it begins an array as well.
     first, *rest = (line.strip() for line in head.split(b"\n"))
     following = next(filter(None, rest), b"")
     if re.match(rb"\[\s*\{", first) and not re.search(rb'"(role|from)"', first):
@@ -148,9 +159,10 @@ def read_records(
     blank line before it: wherever the cuts are, every record is read once.
     """
     report = report or Report()
+    # Of parquet begin and end are row groups, not bytes, so the stream is not opened there.
     if begin and is_parquet(path):
         report.sha256 = None  # the whole file is hashed with its first part
-        yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
+        yield from parquet_rows(path, begin, end, columns, report)
         return
     with streams.open_stream(path, max(begin - 1, 0), encoding, check=True) as stream:
         raw = stream.raw
@@ -158,12 +170,14 @@ def read_records(
             kind = "jsonl" if suffix_of(path) in JSON_SUFFIXES else txt_split
         else:
             kind = container(path, stream.peek(), txt_split)
+        # standard input cannot be read twice, so it has no sum
         if report.sha256 and raw.file:
             streams.hash_part(raw.file, begin, None if kind == "parquet" else end, report.sha256)
         if kind == "parquet":
-            yield from counted_rows(parquet.parquet_records(path, begin, end, columns), report)
+            yield from parquet_rows(path, begin, end, columns, report)
             return
         yield from records_of(stream, kind, begin, end, names)
+        # What no reader took counts as well: lines of white space, the rest behind damage.
         if raw.plain and raw.file:
             size = os.fstat(raw.file.fileno()).st_size
             report.n_bytes += (size if end is None else min(end, size)) - begin
@@ -182,7 +196,7 @@ def records_of(
         yield from text_records(stream, decoder)  # one record, or pieces of one
     elif kind in ("csv", "tsv"):
         csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than an article
-        head = stream.peek()
+        head = stream.peek()  # not decoded: UTF-16 is UTF-8 by now, and what tells is ASCII
         lines = decoded(read_lines(stream), decoder)
         if hint := SEPARATOR.match(head):  # a line for Excel
             head = head[hint.end() :]
@@ -205,8 +219,12 @@ def is_parquet(path: str) -> bool:
         return container(path, f.read(4), "file") == "parquet"
 
 
-def counted_rows(rows: Iterator[tuple[Record, int]], report: Report) -> Iterator[Record]:
-    for record, n_bytes in rows:
+def parquet_rows(
+    path: str, begin: int, end: int | None, columns: list[str] | None, report: Report
+) -> Iterator[Record]:
+    """Yield the rows of parquet, and add their bytes, which are not those of the file, to the
+    report."""
+    for record, n_bytes in parquet.parquet_records(path, begin, end, columns):
         report.n_bytes += n_bytes
         yield record
 
@@ -223,7 +241,9 @@ def read_lines(
     line ends. A line that damage cuts short is lost.
     """
     offset = max(begin - 1, 0)
-    while begin and (raw := stream.readline(MAX_BYTES)):  # the rest of a line of the part before
+    # The rest of a line of the part before. From begin - 1 on, so that a line which starts at
+    # `begin` is known by the line end before it.
+    while begin and (raw := stream.readline(MAX_BYTES)):
         offset += len(raw)
         if raw.endswith(b"\n"):
             break
@@ -234,6 +254,7 @@ def read_lines(
         if raw.endswith(b"\n"):
             yield Record(raw, line, offset)
         elif size == MAX_BYTES:
+            # Go through the rest without holding it: it is only counted.
             while rest := stream.readline(MAX_BYTES):
                 size += len(rest)
                 if rest.endswith(b"\n"):
@@ -246,7 +267,7 @@ def read_lines(
         elif stream.raw.damage:
             partial = size
             break
-        else:
+        else:  # the last line of the file may have no end
             yield Record(raw, line, offset)
         offset, mark = offset + mark + size, 0
     yield from damage(stream, line, offset, partial)
@@ -271,7 +292,7 @@ def decoded(lines: Iterator[Record], decoder: Decoder) -> Iterator[Record]:
         except UnicodeDecodeError as error:
             yield undecoded(record, error, decoder)
             continue
-        if not text.isascii():
+        if not text.isascii():  # ASCII is the same in all encodings, so it needs no note
             text, record.encoding = text.removeprefix(MARK), decoder.name
         record.value = unix_lines(text).removesuffix("\n")
         yield record
@@ -284,7 +305,9 @@ def undecoded(record: Record, error: UnicodeDecodeError, decoder: Decoder) -> Re
 def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[Record]:
     """Yield the runs of lines after the blank lines that start in [begin, end), as `read_lines`
     would read them; the start of the file counts as a blank line, and so does a line too long."""
+    # mine: a blank line of this part was seen, so what follows belongs to it.
     held, first, mine = [], Record(b"", 0, 0), begin == 0
+    # Lines after `end` are read, too: the last paragraph may go on there.
     for line in read_lines(stream, begin):
         blank = bool(line.problem) or not line.value.strip()
         if blank and held:
@@ -316,13 +339,14 @@ def text_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record
     problem. What came before damage is kept."""
     held, n_chars, n_pieces, n_problems = [], 0, 0, 0
     name = "utf-8"
+    # Pieces have one place, the file's, for all of it is one document.
     for record in text_lines(stream, decoder):
         if record.problem:
             n_problems += 1
             record.in_text = True
             yield record
             continue
-        if record.encoding != "utf-8":
+        if record.encoding != "utf-8":  # one line tells for the file
             name = record.encoding
         held.append(record.value)
         n_chars += len(record.value)
@@ -331,6 +355,7 @@ def text_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record
             end = piece_end(text, 0, PIECE_CHARS)
             yield Record(text[:end], 1, 0, name, piece=n_pieces)
             held, n_chars, n_pieces = [text[end:]], len(text) - end, n_pieces + 1
+    # An empty file is one empty text, but what is left of a file with problems may be none.
     text = unix_lines("".join(held))
     if text or not (n_pieces or n_problems):
         yield Record(text, 1, 0, name, piece=n_pieces)
@@ -340,6 +365,7 @@ def piece_end(text: str, begin: int, most: int) -> int:
     """Return where to end a piece of at most so many characters that starts at `begin`: behind a
     blank line, else behind a line, in its second half."""
     half, end = begin + most // 2, begin + most
+    # rfind returns -1 if there is none, which is before `half`
     places = text.rfind("\n\n", half, end - 1) + 2, text.rfind("\n", half, end) + 1
     return next((place for place in places if place > half), end)
 
@@ -352,8 +378,9 @@ def text_lines(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
             text = decoder.decode(raw)
             yield Record(text.removeprefix(MARK), line, offset, decoder.name)
         except UnicodeDecodeError as error:
+            # The damage may begin within a character. It is reported; the text before it counts.
             cut = stream.raw.damage and error.end == len(raw) and not raw.endswith(b"\n")
-            if cut:  # within a character
+            if cut:
                 yield Record(decoder.decode(raw[: error.start]), line, offset, decoder.name)
             else:
                 yield undecoded(Record(raw, line, offset + error.start), error, decoder)
@@ -376,11 +403,8 @@ def lines_or_parts(stream: io.BufferedReader, most: int) -> Iterator[bytes]:
 def character_end(raw: bytes) -> int:
     """Return a place near the end of some bytes of text that is not within a character. Bytes
     below 0x30 are no part of one in any encoding; those of UTF-8 tell where one begins."""
-    last = re.search(rb"[\x00-\x2f](?=[^\x00-\x2f]*\Z)", raw[-(2**12) :])
-    if last:
-        return len(raw) - min(len(raw), 2**12) + last.end()
-    if places := [found.end() for found in re.finditer(rb"[\x00-\x2f]", raw)]:
-        return places[-1]
+    if end := len(raw.rstrip(bytes(range(0x30, 0x100)))):
+        return end
     end = len(raw) - 1
     while end > len(raw) - 4 and raw[end] & 0xC0 == 0x80:
         end -= 1
@@ -397,6 +421,7 @@ def dialect_of(kind: str, head: bytes) -> dict | None:
     fields as the very first, the one that makes most; else a comma. In TSV quotes enclose fields
     only if the file is written so, as by pandas and csv.writer."""
     if kind == "tsv":
+        # Is the head a table whose rows all have as many fields, if quotes are quotes?
         is_cut = len(head) >= streams.READ_BYTES  # perhaps within quotes
         widths, broken = widths_of(head, "\t", is_cut)
         regular = len({*widths} - {0}) == 1 and (not broken or (is_cut and len(widths) > 1))
@@ -409,7 +434,7 @@ def dialect_of(kind: str, head: bytes) -> dict | None:
         most = widths and 2 * widths.count(widths[0]) > len(widths)
         return widths[0] if most and widths[0] > 1 else 0
 
-    mark = max(",;\t|", key=n_fields)  # of equals the first
+    mark = max(",;\t|", key=n_fields)  # of equals the first, so a comma if none makes two fields
     others = head.partition(b"\n")[0].split(mark.encode())[1:]
     # By hand: a, b. White space that means something, as in code, is more than one character.
     typed = bool(others) and all(name.startswith(b" ") for name in others)
@@ -427,9 +452,10 @@ def is_escaped(head: bytes, dialect: dict) -> bool:
         return False
     mark, is_cut = dialect["delimiter"], len(head) >= streams.READ_BYTES
     plain = widths_of(head, mark, is_cut)[0]
-    doubled = with_doubled_quotes(head.decode("latin-1")).encode("latin-1")
+    doubled = with_doubled_quotes(head.decode("latin-1")).encode("latin-1")  # bytes stay bytes
     escaped = widths_of(doubled, mark, is_cut)[0]
     was_table, is_table = len({*plain} - {0}) == 1, len({*escaped} - {0}) == 1
+    # If it is a table both ways, it must have more rows so: a backslash may be one in a text.
     return is_table and len(escaped) >= len(plain) + was_table
 
 
@@ -480,23 +506,21 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
             row, detail = [], str(error)
             if "\r" in (held[0].value or ""):
                 detail = "a carriage return; if lines end so: tr '\\r' '\\n' <OLD >NEW"
-            # the old one is within a row
+            # After an error the old one is still within the row, and would go on with it.
             reader = csv.reader(csv_lines(lines, waiting, held), **dialect)
         first = held[0]
         if first.problem:
             waiting.extendleft(reversed(held[1:]))
             yield first
             continue
-        if names and row and len(row) != len(names):
-            detail = f"{counted(len(row), 'field')}, but {counted(len(names), 'column')}"
+        if names and row:
+            detail = width_fault(row, names)
         if detail:
-            rows = (k for k in range(1, len(held)) if is_row(held[k], names, dialect))
-            again = next(rows, len(held))
-            lost = sum(map(size_of, held[:again]))
-            waiting.extendleft(reversed(held[again:]))
+            lost = give_back(held, waiting, names, dialect)
+            n_bytes = sum(map(size_of, lost))
             if len(held) > 1:  # which rows they are is a guess
-                detail += f"; left out: {counted(again, 'line')}, {lost:,} bytes"
-            yield first.fail("bad_csv", detail, lost)
+                detail += f"; left out: {counted(len(lost), 'line')}, {n_bytes:,} bytes"
+            yield first.fail("bad_csv", detail, n_bytes)
         elif not names:
             names = column_names(row)
         elif row:
@@ -504,20 +528,39 @@ def csv_records(lines: Iterator[Record], names: Sequence[str], dialect: dict) ->
             yield first
 
 
+def give_back(
+    held: list[Record], waiting: deque[Record], names: Sequence[str], dialect: dict
+) -> list[Record]:
+    """Let lines of a row that cannot be read wait again, from the first that is a row by itself on.
+    Return the others. For a quote that is never closed takes in all lines behind it."""
+    rows = (k for k in range(1, len(held)) if is_row(held[k], names, dialect))
+    again = next(rows, len(held))
+    waiting.extendleft(reversed(held[again:]))
+    return held[:again]
+
+
+def width_fault(row: list[str], names: Sequence[str]) -> str:
+    """Return what is wrong if a row has more or fewer fields than the table has columns, or ""."""
+    if len(row) == len(names):
+        return ""
+    return f"{counted(len(row), 'field')}, but {counted(len(names), 'column')}"
+
+
 def plain_rows(lines: Iterator[Record], names: Sequence[str]) -> Iterator[Record]:
     """Yield the rows of TSV as {column: text}, as `csv_records`, where quotes are characters."""
     # csv.reader would refuse a field that holds "\r", as texts of the web do.
     for record in lines:
-        row = [] if record.problem else record.value.split("\t")
         if record.problem:
             yield record
-        elif not names:
+            continue
+        row = record.value.split("\t")
+        if not names:
             names = column_names(row)
-        elif len(row) != len(names) and record.value:
-            detail = f"{counted(len(row), 'field')}, but {counted(len(names), 'column')}"
-            yield record.fail("bad_csv", detail, size_of(record))
-        elif record.value:
-            record.value = table_row(names, row)
+        elif record.value:  # an empty line is no row
+            if fault := width_fault(row, names):
+                record.fail("bad_csv", fault, size_of(record))
+            else:
+                record.value = table_row(names, row)
             yield record
 
 
@@ -533,6 +576,7 @@ def csv_lines(lines: Iterator[Record], waiting: deque[Record], held: list[Record
     while record := waiting.popleft() if waiting else next(lines, None):
         held.append(record)
         size += len(record.value or "")
+        # An error here ends csv.reader's row, and csv_records looks at what is held.
         if record.problem or size > MAX_BYTES or len(held) > MAX_CSV_LINES:
             raise csv.Error(record.detail or "a quote is not closed")
         yield record.value + "\n"
@@ -542,7 +586,7 @@ def is_row(line: Record, names: Sequence[str], dialect: dict) -> bool:
     """Return whether a line is a row by itself, or a problem of its own."""
     if line.problem:
         return True
-    try:
+    try:  # a quote that the line opens and does not close is an error, for dialects are strict
         return len(next(csv.reader([line.value], **dialect), ())) == len(names)
     except csv.Error:
         return False
@@ -556,6 +600,7 @@ def check_depth(value: dict | list, most: int = MAX_DEPTH) -> None:
     if most == 0:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
     for inner in value.values() if type(value) is dict else value:
+        # JSON makes no subclasses, so type serves; it is faster than isinstance
         if type(inner) in (dict, list):
             check_depth(inner, most - 1)
 
@@ -571,6 +616,7 @@ def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
         except (ValueError, RecursionError) as error:
             yield record.fail("bad_json", json_fault(error), size_of(record))
             continue
+        # All of a line's values have its place: people look for the line.
         for value in values:
             yield Record(value, record.line, record.offset, record.encoding)
 
@@ -579,7 +625,7 @@ def json_values(text: str) -> list:
     """Return the JSON values that stand in a text one behind the other, or with commas between
     them. Raise ValueError or RecursionError if not all is JSON, or is nested too deep."""
     values, begin = [], BETWEEN.match(text).end()
-    while begin < len(text) or not values:
+    while begin < len(text) or not values:  # an empty line raises: it holds no value
         value, end = DECODER.raw_decode(text, begin)
         values.append(value)
         begin = BETWEEN.match(text, end).end()
@@ -594,12 +640,9 @@ def json_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record
     elements.offset = skipped
     partial = 0
     for record in elements:
-        if (
-            stream.raw.damage
-            and not elements.rest()
-            and record.problem in ("bad_json", "truncated_file")
-        ):
-            partial = record.lost  # the damage itself is reported
+        cut = stream.raw.damage and record.problem in ("bad_json", "truncated_file")
+        if cut and not elements.rest():  # the last, cut by the damage, which is reported below
+            partial = record.lost
         else:
             yield record
     yield from damage(stream, elements.line, elements.offset, partial)
@@ -627,6 +670,8 @@ class JsonStream:
     same key and, if elements begin lines, the same indentation. So a bad byte costs one element of
     an array of gigabytes, not the rest of it."""
 
+    # An opening: brackets, and the first key behind them; or, of an element that has none, nothing
+    # but that a text or number follows.
     WHITE_SPACE = re.compile("[ \t\n\r\x1e\ufeff]*")
     OPENING = re.compile(r'[\[{ \t\n\r]*(?<=[\[{ \t\n\r])"(?:[^"\\]|\\.){0,200}"\s*:|(?=["\d\-])')
     LONGEST = 2**11  # characters of an opening
@@ -640,6 +685,8 @@ class JsonStream:
         self.openings: set[str] = set()  # patterns of how elements began so far
 
     def __iter__(self) -> Iterator[Record]:
+        # before: what came last, "[" or nothing (""), a comma, "]", an element or damage. A comma
+        # that is missing, or one too many, costs nothing.
         array, before = self._next() == "[", ""
         if array:
             self._use(self.pos + 1)
@@ -676,6 +723,7 @@ class JsonStream:
         except (ValueError, RecursionError) as error:
             fault = json_fault(error, line, self.pos)
             opening, known = self._opening(), bool(self.openings)
+            # If the very first element is damaged, its own beginning is all that there is to go by.
             self.openings |= set() if known else {opening}
             n_skipped, undecoded = self._skip()
             if known and n_skipped < 2 and opening not in self.openings:
@@ -684,7 +732,7 @@ class JsonStream:
             reason = "too_long" if lost > MAX_BYTES else reason
             detail = f"{fault}; left out: {lost:,} bytes"
             return Record(None, line, offset).fail(reason, detail, lost), False
-        if len(self.openings) < 20:
+        if len(self.openings) < 20:  # more would make the search slow, and tell no more
             self.openings.add(self._opening())
         text = self.text[self.pos : end]
         if self._use(end):
@@ -709,10 +757,11 @@ class JsonStream:
         """Go on to the next opening, or to the end. Return how many characters are left out, and
         whether bytes that could not be decoded are among them."""
         patterns = "|".join(sorted(self.openings - {""}))
-        pattern, at = re.compile(patterns or r"(?!)"), self.pos + 1
+        pattern, at = re.compile(patterns or r"(?!)"), self.pos + 1  # (?!) matches nowhere
         n_skipped, undecoded, ended = 0, False, False
         while True:
             found = pattern.search(self.text, at)
+            # An opening may be cut at the end of what is held, so keep the last characters.
             end = len(self.text) if ended else max(at, len(self.text) - self.LONGEST)
             end = found.start() if found else end
             n_skipped += end - self.pos
@@ -737,15 +786,15 @@ class JsonStream:
                 continue
             if isinstance(value, dict | list):
                 return value, end
-            # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9; and what follows a
-            # text tells whether it is an element
+            # At the end of what is held a number may go on: 1 as 1.5, and what stands here as 1e+
+            # as 1e+9. And only what follows a text tells whether it is an element.
             near_end = len(self.text) - len("e+")
             if self.WHITE_SPACE.match(self.text, end).end() < near_end or not self._read():
                 return value, end
 
     def _next(self) -> str:
         """Return the next character that is no white space, "" at the end."""
-        self.space = ""
+        self.space = ""  # kept for `_opening`: elements of a file have the same indentation
         while True:
             end = self.WHITE_SPACE.match(self.text, self.pos).end()
             if end > self.pos:

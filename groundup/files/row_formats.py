@@ -38,6 +38,7 @@ from groundup.files.turns import (
     read_turns,
     turns_at,
     unpacked,
+    usual_names,
     with_system,
 )
 
@@ -47,7 +48,7 @@ class RowFormat(NamedTuple):
     keys: str  # a row that has all of these has this format
     read: Callable[[dict], str | list[dict] | Pair]
     also: str = ""  # keys that are read, too, where a row has them
-    fits: Callable[[dict], bool] | None = None  # what else is true of a row of this format
+    fits: Callable[[dict], bool] = lambda row: True  # what else is true of a row of this format
 
 
 def document_of(row: object, text_key: str = "") -> tuple[str, str]:
@@ -72,6 +73,7 @@ def any_text_of(row: object, text_key: str = "") -> tuple[str, str]:
         return found, problem
     messages, no_chat = messages_of(row)
     answers = []
+    # a chat first: the better side of a pair of dialogues (hh-rlhf) is one, and enough
     if no_chat and (pair := pair_of(row)[0]):
         messages, answers = pair.prompt, [pair.chosen, pair.rejected]
     texts = [turn["content"] for turn in messages] + answers
@@ -119,12 +121,14 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
     original = as_object(row)
     row, found = with_format(original, kind)  # row: under the usual names of its keys
+    # A pair with an empty side is found under its keys all the same. Say which side it is, before
+    # the reader complains of something less plain.
     if kind == "preference" and not (found and has_all(row, found)):
         refuse_one_side(row, original)
     if found:
         try:
             return found.read(row)
-        except RecursionError:
+        except RecursionError:  # a field may hold JSON within JSON
             raise BadRow("nested too deeply") from None
     hint = hint_of(row, kind)
     what = "another kind" if "of kind=" in hint else "unknown format"
@@ -138,12 +142,12 @@ def refuse_one_side(row: dict, original: dict) -> None:
     """Raise BadRow if one of a pair's answers is there and the other is not.
 
     original: the row under its own names of keys, for the message."""
-    sides = [side for side in ("chosen", "rejected") if row.get(side)]
-    if len(sides) == 1:
-        missing = "rejected" if sides == ["chosen"] else "chosen"
-        if row.get(missing) == "":
-            raise BadRow(*EMPTY)
-        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(original)})")
+    for side, missing in (("chosen", "rejected"), ("rejected", "chosen")):
+        if row.get(side) and not row.get(missing):
+            # "" is an answer of a model that said nothing: one to count, as in read_pair.
+            if row.get(missing) == "":
+                raise BadRow(*EMPTY)
+            raise BadRow(f"a {side} answer but none under {missing!r} ({keys_of(original)})")
 
 
 def as_object(row: object) -> dict:
@@ -164,6 +168,7 @@ def as_object(row: object) -> dict:
 
 def hint_of(row: dict, kind: str) -> str:
     """Return what a row of no known format may be, and what to do, as the end of a sentence."""
+    # Is it made for another stage?
     listing = listed(row.get("completions"))
     if kind == "preference" and listing and "text" in listing[0]:
         how = "prepare.py --pair_by=dataset or reward makes pairs of them"
@@ -172,32 +177,45 @@ def hint_of(row: dict, kind: str) -> str:
         return "; these are steps with labels (trl's stepwise), from which no stage here learns"
     if kind == "preference" and label_of(row) is not None and recognise(row, "chat"):
         return "; this is an answer with a label: dpo.py --loss=kto learns from it"
+    # Is it of another kind?
     kinds = ("chat", "text", "preference")  # chats first: many are known as text too
     other = next((one for one in kinds if one != kind and recognise(row, one)), "")
-    name = recognise(row, other).name if other else ""
-    hint = f"; this is {name}, of kind={other!r}" if name else ""
+    hint = f"; this is {recognise(row, other).name}, of kind={other!r}" if other else ""
+    # Does it hold a list under a key that nobody knows?
+    within = hint_of_list(row, kind, bool(other))
+    if kind == "text":
+        return hint + within or "; prepare.py --text_key=KEY reads other names"
+    if within or other in ("chat", "preference"):
+        return within or hint
+    answers = "answer=KEY" if kind == "chat" else "chosen=KEY,rejected=KEY"
+    return f"{hint}; prepare.py --text_key='question=KEY,{answers}' reads other names"
+
+
+def hint_of_list(row: dict, kind: str, is_other: bool) -> str:
+    """Return what to do about the first list in a row of no known format, "" if nothing helps.
+
+    is_other: the row is of another kind, so the list needs no guess."""
     thread = next((key for key, value in row.items() if turns.is_thread(value)), "")
-    others = [value for key, value in row.items() if key != thread and isinstance(value, str)]
-    found = listed(row[thread]) if thread else None
-    names = turns.naming(found) if found else ""  # texts have none
-    is_list = isinstance(row.get(thread), list) and found and not turns.exchange_keys(found)
-    if (kind != "text" or not name) and is_list and recognise(found[0], kind):
+    if not thread:
+        return ""
+    found = listed(row[thread])  # None: a list of texts
+    is_list = found and isinstance(row[thread], list) and not turns.exchange_keys(found)
+    if is_list and not (kind == "text" and is_other) and recognise(found[0], kind):
         return f"; {thread!r} holds rows: give a file of that list alone"
-    may_be_turns = "KEY" not in names if found else not any(others)
-    if kind == "chat" and thread and not name and may_be_turns:
-        setting = ",".join(filter(None, (f"messages={thread}", names)))
-        return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
     if kind == "text":
         told = (key for key in turns.CONTENT_KEYS if found and isinstance(found[0].get(key), str))
-        if content := next(told, ""):
-            hint += f"; text_key={thread}.{content} makes text of it"
-        return hint or "; prepare.py --text_key=KEY reads other names"
-    if other in ("chat", "preference"):
-        return hint
-    setting = (
-        "question=KEY,answer=KEY" if kind == "chat" else "question=KEY,chosen=KEY,rejected=KEY"
-    )
-    return f"{hint}; prepare.py --text_key='{setting}' reads other names"
+        content = next(told, "")
+        return f"; text_key={thread}.{content} makes text of it" if content else ""
+    if kind != "chat" or is_other:
+        return ""
+    # Objects may be turns if two of their keys can be role and content. Texts may be turns if no
+    # other text of the row could be what is meant.
+    names = turns.naming(found) if found else ""
+    others = [value for key, value in row.items() if key != thread and isinstance(value, str)]
+    if "KEY" in names or (not found and any(others)):
+        return ""
+    setting = ",".join(filter(None, (f"messages={thread}", names)))
+    return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
 
 
 def known_keys(kind: str) -> list[str]:
@@ -207,7 +225,9 @@ def known_keys(kind: str) -> list[str]:
 
 @lru_cache(maxsize=64)  # the rows of a file have the same keys
 def nearest_keys(keys: tuple[str, ...], kind: str) -> str:
-    """Return the keys of the three formats that are most like those of a row, for people."""
+    """Return the keys of the three formats that are most like those of a row, for people.
+
+    Names are compared by their pairs of letters, so "quetsion" is still like "question"."""
     own = [pairs_of_letters(key) for key in keys[:20]]
 
     def unlike(known: str) -> float:
@@ -237,16 +257,14 @@ def alike(one: set[str], other: set[str]) -> float:
     return 2 * len(one & other) / (len(one) + len(other))
 
 
-MEDIA = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
-MEDIA_KEYS = frozenset(MEDIA)
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def check_media(messages: list[dict], row: dict | list) -> list[dict]:
     """Return the messages. Raise BadRow if the row has a picture, video or sound beside them."""
-    if not isinstance(row, dict) or MEDIA_KEYS.isdisjoint(row):
-        return messages
-    if found := next((key for key in MEDIA if has_content(row.get(key))), ""):
-        raise BadRow(f"a turn holds an {found.removesuffix('s')} ({found}), not only text")
+    for key in MEDIA if isinstance(row, dict) else ():
+        if key in row and has_content(row[key]):
+            raise BadRow(f"a turn holds an {key.removesuffix('s')} ({key}), not only text")
     return messages
 
 
@@ -260,12 +278,13 @@ def with_format(row: dict, kind: str) -> tuple[dict, RowFormat | None]:
     answer counts where there is no other answer."""
     row = rename(row)
     found = format_of(row, kind)
-    if ANSWER_NAMES.keys().isdisjoint(row) or (found and has_all(row, found)):
-        return row, found
-    other = rename(row, answers=True)
-    better = format_of(other, kind)
-    fits = not found or (better and has_all(other, better))
-    return (other, better) if fits else (row, found)
+    if not (found and has_all(row, found)):
+        # "generation" is the answer in some sets, and in others a note beside the response.
+        other = rename(row, answers=True)
+        better = format_of(other, kind)
+        if not found or (better and has_all(other, better)):
+            return other, better
+    return row, found
 
 
 def format_of(row: dict, kind: str) -> RowFormat | None:
@@ -279,9 +298,9 @@ def format_of(row: dict, kind: str) -> RowFormat | None:
         return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
     known = formats_with(tuple(row), kind)
     for one in known:
-        if has_all(row, one) and (one.fits is None or one.fits(row)):
+        if has_all(row, one) and one.fits(row):
             return one
-    return next((one for one in known if one.fits is None or one.fits(row)), None)
+    return next((one for one in known if one.fits(row)), None)
 
 
 @lru_cache(maxsize=64)  # the rows of a file have the same keys
@@ -290,6 +309,7 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 
 
 def has_all(row: dict, known: RowFormat) -> bool:
+    """Return whether a row has a value under each key of a format; "[]" is no turns in CSV."""
     for key in known.keys.split(","):  # all() takes three times as long
         value = row.get(key)
         if value in NO_VALUE or (value == "[]" and key in THREADS):
@@ -319,11 +339,7 @@ def usual_keys(keys: tuple[str, ...], answers: bool) -> list[str]:
     return found if found != list(keys) else []
 
 
-def usual_names(**names: str) -> dict[str, str]:
-    """Return {rarer name: usual name} of names that are given the other way round."""
-    return {name: usual for usual, rarer in names.items() for name in rarer.split()}
-
-
+# Each of these means one thing wherever it stands, so it is renamed before anything else.
 OTHER_NAMES = usual_names(
     # MedicalGPT, CValues, StackExchange, When2Call, OpenAI, Vezora, torchtune
     chosen="response_chosen pos_resp response_j chosen_response preferred_output accepted "
@@ -333,6 +349,7 @@ OTHER_NAMES = usual_names(
     input="inputs",  # Aya, FLAN, xP3
     reasoning_content="Complex_CoT",  # medical-o1
 )
+# These are answers only in a row that has no other, see `with_format`.
 ANSWER_NAMES = usual_names(
     output="targets",  # Aya, FLAN, xP3
     response="generation",  # distilabel
@@ -343,8 +360,9 @@ ANSWER_NAMES = usual_names(
 # ---- keys that no reader asked for -----------------------------------------------------------
 
 MOST_UNREAD = 12  # keys that are named
-# Names of what is about a row and no part of what it says; so are names that end in id.
-ABOUT = {"source", "url", "made_by", "prompt_id", "uuid", "index"}
+# Names of what is about a row and no part of what it says; so are names that end in _id.
+# pandas writes the numbers of rows under "", and reads them as "Unnamed: 0".
+ABOUT = {"", "id", "uuid", "index", "source", "url", "made_by"}
 
 
 def describe_unread(counts: Counter[str]) -> str:
@@ -360,28 +378,29 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
 
     Those of turns are named like messages.name. Numbers, null, what is empty or about the row, and
     what only repeats a value that is read, are no content."""
-    row = {"messages": row} if isinstance(row, list) else row
-    given = row
+    given = {"messages": row} if isinstance(row, list) else row
     for kind in kinds if isinstance(given, dict) else ():
         row, found = with_format(given, kind)
         if found:
             break
-    else:
+    else:  # no format: the row is counted as unusable, and its keys are shown there
         return []
     known, others, lists = keys_read(found, kind, tuple(row))
     threads = {key: listing for key in lists if (listing := listed(row[key]))}
     left = [key for key in others if has_content(row[key])]
+    # false is no content, but "train": false may mean that the row is not to be learned
     left += [key for key in others if row[key] is False and OF_FLAGS.search(key)]
-    if left:
+    if left:  # Is it said elsewhere? Many sets have the question again under another key.
         seen = [row[key] for key in known]
         for listing in threads.values():
             seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS]
         left = [key for key in left if row[key] not in seen]
     for key, listing in threads.items():
         left += unread_of_turns(key, listing)
-    if left and row is not given:
-        own = dict(zip(row, given, strict=True))  # the names that they have in the file
+    if left and row is not given:  # show the names that keys have in the file
+        own = dict(zip(row, given, strict=True))
         left = [own.get(key, key) for key in left]
+    # These three are read, but not whatever they hold.
     if "chat_template_kwargs" in row:
         left += unread_settings(unpacked(row["chat_template_kwargs"]))
     if has_no_input(found.keys, row):
@@ -404,9 +423,7 @@ def keys_read(
 
 def is_about(key: str) -> bool:
     name = key.lower()
-    # pandas writes the numbers of rows under "" and reads them as "Unnamed: 0"
-    unnamed = not name or name.startswith("unnamed: ")
-    return unnamed or name in ABOUT or name == "id" or name.endswith("_id")
+    return name in ABOUT or name.endswith("_id") or name.startswith("unnamed: ")
 
 
 def unread_settings(settings: object) -> list[str]:
@@ -422,13 +439,14 @@ def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
     known = turns.keys_read_of(listing)
     found: dict[str, None] = {}
     for turn in listing:
-        if not turn.keys() <= known:
-            for name in turn.keys() - known:
-                value = turn[name]
-                is_flag = value is not None and OF_FLAGS.search(name)
-                is_obeyed = name in WEIGHTS and not math.isnan(as_number(value))
-                if not is_obeyed and (is_flag or (not is_about(name) and has_content(value))):
-                    found[name] = None
+        for name in turn.keys() - known:
+            value = turn[name]
+            # What may be a flag is named even if it is a number: without it a model would be
+            # trained on an answer that the row says not to learn from.
+            is_flag = value is not None and OF_FLAGS.search(name)
+            is_obeyed = name in WEIGHTS and not math.isnan(as_number(value))
+            if not is_obeyed and (is_flag or (not is_about(name) and has_content(value))):
+                found[name] = None
     return [f"{key}.{name}" for name in found]
 
 
@@ -437,14 +455,17 @@ OF_FLAGS = re.compile("loss|train|learn|mask|weight", re.IGNORECASE)
 
 
 def has_content(value: object) -> bool:
+    """Return whether a value may be a part of what a row says. Numbers count, rate and identify."""
     if isinstance(value, str):
         return bool(value.strip()) and value not in turns.NOTHING
     return not isinstance(value, bool | int | float) and value not in (None, [], {})
 
 
+# Keys that may hold turns, so that the keys of these are looked at as well.
 TURN_LISTS = (*THREADS, "prompt", "completion", "chosen", "rejected", "rejected_messages")
 TURN_LISTS += ("conversation_a", "conversation_b")
-BESIDE = {"text": "", "preference": "completions,difficulty,score,margin,@answers"}  # in any format
+# Keys that are read of any format of a kind.
+BESIDE = {"text": "", "preference": "completions,difficulty,score,margin,@answers"}
 BESIDE["chat"] = ",".join((*turns.SYSTEM_KEYS, *turns.TOOL_KEYS, *KTO_LABELS, *ROW_WEIGHTS, *MEDIA))
 BESIDE["chat"] += ",chat_template_kwargs"
 BESIDE["question"] = BESIDE["chat"]
@@ -452,6 +473,8 @@ BESIDE["preference"] += "," + BESIDE["chat"]
 
 
 # ---- texts -----------------------------------------------------------------------------------
+# From here on functions read a row of one format, or a part of one. A row has all keys of its
+# format, so these are row[key]; row.get(key) is for what some rows have beside them.
 
 
 def list_at(key: str, row: dict, item: type, what: str) -> list:
@@ -465,11 +488,12 @@ def list_at(key: str, row: dict, item: type, what: str) -> list:
 def encyclopedia(row: dict) -> str:
     """Return title, summary, then every section with its heading."""
     sections = list_at("sections", row, dict, "objects")
-    texts = [text("title?,content?", section) for section in sections]
+    texts = [text("title?,content?", section) for section in sections]  # some are a heading alone
     return "\n".join(filter(None, [text("title?,summary?", row), *texts]))
 
 
 def article(row: dict) -> str:
+    # The description begins where the title ends, so the two are one line.
     return "\n".join(filter(None, [text("title?", row) + text("desc?", row), text("content", row)]))
 
 
@@ -485,10 +509,12 @@ def question_and_answer(question: str, answer: str, row: dict) -> str:
 
 # ---- a question and its answer ---------------------------------------------------------------
 
-PASSAGES = ("context", "article", "passage")  # what a question is about
+# A row may have more than two texts: a passage that the question is about, options to choose from,
+# earlier turns. They become part of the question, for without them nobody could answer it.
+PASSAGES = ("context", "article", "passage")
 LETTERS = "ABCDEFGHIJ"
 OPTIONS = ("options", "choices")  # of multiple choice; or the letters are keys of the row
-ABOUT_QUESTIONS = {*PASSAGES, *OPTIONS, "A"}
+
 ASKED = "history,context,article,passage,options,choices,A,B,C,D,E,F,G,H,I,J"  # by questions
 ANSWERED = ",".join(turns.THOUGHT_KEYS)  # by answers
 
@@ -499,13 +525,14 @@ def one_turn(question: str, answer: str, row: dict) -> list[dict]:
     if found := turns_of_answer(row.get(answer)):
         return with_system([*asked, *read_turns(found)], row)
     said = without_space(question, answer_text(answer, row), row)
-    if thoughts := turns.thoughts_of(row):
-        said = turns.with_thoughts("\n".join(thoughts), said)
+    said = turns.with_thoughts("\n".join(turns.thoughts_of(row)), said)
     return with_system([*asked, message("assistant", said)], row)
 
 
 def asked_turns(question: str, row: dict) -> list[dict]:
-    """Return the turns under the first key of a text_key, or its text after the history."""
+    """Return the turns under the first key of a text_key, or its text after the history.
+
+    In trl's sets "prompt" is either, so the value decides and not the key."""
     value = row[first_key(question)]
     if isinstance(value, str) and value.startswith('{"messages"'):
         value = unpacked(value)
@@ -533,16 +560,18 @@ def turns_of_answer(value: object) -> list[dict] | None:
     text that looks like turns may be an answer that says them."""
     found = unpacked(value) if isinstance(value, str) and value.startswith(("[", "{")) else value
     if isinstance(found, dict) and isinstance(turns.name_of(found), str):
-        found = [found]
+        found = [found]  # one turn
     found = listed(found)
     if not found or not isinstance(value, str):
         return found
+    # A text that can be parsed: is it a conversation in a cell of CSV, or an answer that is JSON?
     roles = [turns.ROLES.get(str(turns.name_of(one))) for one in found]
     return found if all(roles) and roles[-1] == "assistant" else None
 
 
 def without_space(question: str, said: str, row: dict) -> str:
     """Return an answer to a question; one that goes on with a dialogue begins with a space."""
+    # In "...Assistant:" and " Yes" the space stands between the two, and is not said.
     is_text = said.startswith(" ") and isinstance(row[first_key(question)], str)
     opened = is_text and turns.OPEN_DIALOGUE.fullmatch(text(question, row))
     return said.removeprefix(" ") if opened else said
@@ -554,6 +583,7 @@ def history(row: dict) -> list[dict]:
         return []
     if listed(row["history"]):
         return read_turns(row["history"])
+    # as LLaMA-Factory and ChatGLM have it
     pairs = list_at("history", row, list, "[question, answer]")
     if any(len(pair) != 2 for pair in pairs):
         raise BadRow("history is not a list of [question, answer]")
@@ -577,15 +607,14 @@ def whole_question(question: str, row: dict) -> str:
 
     The passage follows an instruction, and stands before any other question."""
     asked = text(question, row | {"input": ""} if has_no_input(question, row) else row)
-    if ABOUT_QUESTIONS.isdisjoint(row):
-        return asked
     beside = [key for key in PASSAGES if key != first_key(question)]
-    passages = [as_text(key, row) for key in beside if row.get(key) not in (None, "", [])]
+    passages = [as_text(key, row) for key in beside if row.get(key) not in NO_VALUE]
     parts = [asked, *passages] if question.startswith("instruction") else [*passages, asked]
     return "\n".join([*parts, *(f"{letter}. {option}" for letter, option in options_of(row))])
 
 
 def as_text(key: str, row: dict) -> str:
+    """Return the passage under a key, which may be a list of paragraphs. Raise BadRow."""
     found = row[key]
     lines = unpacked(found) if isinstance(found, str) and found.startswith('["') else found
     if isinstance(lines, list) and all(isinstance(one, str) for one in lines):
@@ -598,7 +627,7 @@ def as_text(key: str, row: dict) -> str:
 def options_of(row: dict) -> list[tuple[str, str]]:
     """Return [(letter, option)] of a question of multiple choice, [] of another. Raise BadRow."""
     key = next((key for key in OPTIONS if row.get(key)), "")
-    if not key:
+    if not key:  # a column for each option, as in C-Eval; a column A alone may be anything
         if not isinstance(row.get("A"), str) or not isinstance(row.get("B"), str):
             return []
         found = {letter: row[letter] for letter in LETTERS if row.get(letter)}
@@ -610,7 +639,7 @@ def options_of(row: dict) -> list[tuple[str, str]]:
     for _, option in options:
         if not isinstance(option, str):
             raise BadRow(f"{key or 'an option'} holds {type(option).__name__}, not text")
-    # some texts have their letter already
+    # Some options begin with their letter, as in "A. Paris": it would stand there twice.
     return [(letter, without_letter(letter, option)) for letter, option in options]
 
 
@@ -623,10 +652,9 @@ def lettered(found: object) -> list[tuple[object, object]] | None:
     if isinstance(found, dict):
         return [(letter, option) for letter, option in found.items() if option is not None]
     if listing := listed(found):
-        letters = [one.get("key", one.get("label")) for one in listing]
-        return list(
-            zip(letters, [one.get("value", one.get("text")) for one in listing], strict=True)
-        )
+        return [
+            (one.get("key", one.get("label")), one.get("value", one.get("text"))) for one in listing
+        ]
     if isinstance(found, list) and len(found) <= len(LETTERS):
         return list(zip(LETTERS, found, strict=False))
     return None
@@ -638,7 +666,8 @@ def without_letter(letter: str, option: str) -> str:
 
 
 def answer_text(answer: str, row: dict) -> str:
-    """Return an answer; the number of an option, from 0, is its letter."""
+    """Return an answer. The number of an option, from 0, becomes its letter, unless the options are
+    numbers or are numbered."""
     found = row.get(answer)
     number = isinstance(found, int) or (isinstance(found, str) and found.isdecimal())
     if number and not isinstance(found, bool) and (options := options_of(row)):
@@ -668,11 +697,6 @@ def has_texts_by_turns(row: dict) -> bool:
     """Return whether data is texts, not the rows of a file, or their cells."""
     found = unpacked(row["data"])
     return isinstance(found, list) and all(isinstance(one, str) for one in found)
-
-
-def has_turns_of_context(row: dict) -> bool:
-    """Return whether the context of two answers is the turns before them, not a passage."""
-    return is_turns(row["context"])
 
 
 def first_answer(row: dict) -> list[dict]:
@@ -731,11 +755,12 @@ def one_of_a_tree(row: dict) -> list[dict]:
 def two_answers(prompt: str, row: dict) -> Pair:
     """Return the pair of two answers to a text_key, or to the turns under it.
 
-    The prompt is put in front of each, unless the chosen answer repeats it (UltraFeedback)."""
+    The prompt is put in front of each, unless the chosen answer repeats it."""
     asked = asked_turns(prompt, row)
     sides = [side for side in ("chosen", "rejected") if isinstance(row[side], str)]
     row = row | {side: without_space(prompt, row[side], row) for side in sides}
     chosen, rejected = answer_turns("chosen", row), answer_turns("rejected", row)
+    # UltraFeedback has the prompt by itself, and once more in each side.
     if not repeats(chosen, asked):
         chosen, rejected = [*asked, *chosen], [*asked, *rejected]
     return two_conversations(with_system(chosen, row), with_system(rejected, row))
@@ -744,8 +769,10 @@ def two_answers(prompt: str, row: dict) -> Pair:
 def repeats(answer: list[dict], prompt: list[dict]) -> bool:
     """Return whether a conversation that is given as an answer holds its prompt already."""
     whole, asked = turns.said(answer), turns.said(prompt)
+    # The system prompt may stand in the answers alone.
     if whole and whole[0][0] == "system" and asked and asked[0][0] != "system":
         whole = whole[1:]
+    # A prompt of one question may be any question of the whole, such as its last.
     one = len(asked) == 1 and asked[0][0] == "user"
     return whole[: len(asked)] == asked or (one and asked[0] in whole)
 
@@ -771,6 +798,7 @@ def two_conversations(chosen: list[dict], rejected: list[dict]) -> Pair:
         raise BadRow("the chosen answer is one not to learn from")
     if turns.said(prompt) != turns.said(other):
         raise BadRow("different prompts", "chosen and rejected answer different prompts")
+    # Only the last answers are compared, so flags of earlier turns decide nothing.
     prompt = [{key: turn[key] for key in turn if key != "learn"} for turn in prompt]
     return Pair(prompt, good["content"], bad["content"])
 
@@ -793,14 +821,14 @@ def two_outputs(row: dict) -> Pair:
     if not isinstance(outputs, list) or len(outputs) != 2:
         hint = "; this is instructions (Alpaca), of kind='chat'" if isinstance(outputs, str) else ""
         raise BadRow(f"output is not a list of a chosen and a rejected answer{hint}")
-    sides = {"chosen": outputs[0], "rejected": outputs[1]}
-    return two_answers("instruction,input?", row | sides)
+    return two_answers("instruction,input?", row | {"chosen": outputs[0], "rejected": outputs[1]})
 
 
 def best_and_worst(prompt: str, key: str, answer: str, score: str, row: dict) -> Pair:
     """Return the pair of the answers of the highest and the lowest score, or of the first and the
     last rank. key: of the list of objects that hold them."""
     found = [(as_score(one, score), one.get(answer)) for one in listed(row[key]) or []]
+    # rank 1 is the best, but score 1 the worst
     scored = [(-n if score == "rank" else n, said) for n, said in found if not math.isnan(n)]
     if len(scored) < 2:
         raise BadRow("fewer than two answers with a score")
@@ -810,14 +838,17 @@ def best_and_worst(prompt: str, key: str, answer: str, score: str, row: dict) ->
     return two_answers(prompt, row | {"chosen": best[1], "rejected": worst[1]})
 
 
-def preferred(
-    prompt: str, first: str, second: str, wins: Callable[[dict], float], row: dict
-) -> Pair:
-    """Return the answers under two keys. wins(row): 1 if the first is better, 0 if the second."""
-    won = wins(row)
-    if won not in (0, 1):
+def preferred(prompt: str, first: str, second: str, verdict: str, says: tuple, row: dict) -> Pair:
+    """Return the pair of the answers under two keys; the verdict's key tells which is better.
+
+    says: what stands there if the first is, and if the second is; or BY_SIGN."""
+    score = as_score(row, verdict)
+    if says is BY_SIGN:  # how much better; 0 and nan stay without a winner
+        score = (score > 0) - (score < 0)
+    said = str(row[verdict]) if math.isnan(score) else score
+    if said not in says:
         raise BadRow("neither answer is preferred")
-    better, worse = (first, second) if won else (second, first)
+    better, worse = (first, second) if said == says[0] else (second, first)
     if not prompt:
         return two_dialogues(better, worse, row)
     return two_answers(prompt, row | {"chosen": row[better], "rejected": row[worse]})
@@ -825,28 +856,12 @@ def preferred(
 
 def comments(row: dict) -> Pair:
     """Return the comments on a post, the better one first (SHP)."""
+    # Here "history" is the post itself; elsewhere it is turns before the question.
     asked = {"prompt": row["history"], "history": None}
-    first_wins = partial(as_score, key="labels")
-    return preferred("prompt", "human_ref_A", "human_ref_B", first_wins, row | asked)
+    return preferred("prompt", "human_ref_A", "human_ref_B", "labels", (1, 0), row | asked)
 
 
-def second_wins(key: str, row: dict) -> float:
-    return 1 - as_score(row, key)
-
-
-def sign(key: str, row: dict) -> float:
-    """Return 1 for a preference below 0, for the first answer, 0 for one above (HelpSteer)."""
-    score = as_score(row, key)
-    return math.nan if not score or math.isnan(score) else float(score < 0)
-
-
-def first_or_second(key: str, row: dict) -> float:
-    """Return 1 for a preference of 1, for the first answer, 0 for one of 2 (AlpacaFarm)."""
-    return 2 - as_score(row, key)
-
-
-def winner(key: str, row: dict) -> float:
-    return {"model_a": 1.0, "model_b": 0.0}.get(str(row[key]), math.nan)
+BY_SIGN = (-1, 1)  # HelpSteer's preference: -3 .. 3, below 0 for the first
 
 
 # ---- the formats: the first that fits is taken -----------------------------------------------
@@ -858,6 +873,7 @@ def asked_keys(question: str) -> str:
     return f"{question.replace('?', '')},{ASKED}"
 
 
+# The makers of formats below get the text_keys and derive from them which keys a row must have.
 def telling(name: str, question: str, answer: str) -> RowFormat:
     """Return a format of documents that are a question and its answer."""
     read_row = partial(question_and_answer, question, answer)
@@ -872,17 +888,20 @@ def joining(name: str, text_key: str, keys: str) -> RowFormat:
 DOCUMENTS = (
     joining("text", "text", "text"),
     joining("completions", "completion", "completion"),
+    # several keys that are one text
     RowFormat("encyclopedia pages (Baidu Baike)", "title,sections", encyclopedia, "summary"),
     RowFormat("poems (chinese-poetry)", "author,paragraphs", poem, "title,rhythmic"),
     RowFormat("articles with a source", "data_src,title,content", article, "desc"),
     joining("articles or answers (WuDao, webtext2019zh)", "title?,desc?,content", "title,content"),
     joining("questions (medical CSV)", "title?,ask?,answer", "title,ask,answer"),
     joining("questions (baike_qa)", "title,desc?,answer", "title,answer"),
+    # a question and its answer, which are as good a text as any
     telling("questions and answers", "question", "answer"),
     telling("prompts and responses", "prompt", "response"),
     telling("instructions (Zhihu-KOL, Dolly)", "instruction,input?", "response"),
     telling("questions and responses (OpenOrca)", "question", "response"),
     telling("queries and responses (MetaMathQA)", "query", "response"),
+    # last, for rows of the formats above have these keys, too
     joining("contents", "content", "content"),
     joining("responses", "response", "response"),
 )
@@ -901,15 +920,18 @@ def talking(name: str, key: str) -> RowFormat:
 
 
 CHATS = (
+    # the last turn is the question, and another key has its answer
     *(
         asking("turns and their answer (Dolphin R1, AceMath)", "messages", key)._replace(
             fits=partial(waits_for_answer, key)
         )
         for key in ("response", "completion", "output", "answer")  # the last may be a result alone
     ),
+    # turns: [{"role": "user", "content": ...}, ...], or under other names, see turns.py
     talking("messages (OpenAI)", "messages"),
     talking("conversations (ShareGPT)", "conversations"),
     talking("conversation (Firefly, WildChat, LMSYS, Capybara)", "conversation"),
+    # one question and its answer
     asking("instructions (Alpaca)", "instruction,input?", "output"),
     RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task, "input,output"),
     asking("instructions (Dolly, Zhihu-KOL)", "instruction,input?", "response"),
@@ -935,6 +957,7 @@ CHATS = (
     asking("problems and solutions (NuminaMath, MATH)", "problem", "solution"),
     asking("problems and answers", "problem", "answer"),
     asking("contexts and responses (counselling)", "context", "response"),
+    # conversations under keys and in forms of their own
     talking("contents (Gemini)", "contents"),
     talking("a thread (OpenAssistant)", "thread"),
     RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
@@ -945,23 +968,19 @@ CHATS = (
     talking("texts by turns (UltraChat)", "data")._replace(fits=has_texts_by_turns),
 )
 
+# Not in the table, for such a row is a pair first; see `format_of`.
 HH_CHAT = RowFormat(
     "the better of two dialogues (hh-rlhf)", "chosen,rejected", partial(dialogue_at, "chosen")
 )
 
 
 def alone(question: str) -> RowFormat:
+    """Return a format of rows whose question has no answer, or one that is no text."""
     key = first_key(question)
     return RowFormat(f"{key}s", key, partial(open_question, question), asked_keys(question))
 
 
-QUESTIONS = (  # without an answer, or with one that is no text
-    alone("prompt"),
-    alone("instruction,input?"),
-    alone("question"),
-    alone("problem"),
-    alone("input"),
-)
+QUESTIONS = tuple(map(alone, ("prompt", "instruction,input?", "question", "problem", "input")))
 
 
 def answering(name: str, question: str) -> RowFormat:
@@ -981,14 +1000,15 @@ def scoring(name: str, keys: str, answer: str, score: str) -> RowFormat:
     return RowFormat(name, keys, partial(best_and_worst, *keys.split(","), answer, score), ASKED)
 
 
-def better(name: str, keys: str, wins: Callable[[str, dict], float]) -> RowFormat:
+def better(name: str, keys: str, says: tuple) -> RowFormat:
     """Return a format of rows with a question, if any, two answers and which of them is better."""
     *prompt, first, second, verdict = keys.split(",")
-    read_row = partial(preferred, "".join(prompt), first, second, partial(wins, verdict))
+    read_row = partial(preferred, "".join(prompt), first, second, verdict, says)
     return RowFormat(f"the better of two {name}", keys, read_row, ASKED)
 
 
 PAIRS = (
+    # a question, and under "chosen" and "rejected" its answers
     answering("turns", "conversations"),
     answering("tasks", "instruction,input?"),
     answering("prompts", "prompt"),
@@ -996,10 +1016,15 @@ PAIRS = (
     answering("inputs", "input"),
     answering("turns (UltraInteract)", "trajectory"),
     answering("messages", "messages"),
-    answering("contexts (ColossalAI)", "context")._replace(fits=has_turns_of_context),
+    # a context of turns; a passage would need a question beside it
+    answering("contexts (ColossalAI)", "context")._replace(
+        fits=lambda row: is_turns(row["context"])
+    ),
+    # whole conversations that differ in the last answer
     conversing("threads (ms-swift)", "messages,rejected_messages"),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
     conversing("dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected"),
+    # several answers with a number each
     scoring("ranked answers (Nectar)", "prompt,answers", "answer", "rank"),
     scoring("ranked answers (NeMo RL)", "context,completions", "completion", "rank"),
     scoring("rated answers (StackExchange)", "question,answers", "text", "pm_score"),
@@ -1009,16 +1034,16 @@ PAIRS = (
         "response",
         "fine-grained_score",
     ),
-    better(
-        "responses (PKU-SafeRLHF)", "prompt,response_0,response_1,better_response_id", second_wins
-    ),
-    better("responses (HelpSteer2)", "prompt,response_1,response_2,preference_strength", sign),
-    better("responses (HelpSteer3)", "context,response1,response2,overall_preference", sign),
+    # two answers, and a verdict
+    better("responses (PKU-SafeRLHF)", "prompt,response_0,response_1,better_response_id", (0, 1)),
+    better("responses (HelpSteer2)", "prompt,response_1,response_2,preference_strength", BY_SIGN),
+    better("responses (HelpSteer3)", "context,response1,response2,overall_preference", BY_SIGN),
     RowFormat(
         "the better of two comments (SHP)", "history,human_ref_A,human_ref_B,labels", comments
     ),
-    better("outputs (AlpacaFarm)", "instruction,output_1,output_2,preference", first_or_second),
-    better("conversations (arena)", "conversation_a,conversation_b,winner", winner),
+    better("outputs (AlpacaFarm)", "instruction,output_1,output_2,preference", (1, 2)),
+    better("conversations (arena)", "conversation_a,conversation_b,winner", ("model_a", "model_b")),
+    # a list of the better answer and the worse
     RowFormat("instructions with two outputs", "instruction,output", two_outputs, f"input,{ASKED}"),
 )
 

@@ -1,5 +1,10 @@
 """The bytes of a raw file as text in UTF-8 or one other encoding, in bounded memory: compression
-is undone, UTF-16 and UTF-32 are transcoded, what is no text is refused by name."""
+is undone, UTF-16 and UTF-32 are transcoded, what is no text is refused by name.
+
+`open_stream` asks the first bytes three questions: is the file packed, is it something else than
+text, and in which encoding is it? Each answer puts a generator of bytes behind the one before. What
+goes wrong on the way is an exception, Damage, only until it reaches Chunks: from there on it is the
+end of the stream, with a note why, so that whoever reads keeps what came before."""
 
 import bz2
 import codecs
@@ -24,8 +29,9 @@ from groundup.files.untrusted import LFS_POINTER, POINTER_HINT, regular_size
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 READ_BYTES = 2**20
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a large file, evenly spaced: they tell its encoding
+# A few kilobytes may unpack to terabytes. Compressed text grows 3 to 30 times.
 BOMB_BYTES = 2**26  # a packed file may become so large whatever its size
-BOMB_FACTOR = 200  # compressed text grows 3 to 30 times
+BOMB_FACTOR = 200
 ZSTD_WINDOW = 2**31  # zstd --long=31, as the dumps of Pushshift have it
 XZ_MEMORY = 2**31  # bytes; xz -9 needs 64 MiB, a dictionary of 1.5 GiB (the largest) somewhat more
 PACKED = {  # by suffix: first bytes, the command that unpacks it, what tar needs for it
@@ -35,7 +41,8 @@ PACKED = {  # by suffix: first bytes, the command that unpacks it, what tar need
     "zst": (b"\x28\xb5\x2f\xfd", "zstd -d --long=31 {name}", "--zstd -xf"),
 }
 MAGIC = tuple(magic for magic, _, _ in PACKED.values())
-NOT_TEXT = {  # first bytes: what it is, and what to do
+# First bytes: what it is, and what to do. Read as text, any of these would give documents of noise.
+NOT_TEXT = {
     b"PK\x03\x04": "a zip archive; unpack it: unzip {name}",
     b"WARC/": "a web archive; write its texts as JSON lines, as with warcio and trafilatura",
     b'<doc id="': "pages of WikiExtractor; run it with --json, and let the names end in .jsonl",
@@ -111,6 +118,7 @@ class Chunks(io.RawIOBase):
             self.file.close()
 
     def readinto(self, buffer: memoryview) -> int:
+        # BufferedReader asks here and does the rest: readline, peek, read.
         while not self.rest:
             try:
                 self.rest = memoryview(next(self.chunks))
@@ -133,22 +141,12 @@ def open_stream(
     encoding: of lines that are not UTF-8, if the user gave it. check: compare the checksums of
     gzip before anything is read, at the price of unpacking twice. Raise UserError if the file
     cannot be opened."""
-    try:
-        if path != "-":
-            regular_size(path)
-        file = sys.stdin.buffer if path == "-" else open(path, "rb")
-        first = file.read(READ_BYTES)
-        if begin:
-            file.seek(begin)
-    except OSError as error:
-        is_pipe = "regular" in (error.strerror or "")
-        hint = "; of a pipe give -, standard input" if is_pipe else ""
-        raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}{hint}") from None
-
-    if first.startswith(LFS_POINTER):
-        raise UserError(f"data: cannot read {shown_name(path)}: it is {POINTER_HINT}")
+    file, first = open_bytes(path)
+    if begin:
+        file.seek(begin)
     chunks = iter(lambda: file.read(READ_BYTES), b"")
     chunks = itertools.chain([] if begin else [first], chunks)
+    # What the file is, its first bytes tell, wherever reading begins. head: these, unpacked.
     head, compression = first, compression_of(first, path)
     if compression:
         twice = file if check and compression == "gz" and file.seekable() else None
@@ -159,10 +157,13 @@ def open_stream(
     elif codec := encodings.wide_codec(head):
         plain, chunks = False, transcode(chunks, codec)
     elif not head.startswith(b"PAR1"):
+        # All parts of a file must be read in one encoding, so each judges the same sample. Only of
+        # plain files can bytes be had from everywhere.
         sample = whole_lines(head, False, len(head) >= READ_BYTES)
         if not compression and path != "-":
             sample = spaced_sample(file, first)
         verdict = encodings.judge(sample, encoding)
+    # A refused file is one that is damaged from its first byte on: one path for both.
     if verdict.refused:
         n_bytes = len(head) if path == "-" else os.fstat(file.fileno()).st_size - begin
         chunks = refusal(reason, verdict.refused, n_bytes)
@@ -170,8 +171,26 @@ def open_stream(
     return io.BufferedReader(Chunks(chunks, verdict, plain, to_close), READ_BYTES)
 
 
+def open_bytes(path: str) -> tuple[BinaryIO, bytes]:
+    """Open a file, or standard input; return it and its first READ_BYTES. Raise UserError."""
+    wrong = f"data: cannot read {shown_name(path)}"
+    try:
+        if path != "-":
+            regular_size(path)
+        file = sys.stdin.buffer if path == "-" else open(path, "rb")
+        first = file.read(READ_BYTES)
+    except OSError as error:
+        is_pipe = "regular" in (error.strerror or "")
+        hint = "; of a pipe give -, standard input" if is_pipe else ""
+        raise UserError(f"{wrong}: {error.strerror}{hint}") from None
+    if first.startswith(LFS_POINTER):
+        raise UserError(f"{wrong}: it is {POINTER_HINT}")
+    return file, first
+
+
 def compression_of(first: bytes, path: str) -> str:
     """Return how a file is packed, by its first bytes or else by its name; "" = it is not."""
+    # By its name even if its first bytes are others: then it is damaged, and that is reported.
     named = os.path.splitext(path.lower())[1][1:]
     by_magic = (name for name, (magic, _, _) in PACKED.items() if first.startswith(magic))
     return next(by_magic, named if named in PACKED else "")
@@ -198,6 +217,7 @@ def hash_part(file: BinaryIO, begin: int, end: int | None, digest: Any) -> None:
 
 def with_head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
     """Return the first READ_BYTES or more, as far as they can be read, and all chunks."""
+    # Damage within the head is raised behind it, so that what came before is read.
     head, damages = b"", []
     try:
         while len(head) < READ_BYTES and (chunk := next(chunks, None)) is not None:
@@ -225,7 +245,7 @@ def no_text(head: bytes, path: str, compression: str) -> str:
     _, unpack, flags = PACKED.get(compression, (b"", "", "-xf"))
     if head[257:262] == b"ustar":
         return f"a tar archive; unpack it: tar {flags} {name}"
-    if compression and head.startswith(MAGIC):
+    if compression and head.startswith(MAGIC):  # unpacking at any depth would let bombs through
         return f"packed twice; unpack it once: {unpack.format(name=name)}"
     is_zip = head.startswith(b"PK\x03\x04")
     if is_zip and (head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype"):
@@ -235,6 +255,7 @@ def no_text(head: bytes, path: str, compression: str) -> str:
             return what.format(name=name)
     if PICKLE.match(head):
         return UNPICKLE
+    # No text has NUL but UTF-16 and UTF-32, and parquet is no text.
     if b"\0" in head and not head.startswith(b"PAR1") and not encodings.wide_codec(head):
         place = head.index(b"\0")
         return f"not text: byte {place:,} is NUL, and the file is not UTF-16 or UTF-32"
@@ -249,6 +270,7 @@ def spaced_sample(file: BinaryIO, first: bytes) -> bytes:
     if size <= SAMPLES * SAMPLE_BYTES:
         return os.pread(file.fileno(), size, 0)
     blocks = []
+    # The first begins at the file's first byte, the last ends at its last.
     for k in range(SAMPLES):
         place = (size - SAMPLE_BYTES) * k // (SAMPLES - 1)
         block = os.pread(file.fileno(), SAMPLE_BYTES, place)
@@ -259,6 +281,7 @@ def spaced_sample(file: BinaryIO, first: bytes) -> bytes:
 def whole_lines(block: bytes, cut_before: bool, cut_after: bool) -> bytes:
     """Return a block without the lines that it has in part; of one long line the whole words: a
     byte below 0x30 is no part of a character in any encoding."""
+    # A character that is cut would look like a fault of the encoding.
     marks = b"\n" if b"\n" in block[:-1] else bytes(range(0x30))
     firsts = [place for mark in marks if (place := block.find(mark)) >= 0]
     if not firsts:
@@ -311,7 +334,7 @@ def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tu
         for begin in range(0, len(chunk), 2**11):
             piece = chunk[begin : begin + 2**11]
             n_read += len(piece)
-            # zeros after a stream are padding
+            # One piece may end a stream and begin the next. Zeros between them are padding.
             while piece := piece.lstrip(b"\0") if decompressor.eof else piece:
                 if decompressor.eof:
                     decompressor = new()
@@ -333,7 +356,7 @@ def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tu
                         "bomb; to use them, decompress the file"
                     )
                 if problem:
-                    lost = len(chunk) - begin + sum(map(len, chunks))
+                    lost = len(chunk) - begin + sum(map(len, chunks))  # to the end of the file
                     raise Damage("truncated_file", problem, lost)
                 yield made, decompressor.eof
                 piece = decompressor.unused_data
@@ -345,7 +368,8 @@ def checked_gzip(chunks: Iterator[bytes], file: BinaryIO, path: str) -> Iterator
     """Unpack a gzip file whose checksums have been compared. The sum of a member comes last, so
     nothing of a member with a wrong sum can be trusted, and nothing behind it can be found. A
     member that is cut has no sum; what there is of it is read."""
-    n_made, n_trusted, damage = 0, 0, None
+    # First pass: how many bytes can be trusted, those of whole members whose sums are right?
+    n_made, n_trusted, damage = 0, 0, None  # n_trusted: at the end of the last whole member
     try:
         for made, ended in members(chunks, path, "gz"):
             n_made += len(made)
@@ -356,6 +380,7 @@ def checked_gzip(chunks: Iterator[bytes], file: BinaryIO, path: str) -> Iterator
     wrong = damage is not None and damage.args[1].startswith("damaged")
     if not wrong:  # whole, or cut
         n_trusted = n_made
+    # Second pass: hand these out. To keep them from the first pass might take all memory.
     file.seek(0)
     n_left = n_trusted
     again = members(iter(lambda: file.read(READ_BYTES), b""), path, "gz")
@@ -377,19 +402,21 @@ def transcode(chunks: Iterator[bytes], codec: str) -> Iterator[bytes]:
     """Turn UTF-16 or UTF-32 into UTF-8, some lines at a time. A lone surrogate becomes bytes that
     are not UTF-8, so that it costs its line alone. Behind a lost byte nothing is text any more:
     raise Damage there."""
-    width = 2 if "16" in codec else 4
+    width = 2 if "16" in codec else 4  # bytes of a code unit
     line_end = "\n".encode(codec)
     held, damage = b"", None
     while True:
+        # Damage of the input waits until what came before it is handed out.
         try:
             chunk = next(chunks, b"")
         except Damage as found:
             chunk, damage = b"", found
         held += chunk
+        # Decode up to the last line end: behind it a character may be cut.
         end = aligned_rfind(held, line_end, width) + width
         if not chunk:
             end = len(held)
-        elif end < width:  # no line end
+        elif end < width:  # no line end: hold more, but not without bound
             if len(held) < 4 * READ_BYTES:
                 continue
             end = len(held) // width * width
@@ -423,6 +450,7 @@ def sound_bytes(raw: bytes, codec: str, width: int, line_end: bytes) -> tuple[in
     """Return how many bytes are whole lines in which no byte is missing, and what is wrong with
     the next one, "" if nothing is. After a lost byte a line end stands where no character begins,
     or the text ends within a character."""
+    # Two tests, for a text with a byte lost is a text of other characters, nearly all of them valid.
     bad, problem = len(raw), ""
     place = raw.find(line_end)
     while place >= 0 and place % width == 0:

@@ -51,7 +51,6 @@ WEIGHTS = ("learn", "weight", "train", "training", "loss", "loss_scale", "loss_w
 WEIGHTS += ("output_with_loss", "loss_mask")
 ROW_WEIGHTS = ("weight", "train", "loss_scale", "loss_weight")  # evaluate.py writes a loss, too
 KTO_LABELS = ("label", "kto_tag")  # of trl, of LLaMA-Factory: whether the last answer is good
-FLAGS_OF_ROWS = ROW_WEIGHTS + KTO_LABELS
 
 
 def as_number(value: object) -> float:
@@ -67,12 +66,13 @@ def as_number(value: object) -> float:
 
 def is_learned(holder: dict, flags: tuple[str, ...] = WEIGHTS) -> bool:
     """Return False if a flag of a turn, part or row says not to learn from it."""
+    # nan is a flag that says nothing: no comparison with it is true
     return not any(as_number(holder[key]) <= 0 for key in keys_among(flags, tuple(holder)))
 
 
 @lru_cache(maxsize=256)  # the rows of a file have the same keys
 def keys_among(flags: tuple[str, ...], keys: tuple[str, ...]) -> list[str]:
-    """Return the keys that are flags, in the order of these; a table may write them in capitals."""
+    """Return the keys that are flags, in the order of the flags; a table may have capitals."""
     return [key for flag in flags for key in keys if str(key).lower() == flag]
 
 
@@ -80,27 +80,32 @@ def label_of(row: object) -> bool | None:
     """Return whether a row says that its last answer is a good one, None if it does not say."""
     if not isinstance(row, dict):
         return None
+    # Other sets have labels of their own, such as 3: only 0 and 1 are KTO's.
     labels = [as_number(row[key]) for key in keys_among(KTO_LABELS, tuple(row))]
     return next((label == 1 for label in labels if label in (0, 1)), None)
 
 
 def is_bad(row: object) -> bool:
     """Return whether a row says that its answer is bad, or not to be learned."""
-    if not isinstance(row, dict) or not keys_among(FLAGS_OF_ROWS, tuple(row)):
-        return False
-    return label_of(row) is False or not is_learned(row, ROW_WEIGHTS)
+    return isinstance(row, dict) and (label_of(row) is False or not is_learned(row, ROW_WEIGHTS))
 
 
 # ---- the keys and roles of turns ---------------------------------------------------------------
 
-# Names of roles in published sets, in lower case.
-ROLES = {
-    "system": "system developer",
-    "user": "user human prompter",
-    "assistant": "assistant gpt chatgpt chatbot bing bard bot ai model function_call tool_call",
-    "tool": "tool observation function ipython tool_response function_response tool_result",
-}
-ROLES = {name: role for role, names in ROLES.items() for name in names.split()}
+
+def usual_names(**names: str) -> dict[str, str]:
+    """Return {any name: usual name}, of names that are given the other way round."""
+    return {name: usual for usual, others in names.items() for name in others.split()}
+
+
+# Names of roles in published sets, in lower case. The sets say nothing about their form, so all
+# forms are read from all of them: a turn is understood by its keys alone.
+ROLES = usual_names(
+    system="system developer",
+    user="user human prompter",
+    assistant="assistant gpt chatgpt chatbot bing bard bot ai model function_call tool_call",
+    tool="tool observation function ipython tool_response function_response tool_result",
+)
 CALLERS = ("function_call", "tool_call")  # roles of turns that are calls and nothing else
 
 ROLE_KEYS = ("role", "from")
@@ -116,6 +121,7 @@ EXCHANGES = (("human", "assistant"), ("input", "output"), ("question", "answer")
 EXCHANGES += (("user", "assistant"), ("prompt", "response"), ("query", "response"))
 QUESTIONS = {question for question, _ in EXCHANGES}
 
+# What a row may say beside its turns.
 SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
 SYSTEM_KEYS += ("systemInstruction", "system_instruction")  # Gemini
 TOOL_KEYS = ("tools", "functions")
@@ -130,6 +136,8 @@ NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where 
 
 
 # ---- values of rows ---------------------------------------------------------------------------
+# CSV has no objects, and parquet only those of one fixed form, so many sets keep turns, calls and
+# tools as text.
 
 
 def unpacked(value: object) -> object:
@@ -140,6 +148,7 @@ def unpacked(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         pass
+    # literal_eval evaluates literals alone, so it is safe, but it takes much memory.
     if value.startswith(("[{'", "{'")) and len(value) < MOST_PYTHON:
         with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             plain = NUMPY.sub(lambda found: found[1] or IN_PYTHON.get(found[0], ""), value)
@@ -151,6 +160,7 @@ def listed(value: object) -> list[dict] | None:
     """Return a list of objects that may be stored as JSON, or as lists of equal lengths by key.
 
     The last is how Hugging Face's Sequence comes in parquet. None if it is none of these."""
+    # most values are texts: do not try to parse each
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return None
     found = unpacked(value)
@@ -196,12 +206,15 @@ def read_turns(value: object) -> list[dict]:
                 continue
             for message in read_turn(turn):
                 add_turn(messages, message, name_of(turn) in CALLERS)
+    # Some sets offer tools in a turn, the system's as a rule, and not in the row.
     tools = next((turn["tools"] for turn in turns if turn.get("tools")), None)
     return with_system(messages, {"tools": tools}) if tools else messages
 
 
 def plain_message(turn: dict) -> dict | None:
-    """Return the message of a turn that is a role and a text, as most are; None for another."""
+    """Return the message of a turn that is a role and a text, as most are; None for another.
+
+    It says what `read_turn` says, and makes reading conversations six times as fast."""
     if len(turn) != 2:
         return None
     name, said = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
@@ -212,6 +225,7 @@ def plain_message(turn: dict) -> dict | None:
 
 def is_thread(value: object) -> bool:
     """Return whether a value is a list of objects, or of several texts."""
+    # a list of a single text is no conversation: nothing answers it
     found = unpacked(value) if isinstance(value, str) and value.startswith("[") else value
     texts = isinstance(found, list) and len(found) > 1
     return listed(found) is not None or (texts and all(isinstance(one, str) for one in found))
@@ -219,11 +233,12 @@ def is_thread(value: object) -> bool:
 
 def texts_by_turns(value: object) -> list[dict]:
     """Return messages of texts by turns of the user and the assistant (UltraChat, LIMA)."""
-    if not value:
+    if not value:  # for an empty list of objects, too
         raise BadRow("no turns")
     if not is_thread(value):
         inner = f" with {type(value[0]).__name__}" if isinstance(value, list) else ""
         raise BadRow(f"{type(value).__name__}{inner}, not a list of turns")
+    # The user begins, and the two take turns.
     turns = [message(("user", "assistant")[i % 2], said) for i, said in enumerate(value)]
     marks = {"user": "\u95ee\uff1a", "assistant": "\u7b54\uff1a"}  # HuatuoGPT's
     if all(turn["content"].startswith(marks[turn["role"]]) for turn in turns):
@@ -248,6 +263,7 @@ def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
     """Return messages of [{question: ..., answer: ...}, ...]; the last answer may be missing.
 
     The first may have a system message (xtuner), which others may repeat."""
+    # Only one for all: a conversation has its system message before all turns.
     system = turns[0].get("system")
     if any(turn.get("system") not in (None, "", system) for turn in turns):
         raise BadRow("a system message not first")
@@ -265,6 +281,7 @@ def add_turn(messages: list[dict], new: dict, calls: bool) -> None:
     if not calls or not messages or messages[-1]["role"] != "assistant":
         messages.append(new)
         return
+    # A turn of calls is the second half of an answer: words, then what the model calls.
     before = messages.pop()
     joined = {"content": "\n".join(filter(None, [before["content"], new["content"]]))}
     ids = before.get("tool_call_ids", []) + new.get("tool_call_ids", [])
@@ -283,6 +300,7 @@ def said(messages: list[dict]) -> list[tuple[str, str]]:
 
 def name_of(turn: dict) -> object:
     """Return the name of a turn's role, in lower case if it is text."""
+    # "Tool Response" and "tool-response" are tool_response
     name = first_of(turn, ROLE_KEYS)
     return re.sub("[ -]", "_", name.strip().lower()) if isinstance(name, str) else name
 
@@ -292,6 +310,7 @@ def role_of(turn: dict) -> str:
     role = ROLES.get(name) if isinstance(name, str) else None
     if role:
         return role
+    # Say what would help: name the role, or the keys, or nothing if these are no turns at all.
     shown = first_of(turn, ROLE_KEYS)
     how = f"user={shown}" if isinstance(shown, str) else naming([turn])
     known = ", ".join(ROLES)
@@ -309,9 +328,11 @@ def naming(found: list[dict]) -> str:
     for turn in found:
         lengths.update({key: len(text) for key, text in turn.items() if isinstance(text, str)})
     texts = sorted(lengths, key=lambda key: lengths[key])
+    # A known key is what it is called. Of the others the longest is the content; a role is short.
     content = next((key for key in texts if key in CONTENT_KEYS), texts[-1] if texts else "KEY")
     role = next((key for key in texts if key in ROLE_KEYS), "")
     role = role or next((key for key in texts if key != content), "KEY")
+    # only what must be said
     names = [] if role in ROLE_KEYS else [f"role={role}"]
     names += [] if content in CONTENT_KEYS else [f"content={content}"]
     return ",".join(names)
@@ -331,6 +352,7 @@ def read_turn(turn: dict) -> list[dict]:
         calls = list_of(written)  # the turn says it itself, whatever stands beside it
     if text is not None:
         message(role, text)  # refuses what is no text
+    # Anthropic's results of tools stand in the user's turn, before what the user says.
     if results:
         return results + ([message(role, text)] if text else [])
     if role != "assistant":
@@ -361,7 +383,7 @@ def answer(text: str | None, thoughts: list[str], calls: list, turn: dict) -> di
     """Return the assistant's message: thoughts, then words, then calls."""
     if calls:
         text = "\n".join(filter(None, [text, *map(call_text, calls)]))
-    if thoughts and text is None:
+    if thoughts and text is None:  # thoughts without words, as when the answer was cut off
         text = ""
     found = message("assistant", with_thoughts("\n".join(thoughts), text))
     ids = [call.get("id") for call in calls if isinstance(call, dict)]
@@ -378,6 +400,7 @@ def with_thoughts(thoughts: str, text: str | None) -> str | None:
     """Return an answer with its thoughts in front; they may be there already."""
     if not thoughts:
         return text
+    # Some sets have the thoughts twice: under a key of their own, and in the text.
     if text is not None and text.lstrip().startswith("<think>"):
         if thoughts.strip() not in text:
             raise BadRow("a turn holds thoughts twice: within <think>, and others beside it")
@@ -389,10 +412,9 @@ def tool_message(content: object, call_id: object) -> dict:
     """Return a tool's message; a result that is no text becomes JSON, but for pictures."""
     parts = content if isinstance(content, list) else []
     kinds = [kind_of(part) if isinstance(part, dict) else "" for part in parts]
-    of_media = [pair for pair in zip(kinds, parts, strict=True) if MEDIA_PART.fullmatch(pair[0])]
-    media = [kind for kind, part in of_media if HOLDS & part.keys() or len(part) == 1]
-    if media:
-        raise BadRow(f"a turn holds {media[0]!r:.40}, not text")
+    for kind, part in zip(kinds, parts, strict=True):
+        if MEDIA_PART.fullmatch(kind) and (HOLDS & part.keys() or len(part) == 1):
+            raise BadRow(f"a turn holds {kind!r:.40}, not text")
     if isinstance(content, list) and all(kind in TEXT_PARTS for kind in kinds):
         content = "".join(map(text_of_part, content))
     elif isinstance(content, dict | list):
@@ -413,8 +435,9 @@ def is_id(value: object) -> bool:
 
 def turn_is_learned(turn: dict) -> bool:
     """Return whether an answer is to be learned. Raise BadRow if only a part of it is."""
-    parts = [part for part in listed(turn.get("content")) or [] if is_text_part(part)]
+    parts = [part for part in listed(turn.get("content")) or [] if kind_of(part) in TEXT_PARTS]
     parts += listed(turn.get("train_detail")) or []
+    # The mask is for whole answers. A flag of the turn that says no settles it for all parts.
     flags = {is_learned(part) for part in parts}
     if len(flags) > 1 and is_learned(turn):
         raise BadRow("a turn is to be learned in part")
@@ -423,6 +446,7 @@ def turn_is_learned(turn: dict) -> bool:
 
 # ---- parts of a content ----------------------------------------------------------------------
 
+# Types of parts that are text; those with _ are of OpenAI's Responses interface.
 TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHT_PARTS = ("thinking", "reasoning")
 MEDIA_PART = re.compile("(input_)?(image|video|audio)(_url)?")
@@ -436,12 +460,8 @@ def kind_of(part: object) -> str:
     if not isinstance(part, dict):
         return "text" if isinstance(part, str) else type(part).__name__
     kind = part.get("type")
-    keys = [key for key, value in part.items() if value is not None]
+    keys = [key for key, value in part.items() if value is not None]  # parquet fills up with null
     return str(kind or ("text" if keys == ["text"] else keys_of(dict.fromkeys(keys))))
-
-
-def is_text_part(part: object) -> bool:
-    return kind_of(part) in TEXT_PARTS
 
 
 def text_of_part(part: dict | str) -> str:
@@ -460,6 +480,7 @@ def read_content(raw: object) -> tuple[str | None, list[str], list, list[dict]]:
     if not isinstance(raw, list):
         return raw, [], [], []
     texts, thoughts, calls, results = [], [], [], []
+    # What is not known is refused, not skipped: the answer may depend on it, as on a picture.
     for part in raw:
         kind = kind_of(part)
         if kind in TEXT_PARTS:
@@ -474,6 +495,7 @@ def read_content(raw: object) -> tuple[str | None, list[str], list, list[dict]]:
             results.append(tool_message(part.get("content"), part.get("tool_use_id")))
         else:
             raise BadRow(f"a turn holds {kind!r:.40}, not text")
+    # None: no text at all, which an answer of calls may have; [] is an empty text
     text = "".join(texts) if texts or not (thoughts or calls or results) else None
     return text, thoughts, calls, results
 
@@ -505,6 +527,7 @@ def list_of(value: object) -> list:
     """Return calls or tools as a list; all of it, or each of them, may be stored as JSON."""
     value = unpacked(value)
     found = value if isinstance(value, list) else [value]
+    # a call that is no JSON stays a text, and is written as it stands
     return [unpacked(one) for one in found if one and one not in NOTHING]
 
 
@@ -523,10 +546,11 @@ def with_system(turns: list[dict], row: dict) -> list[dict]:
     settings = settings if isinstance(settings, dict) else {}
     prompts = [*(row.get(key) for key in SYSTEM_KEYS), settings.get("custom_instructions")]
     prompts = [system_text(prompt) for prompt in prompts if prompt and prompt not in NOTHING]
-    system = "\n".join(dict.fromkeys(prompts))
+    system = "\n".join(dict.fromkeys(prompts))  # each once: a row may repeat it under two keys
     tools = tools_of(row) or list_of(settings.get("xml_tools"))
     if not system and not tools:
         return turns
+    # The row's prompt comes before that of the turns, and the tools come last, as in Qwen's.
     has_own = bool(turns) and turns[0]["role"] == "system"
     first = turns[0]["content"] if has_own else ""
     if system:
@@ -566,6 +590,7 @@ def chat_problem(messages: list[dict], row: object = None) -> str:
     if is_bad(row):
         return "bad answer"
     roles = [message["role"] for message in messages]
+    # before the rest, for FOLLOWERS has no entry for another role
     if set(roles) - FOLLOWERS.keys():
         return "unknown role"
     if "system" in roles[1:]:
@@ -577,6 +602,7 @@ def chat_problem(messages: list[dict], row: object = None) -> str:
         return "bad answer"
     if any(is_blank(message["content"]) for message in answers):
         return "empty answer"
+    # A conversation may begin with either side, as if after a system message.
     for role, following in itertools.pairwise(["system", *roles]):
         if following not in FOLLOWERS[role]:
             if role == following:
@@ -585,7 +611,7 @@ def chat_problem(messages: list[dict], row: object = None) -> str:
     return ""
 
 
-FOLLOWERS = {  # which turns may follow one; a conversation begins as if after a system message
+FOLLOWERS = {  # which turns may follow one
     "system": ("system", "user", "assistant"),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
@@ -597,7 +623,7 @@ CHAT_PROBLEMS = (
 )  # fmt: skip
 
 
-# What to do about two turns in a row.
+# What to do about two turns in a row. They are not joined here, for nobody knows with what between.
 JOIN = "to keep such conversations join the two into one turn"
 
 
@@ -607,6 +633,7 @@ def trim_chat(messages: list[dict]) -> list[dict]:
     return messages[: last + 1]
 
 
+# Control characters and those of no width, which `clean` removes; tab and line ends are white space.
 CONTROLS = "\0-\x08\x0b-\x1f\x7f\u200b-\u200d\u2060\ufeff"
 INVISIBLE = re.compile(f"[{CONTROLS}]")
 VISIBLE = re.compile(rf"[^\s{CONTROLS}]")
@@ -637,6 +664,7 @@ def is_unfinished(row: dict, pair: Pair) -> bool:
 
     It says so under finish_reason, under that of a side, or under that of the answer among its
     completions."""
+    # A model would learn to stop in the middle, or to dislike what was only cut.
     names = ("finish_reason", "chosen_finish_reason", "rejected_finish_reason")
     if any(row.get(name) == "length" for name in names):
         return True
@@ -657,20 +685,21 @@ def is_dialogue(value: object) -> bool:
     return isinstance(value, str) and HH_TURN.match(value) is not None
 
 
-def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
-    """Return messages of a text that HH_TURN or BELLE_TURN cuts at its speakers."""
-    cut = cut_dialogue(text, pattern, "a dialogue", "a blank line and Human:")
-    return [message(role, words) for role, words in cut]
-
-
-def cut_dialogue(text: object, pattern: re.Pattern, name: str, begin: str) -> list[tuple[str, str]]:
-    """Return [(role, words)] of a text that a pattern cuts at its speakers. Raise BadRow.
+def dialogue_turns(
+    text: object,
+    pattern: re.Pattern,
+    name: str = "a dialogue",
+    begin: str = "a blank line and Human:",
+) -> list[dict]:
+    """Return messages of a text that a pattern cuts at its speakers. Raise BadRow.
 
     name, begin: what the text is, and what it must begin with."""
+    # split: what stands before the first speaker, then speakers and words by turns
     before, *rest = pattern.split(message("user", text)["content"])
     if before.strip() or not rest:
         raise BadRow(f"{name} does not start with {begin}")
-    return [(SPEAKERS[name], said) for name, said in zip(rest[::2], rest[1::2], strict=True)]
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    return [message(SPEAKERS[speaker], words) for speaker, words in pairs]
 
 
 SPEAKERS = {"Human": "user", "USER": "user", "FUNCTION RESPONSE": "tool"}
@@ -696,6 +725,7 @@ def question_turns(text: str) -> list[dict]:
     """Return a question as the user's turn, or the turns of a dialogue that waits for its answer.
 
     Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
+    # Marks of a template would become part of the question, and ours would be put around them.
     found = RENDERED.match(text) or LATER_TURN.search(text)
     end = text.rstrip()
     pairs = OPENS_ANSWER.items()
@@ -706,9 +736,11 @@ def question_turns(text: str) -> list[dict]:
     if "Human:" not in text[:8] or not OPEN_DIALOGUE.fullmatch(text):
         return [message("user", text)]
     pattern = HH_TURN if text.startswith("\n\n") else BELLE_TURN
+    # the last is "Assistant:" without words
     return dialogue_turns(text.rstrip(), pattern)[:-1]
 
 
+# Three sets with a form of their own: glaive's function calls, MOSS, and OpenAssistant's trees.
 GLAIVE_TURN = re.compile(r"(?:\A|\n+)\s*(USER|ASSISTANT|FUNCTION RESPONSE): ")
 # arguments are an object, often within single quotes
 GLAIVE_CALL = re.compile(
@@ -720,12 +752,11 @@ GLAIVE_CALL = re.compile(
 
 def glaive(row: dict) -> list[dict]:
     """Return the turns of a row of glaive-function-calling-v2."""
-    messages = []
-    for role, words in cut_dialogue(row["chat"], GLAIVE_TURN, "chat", "USER:"):
-        words = words.replace("<|endoftext|>", "").strip()
-        if role == "assistant":
-            words = GLAIVE_CALL.sub(glaive_call, words)
-        messages.append(message(role, words))
+    messages = dialogue_turns(row["chat"], GLAIVE_TURN, "chat", "USER:")
+    for turn in messages:
+        turn["content"] = turn["content"].replace("<|endoftext|>", "").strip()
+        if turn["role"] == "assistant":
+            turn["content"] = GLAIVE_CALL.sub(glaive_call, turn["content"])
     system = row.get("system")
     system = system.removeprefix("SYSTEM: ").strip() if isinstance(system, str) else system
     return with_system(messages, row | {"system": system})
@@ -741,9 +772,10 @@ MOSS_MARK = re.compile(r"\A<\|[^|]*\|>:\s*|\s*<eo[a-z]>\s*\Z")
 
 def moss_text(row: dict) -> list[dict]:
     """Return the turns of a row of moss-002: '[Human]: ...<eoh> [MOSS]: ...<eoa>'."""
-    cut = cut_dialogue(row["plain_text"], MOSS_TURN, "plain_text", "[Human]:")
-    turns = [message(role, MOSS_MARK.sub("", words)) for role, words in cut]
-    return with_system(turns, row)
+    messages = dialogue_turns(row["plain_text"], MOSS_TURN, "plain_text", "[Human]:")
+    for turn in messages:
+        turn["content"] = MOSS_MARK.sub("", turn["content"])
+    return with_system(messages, row)
 
 
 def moss_chat(row: dict) -> list[dict]:
@@ -759,7 +791,7 @@ def moss_chat(row: dict) -> list[dict]:
             words = MOSS_MARK.sub("", words) if isinstance(words, str) else words
             if name in ("Human", "MOSS"):
                 messages.append(message(SPEAKERS[name], words))
-            elif words not in (None, "", "None"):
+            elif words not in (None, "", "None"):  # such as Commands, whose results are elsewhere
                 raise BadRow(f"a turn holds {name}, which is not read")
     return with_system(messages, row)
 
@@ -771,6 +803,7 @@ def best_thread(row: dict) -> list[dict]:
         messages += read_turn(node)
         replies = [one for one in listed(node.get("replies")) or [] if not one.get("deleted")]
         ranks = [one.get("rank") for one in replies]
+        # rank 0 is the best; replies that nobody ranked come last
         order = [rank if isinstance(rank, int | float) else len(replies) for rank in ranks]
         node = replies[order.index(min(order))] if replies else None
     if not messages:

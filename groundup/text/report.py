@@ -60,6 +60,7 @@ def problem_lines(counts: Counts) -> list[str]:
 
 def check_sum(account: dict, *left_out: str) -> None:
     """Check that what was read is what is kept and what is left out: numbers, or by reason."""
+    # A mistake of this program, so it is an assertion: no input can make a sum wrong.
     parts = [account[name] for name in left_out]
     n = sum(sum(part.values()) if isinstance(part, dict) else part for part in parts)
     assert account["read"] == account["kept"] + n, f"{account=}"
@@ -87,6 +88,7 @@ def what_became(
         "dropped": by_reason(n_bytes),
     }
     check_sum(text, "dropped", "cleaned", "cut")
+    # Files that gave nothing at all: those that cannot be opened, and those with problems alone.
     failed = {file.name for file in inputs if file.problem}
     failed |= {name for name in counts.bad if not counts.passed[name]}
     return {
@@ -173,6 +175,7 @@ def write_report(info: dict, chosen: Selection) -> None:
     rule dropped, so that people can judge the rules."""
     lines = ["# What became of the input", "", *(f"- {line}" for line in summary(info))]
     lines += [f"- {name}: {counted(n, 'byte')} lost" for name, n in info["input"]["files"].items()]
+    # The shape of what is kept: one text of half the bytes, or a median of ten, shows a fault.
     lengths = chosen.rows["n_bytes"][chosen.fates == KEPT]
     marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
     names = "least, 10 %, median, 90 %, 99 %, most"
@@ -199,6 +202,7 @@ def report_samples(chosen: Selection) -> dict[str, list[tuple[int, str, str, str
     """Return {reason: [(position, place, detail, excerpt)]}. Those of the lowest positions are a
     random sample."""
     found: dict[str, list[tuple[int, str, str, str]]] = {}
+    # Units have samples of what the rules dropped. What came later is looked up.
     for unit in chosen.units:
         for reason, samples in unit.inspected(chosen.work)["samples"].items():
             first = chosen.starts[unit.number]
@@ -271,6 +275,7 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     for answers in info.get("answers", []):  # a line of answers is one, whatever pairs it gives
         n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
     n_lost, size = files["lost"], max(1, files["bytes"])
+    # At 0 a row without a text is no reason to fail, for it may be meant; a lost byte is.
     too_many = max_bad_fraction > 0 and n_bad > max_bad_fraction * n_read
     accepted = n_lost <= max_bad_fraction * size and not too_many
     if n_lost:
@@ -278,7 +283,7 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         what = f"{n_lost:,} of {counted(size, 'byte')} ({100 * n_lost / size:.3g} %) are lost"
         of_files = f"{files['files_with_losses']:,} of {counted(n_inputs, 'file')}"
         places = f"in {of_files}: {', '.join(shown)}"
-        needed = 1.05 * max(n_lost / size, n_bad / max(1, n_read)) + 1e-6
+        needed = 1.05 * max(n_lost / size, n_bad / max(1, n_read)) + 1e-6  # 5 % above, for rounding
         ways = f"mend them, or accept the loss with --max_bad_fraction={min(1.0, needed):.2g}"
         hint = "accepted" if accepted else f"errors.tsv says where; {ways}"
         print(f"prepare: {what}, {places}; {hint}")
@@ -287,7 +292,7 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
         print(f"prepare: {n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}")
     n_textless = documents["dropped"].get("bad_field", 0)
-    if n_textless > n_read / 10:
+    if n_textless > n_read / 10:  # more than a few odd rows: the key is likely another
         hint = "where is their text? --text_key names the key; errors.tsv lists some of them"
         print(f"prepare: warning: no text in {n_textless:,} of {counted(n_read, 'row')}; {hint}")
     if too_many:
@@ -347,7 +352,7 @@ def print_splits(manifest: dict) -> None:
         return
     print(f"{'split':<6}{'documents':>14}{'bytes':>18}{'tokens':>18}{'bytes/token':>14}")
     for split, entry in manifest["splits"].items():
-        lines = {split: [entry]}
+        lines = {split: [entry]}  # the split, and below it its sources, each with its shards
         for shard in entry["shards"]:
             if shard.get("source"):
                 lines.setdefault(f"  {shard['source']}", []).append(shard)

@@ -61,7 +61,9 @@ class Selection:
     similarity: np.ndarray  # (n,) float32: of the two
     capped: int = 0  # documents not compared with all of a large bucket, see near_duplicates
     split_notes: list[str] = field(default_factory=list)  # what is unusual about the splits
-    tokenized: Iterator = iter(())  # encodes the next unit, in order, see `wait_for`
+    # Units are encoded by other processes while this one writes the splits: each step of the
+    # iterator waits for the next unit, in order.
+    tokenized: Iterator = iter(())
     n_tokenized: int = 0
 
     def wait_for(self, unit: Unit) -> None:
@@ -102,7 +104,7 @@ class Selection:
 
     def texts(self, rows: np.ndarray) -> Iterator[str]:
         """Yield documents that passed the rules, given their indices in self.rows, ascending."""
-        bounds = np.searchsorted(rows, self.starts)
+        bounds = np.searchsorted(rows, self.starts)  # which of `rows` are of which unit
         for unit, (begin, end) in zip(self.units, pairwise(bounds.tolist()), strict=True):
             if begin < end:
                 yield from unit.documents(self.work, rows[begin:end] - self.starts[unit.number])
@@ -111,12 +113,14 @@ class Selection:
 def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
     """Drop exact copies, then near copies, of the documents that passed. Write the fates of
     each unit."""
+    # 65 bytes of memory a document, of any length: texts stay in the files of their units.
     per_unit = [np.fromfile(unit.file(work, "rows"), ROW) for unit in units]
     starts = np.cumsum([0, *map(len, per_unit)])
     rows = np.concatenate([np.empty(0, ROW), *per_unit])
     del per_unit  # which has as much again
     partner, similarity = np.full(len(rows), -1, np.int64), np.ones(len(rows), np.float32)
     chosen = Selection(units, work, rows, rows["reason"].copy(), starts, partner, similarity)
+    # Scores first: a copy must not be dropped for one that is dropped itself.
     drop_by_score(chosen, recipe)
     if recipe.near >= 0:
         drop_exact(chosen)
@@ -140,7 +144,7 @@ def drop_by_score(chosen: Selection, recipe: Recipe) -> None:
 
 def drop_exact(chosen: Selection) -> None:
     left = np.flatnonzero(chosen.fates == KEPT)
-    first = dedup.first_copies(chosen.rows["key"][left])
+    first = dedup.first_copies(chosen.rows["key"][left])  # indices in `left`, as `copies` are
     copies = np.flatnonzero(first != np.arange(len(left)))
     chosen.fates[left[copies]] = EXACT
     chosen.partner[left[copies]] = left[first[copies]]
@@ -153,6 +157,7 @@ def drop_near(chosen: Selection, recipe: Recipe) -> None:
         return
     with open(work / "signatures.tmp", "wb") as out:  # one file of all candidates, to be mapped
         for unit in chosen.units:
+            # There are signatures of the documents that passed; some were dropped above.
             passed = chosen.of_unit(unit, chosen.rows["reason"]) == KEPT
             wanted = chosen.of_unit(unit, chosen.fates)[passed] == KEPT
             signatures = np.fromfile(unit.file(work, "sigs"), "<u4").reshape(-1, dedup.N_PERM)
@@ -190,6 +195,7 @@ def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
     source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
     rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
+    # What no one assigns below is held out: `split_rows` leaves those documents alone.
     splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
     starts_of = [np.zeros(0, np.int64)] * len(rows_of)
     if recipe.kind == "preference":
@@ -222,32 +228,45 @@ def split_rows(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
         by_prompt=recipe.kind == "preference",
     )  # fmt: skip
-    none = np.zeros(0, np.int64)
-    starts = few_documents(rows, chosen, recipe) if recipe.kind == "text" else none
-    by_file = recipe.kind == "text" and any(one.txt_split == "file" for one in recipe.sources)
-    hint = "; if a .txt file holds many documents, --txt_split=blank or line separates them"
-    if not by_file or chosen.rows["offset"][rows].any():  # rows, or lines
-        hint = ""
-    n_bytes = chosen.rows["n_bytes"][rows]
-    share = n_bytes[splits[rows] == 1].sum() / max(1, n_bytes.sum())
+    starts = np.zeros(0, np.int64)
+    if recipe.kind == "text":
+        starts = few_documents(rows, chosen, recipe)
     if len(starts):
-        splits[rows] = 0
+        splits[rows] = 0  # until their ends are cut off, see `cut_document`
+    if note := split_note(of_source, rows, splits[rows], starts, moved, chosen, recipe):
+        chosen.split_notes.append(note)
+    return starts
+
+
+def split_note(
+    of_source: str, rows: np.ndarray, splits: np.ndarray, starts: np.ndarray, moved: bool,
+    chosen: Selection, recipe: Recipe,
+) -> str:  # fmt: skip
+    """Return what is unusual about the splits of the documents `rows`, "" if nothing is. moved: one
+    was taken for val, for the hashes picked none."""
+    hint = ""
+    by_file = recipe.kind == "text" and any(one.txt_split == "file" for one in recipe.sources)
+    # Rows and lines have offsets; a document that is a file begins at 0.
+    if by_file and not chosen.rows["offset"][rows].any():
+        hint = "; if a .txt file holds many documents, --txt_split=blank or line separates them"
+    n_bytes = chosen.rows["n_bytes"][rows]
+    share = n_bytes[splits == 1].sum() / max(1, n_bytes.sum())
+    if len(starts):
         many = f"{len(starts)} documents{of_source}: the end of each"
         few = many if len(starts) > 1 else f"1 document{of_source}: its end"
         ends = zip(("val", "test"), ends_of(rows, starts, chosen, recipe), strict=True)
         parts = [f"{split} ({100 * share:.3g} %)" for split, share in ends if share]
-        chosen.split_notes.append(f"only {few} becomes {' and '.join(parts)}{hint}")
-    elif moved:
+        return f"only {few} becomes {' and '.join(parts)}{hint}"
+    if moved:
         wanted = f"fold={recipe.fold}" if recipe.fold else f"val_fraction={recipe.val_fraction}"
         none = f"{wanted} of {counted(len(rows), 'document')}{of_source} picked none"
         taken = f"one is taken for val, {100 * share:.2g} % of the text, and not trained on"
-        chosen.split_notes.append(f"warning: {none}, so {taken}{hint}")
-    elif not recipe.fold and share > max(LARGE_VAL, 2 * recipe.val_fraction):
-        many = (
-            f"val has {100 * share:.0f} % of the text{of_source}: few, or long, documents are in it"
-        )
-        chosen.split_notes.append(f"warning: {many}; give more, or shorter ones")
-    return starts
+        return f"warning: {none}, so {taken}{hint}"
+    # Documents are picked by number, so a few long ones may be most of the text.
+    if not recipe.fold and share > max(LARGE_VAL, 2 * recipe.val_fraction):
+        what = f"val has {100 * share:.0f} % of the text{of_source}"
+        return f"warning: {what}: few, or long, documents are in it; give more, or shorter ones"
+    return ""
 
 
 def ends_of(
@@ -293,7 +312,7 @@ def cut_document(k: int, part: SourceDocs, chosen: Selection) -> Iterator[tuple[
     rows = part.rows[begin:end]
     # Read twice, first for the length.
     length, offset = sum(map(len, chosen.texts(rows))), 0
-    places = [0, *cut_places(length, *part.ends), length]
+    places = [0, *cut_places(length, *part.ends), length]  # where each split begins and ends
     for i, text in enumerate(chosen.texts(rows), begin):
         for number in range(len(SPLITS)):
             first, last = (max(place - offset, 0) for place in places[number : number + 2])
@@ -314,6 +333,7 @@ def training_texts(parts: list[SourceDocs], chosen: Selection, most: int) -> Ite
         return training_texts_of(parts[0], chosen, most)
     sizes = [float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
     weights = [part.source.weight or size for part, size in zip(parts, sizes, strict=True)]
+    # The source that is largest for its weight is read once; the others are read until they fit.
     ratios = [size / weight for size, weight in zip(sizes, weights, strict=True) if weight]
     sources = []
     for part, size, weight in zip(parts, sizes, weights, strict=True):
@@ -343,6 +363,7 @@ def training_texts_of(
     if not len(part.starts):
         yield from chosen.texts(own)
         return
+    # Documents that are cut: their ends are of other splits, so only what is before may be seen.
     wanted = np.isin(part.rows, own)
     for k in range(len(part.starts)):
         for split, piece in cut_document(k, part, chosen):
@@ -378,6 +399,8 @@ def write_splits(
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
+        # A source of few documents: cut each. ShardWriter.begin needs a document's length, so its ids
+        # are collected in a file first; the document may be of gigabytes.
         numbered = enumerate(tokens)
         for k in range(len(part.starts)):
             pieces = cut_document(k, part, chosen)
@@ -405,6 +428,7 @@ def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer,
 
     numbered: (index, ids) of all documents from here on."""
     dtype, n_bytes = token_dtype(tokenizer.vocab_size), 0
+    # If ids depend on where a text begins, pieces must be encoded as one.
     if tokenizer.encode("\n\nb") != tokenizer.encode("\n\n") + tokenizer.encode("b"):
         pieces = [Piece(0, "".join(piece.text for piece in pieces), False)]
     with open(path, "wb") as f:
@@ -419,12 +443,9 @@ def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer,
 
 
 def write_rows(
-    parts: list[SourceDocs],
-    chosen: Selection,
-    recipe: Recipe,
-    tokenizer: Tokenizer | None,
+    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer | None,
     info: dict,
-) -> dict:
+) -> dict:  # fmt: skip
     """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and
     masks of conversations beside them, but for those held out. Write the manifest with the entries
     `info`; return it."""
@@ -441,6 +462,7 @@ def write_rows(
                 for row in chosen.texts(part.rows[own]):
                     row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
                     f.write(f"{row}\n")
+                # Ids are in the order of all documents of the source, of any split.
                 if writer:
                     masks = ids_of(part, chosen, np.dtype("u1"), "mask")
                     tokens = zip(part.splits, ids_of(part, chosen, dtype), masks, strict=True)

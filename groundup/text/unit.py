@@ -102,6 +102,7 @@ class Unit(NamedTuple):
 
     def key(self, recipe: Recipe) -> str:
         """Return a sha256 of everything that decides what `inspect_unit` makes of the unit."""
+        # VERSION: of this code. The number of processes and the order of units decide nothing.
         parts = [(part.name, part.begin, part.end, part.stamp) for part in self.parts]
         decides = repr((VERSION, recipe.for_unit(self.source), parts))
         return hashlib.sha256(decides.encode()).hexdigest()
@@ -135,6 +136,7 @@ def plan_units(inputs: list[Input]) -> list[Unit]:
             continue
         for begin, end in file.parts:
             size = file.size // len(file.parts)
+            # Of one source each: a source has its own settings, and its own shards.
             if size > room or units[-1].source != file.source:
                 units.append(Unit(len(units), file.source, []))
                 room = GROUP_BYTES
@@ -174,7 +176,7 @@ class Counts:
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if isinstance(mine, Counter):
                 mine.update(theirs)
-            elif isinstance(mine, dict):
+            elif isinstance(mine, dict):  # the first place of each problem stays
                 setattr(self, item.name, mine | theirs | mine)
             else:
                 mine += theirs
@@ -312,6 +314,7 @@ class Judge:
 
     def is_short_chat(self, text: str, row: object) -> bool:
         """Return whether a text is a chat that the least length of curated texts would drop."""
+        # The length comes first: it spares most rows a second reading.
         short = len(text) < quality.CURATED_LENGTH["min_length"]
         return short and self.source.quality == "curated" and not row_formats.messages_of(row)[1]
 
@@ -346,6 +349,7 @@ class Judge:
         cleaned = turns.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
         text = f"{dialogue_text(prompt)}\n{cleaned.chosen}"
         unusable = turns.pair_problem(row, pair)
+        # Cleaning may have removed the only difference between the two.
         if not unusable and turns.are_equal(cleaned.chosen, cleaned.rejected):
             unusable = "answer missing"
         place = row.get(ANSWER_PLACE)
@@ -435,11 +439,13 @@ def signatures_of(items: list[Item], units: dedup.Units) -> np.ndarray:
     short for a shingle of words is similar to no other: many questions have the answer "no"."""
     if not any(item.row for item in items):
         return dedup.signatures(units)
+    # A value of a MinHash is equal in two sets with the probability of their similarity. Values of
+    # both parts as one number are equal where both are, so with the product.
     parts = [dedup.units([item.compared_parts[k] for item in items]) for k in (0, 1)]
     first, second = map(dedup.signatures, parts)
     n_units = np.minimum(*(np.diff(part.starts) for part in parts))
     short = n_units[:, None] < dedup.SHINGLE
-    return np.where(short, dedup.NO_UNITS, first * PAIR_FACTOR ^ second)  # equal where both are
+    return np.where(short, dedup.NO_UNITS, first * PAIR_FACTOR ^ second)
 
 
 # ---- all documents of a unit ---------------------------------------------------------------------
@@ -450,7 +456,7 @@ def inspect_unit(unit: Unit, recipe: Recipe, work: Path, limit: int | None = Non
     earlier run finished the unit, only read its counts. limit: documents to read of each part."""
     done, key = unit.file(work, "json"), unit.key(recipe)
     before = read_json(done)
-    signed = recipe.near > 0
+    signed = recipe.near > 0  # `near` is no part of the key: other thresholds need no new reading
     if before.get("key") == key and before["signed"] >= signed:
         counts = before["counts"].items()
         return Counts(**{name: Counter(n) if isinstance(n, dict) else n for name, n in counts})
@@ -460,6 +466,7 @@ def inspect_unit(unit: Unit, recipe: Recipe, work: Path, limit: int | None = Non
         for number in range(len(unit.parts)):
             inspector.read(number, limit)
         inspector.flush()
+    # Sorted, so that the file is the same in every run.
     samples = {reason: sorted(found)[:SHOWN] for reason, found in sorted(inspector.samples.items())}
     counts = vars(inspector.counts)
     write_json(done, {"key": key, "signed": signed, "counts": counts, "samples": samples})
@@ -572,6 +579,7 @@ class Inspector:
         """Drop a document, or cut the evaluation text out of it if the rest passes the rules."""
         if self.recipe.cuts:
             item = items[i]._replace(text=self.judge.evals.cut(items[i].text))
+            # What is left may be too short, or none.
             if self.judge.judge(item)[0] == "kept" and item.text.strip():
                 self.counts.bytes_cut += len(items[i].text.encode()) - len(item.text.encode())
                 self.counts.mended["contamination_cut"] += 1
@@ -602,7 +610,7 @@ class Inspector:
         """Keep the documents of the lowest positions, a random sample, of each reason."""
         found = self.samples.setdefault(reason, [])
         found.append((position, self.n_rows, detail, item.text[:300]))
-        if len(found) >= 4 * SHOWN:
+        if len(found) >= 4 * SHOWN:  # not after each, for sorting costs more than holding some
             self.samples[reason] = sorted(found)[:SHOWN]
 
 
