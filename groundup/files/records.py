@@ -189,7 +189,7 @@ def records_of(
     stream: io.BufferedReader, kind: str, begin: int, end: int | None, names: Sequence[str]
 ) -> Iterator[Record]:
     """Yield the records of a stream that is to be read as a `container` says."""
-    decoder = Decoder(stream.raw.verdict)  # of a file in UTF-8, decode is bytes.decode
+    decoder = Decoder(stream.raw.verdict)
     if kind == "json":
         yield from json_records(stream, decoder)  # resumes behind damage
     elif kind == "file":

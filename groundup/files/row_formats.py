@@ -27,6 +27,7 @@ from groundup.files.turns import (
     WEIGHTS,
     BadRow,
     Pair,
+    UselessRow,
     are_equal,
     as_number,
     is_blank,
@@ -99,18 +100,14 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
         return None, problem.detail or problem.reason
 
 
-# Reason and detail of a BadRow. The detail marks a reason under which rows are counted.
-EMPTY = ("empty answer", "empty answer")
-
-
 def read_pair(row: object) -> Pair:
-    """Return the pair of a row. Raise BadRow, with a detail where the reason is one to count."""
+    """Return the pair of a row. Raise UselessRow or another BadRow."""
     pair = read(row, "preference")
     check_media(pair.prompt, row)
     if is_blank(pair.chosen) or is_blank(pair.rejected):
-        raise BadRow(*EMPTY)
+        raise UselessRow("empty answer")
     if are_equal(pair.chosen, pair.rejected):
-        raise BadRow("equal answers", "chosen and rejected are the same")
+        raise UselessRow("equal answers", "chosen and rejected are the same")
     return pair
 
 
@@ -146,7 +143,7 @@ def refuse_one_side(row: dict, original: dict) -> None:
         if row.get(side) and not row.get(missing):
             # "" is an answer of a model that said nothing: one to count, as in read_pair.
             if row.get(missing) == "":
-                raise BadRow(*EMPTY)
+                raise UselessRow("empty answer")
             raise BadRow(f"a {side} answer but none under {missing!r} ({keys_of(original)})")
 
 
@@ -502,9 +499,9 @@ def poem(row: dict) -> str:
     return "\n".join([text("title?,rhythmic?,author?", row), *lines]).strip("\n")
 
 
-def question_and_answer(question: str, answer: str, row: dict) -> str:
+def question_and_answer(question_key: str, answer_key: str, row: dict) -> str:
     """Return a question with what belongs to it, and its answer, as one text."""
-    return "\n".join([whole_question(question, row), answer_text(answer, row)])
+    return "\n".join([whole_question(question_key, row), answer_text(answer_key, row)])
 
 
 # ---- a question and its answer ---------------------------------------------------------------
@@ -519,28 +516,28 @@ ASKED = "history,context,article,passage,options,choices,A,B,C,D,E,F,G,H,I,J"  #
 ANSWERED = ",".join(turns.THOUGHT_KEYS)  # by answers
 
 
-def one_turn(question: str, answer: str, row: dict) -> list[dict]:
+def one_turn(question_key: str, answer_key: str, row: dict) -> list[dict]:
     """Return a question and its answer, from two text_keys, or from turns under their keys."""
-    asked = asked_turns(question, row)
-    if found := turns_of_answer(row.get(answer)):
+    asked = asked_turns(question_key, row)
+    if found := turns_of_answer(row.get(answer_key)):
         return with_system([*asked, *read_turns(found)], row)
-    said = without_space(question, answer_text(answer, row), row)
+    said = without_space(question_key, answer_text(answer_key, row), row)
     said = turns.with_thoughts("\n".join(turns.thoughts_of(row)), said)
     return with_system([*asked, message("assistant", said)], row)
 
 
-def asked_turns(question: str, row: dict) -> list[dict]:
+def asked_turns(question_key: str, row: dict) -> list[dict]:
     """Return the turns under the first key of a text_key, or its text after the history.
 
     In trl's sets "prompt" is either, so the value decides and not the key."""
-    value = row[first_key(question)]
+    value = row[first_key(question_key)]
     if isinstance(value, str) and value.startswith('{"messages"'):
         value = unpacked(value)
     if isinstance(value, dict) and "messages" in value:  # OpenAI's preference tuning
         return turns_at("messages", value)
     if is_turns(value):
         return read_turns(value)
-    return [*history(row), *turns.question_turns(whole_question(question, row))]
+    return [*history(row), *turns.question_turns(whole_question(question_key, row))]
 
 
 def first_key(text_key: str) -> str:
@@ -569,11 +566,12 @@ def turns_of_answer(value: object) -> list[dict] | None:
     return found if all(roles) and roles[-1] == "assistant" else None
 
 
-def without_space(question: str, said: str, row: dict) -> str:
-    """Return an answer to a question; one that goes on with a dialogue begins with a space."""
-    # In "...Assistant:" and " Yes" the space stands between the two, and is not said.
-    is_text = said.startswith(" ") and isinstance(row[first_key(question)], str)
-    opened = is_text and turns.OPEN_DIALOGUE.fullmatch(text(question, row))
+def without_space(question_key: str, said: str, row: dict) -> str:
+    """Return what is said without the space before it, if the question is an open dialogue.
+
+    That is a text such as "...Assistant:"; in the answer " Yes" the space only follows the colon."""
+    is_text = said.startswith(" ") and isinstance(row[first_key(question_key)], str)
+    opened = is_text and turns.OPEN_DIALOGUE.fullmatch(text(question_key, row))
     return said.removeprefix(" ") if opened else said
 
 
@@ -596,20 +594,20 @@ def history(row: dict) -> list[dict]:
 NO_INPUT = ("<noinput>", "<no input>", "noinput", "no input")
 
 
-def has_no_input(question: str, row: dict) -> bool:
+def has_no_input(question_key: str, row: dict) -> bool:
     """Return whether the input beside an instruction only says that there is none."""
-    given = row.get("input") if question.startswith("instruction") else None
+    given = row.get("input") if question_key.startswith("instruction") else None
     return given in ("None", "nan") or str(given).strip().lower() in NO_INPUT
 
 
-def whole_question(question: str, row: dict) -> str:
+def whole_question(question_key: str, row: dict) -> str:
     """Return a question with the passage that it is about and the options that it offers.
 
     The passage follows an instruction, and stands before any other question."""
-    asked = text(question, row | {"input": ""} if has_no_input(question, row) else row)
-    beside = [key for key in PASSAGES if key != first_key(question)]
+    asked = text(question_key, row | {"input": ""} if has_no_input(question_key, row) else row)
+    beside = [key for key in PASSAGES if key != first_key(question_key)]
     passages = [as_text(key, row) for key in beside if row.get(key) not in NO_VALUE]
-    parts = [asked, *passages] if question.startswith("instruction") else [*passages, asked]
+    parts = [asked, *passages] if question_key.startswith("instruction") else [*passages, asked]
     return "\n".join([*parts, *(f"{letter}. {option}" for letter, option in options_of(row))])
 
 
@@ -665,16 +663,16 @@ def without_letter(letter: str, option: str) -> str:
     return option[len(letter) + 1 :].strip() if option.startswith(marks) else option
 
 
-def answer_text(answer: str, row: dict) -> str:
+def answer_text(answer_key: str, row: dict) -> str:
     """Return an answer. The number of an option, from 0, becomes its letter, unless the options are
     numbers or are numbered."""
-    found = row.get(answer)
+    found = row.get(answer_key)
     number = isinstance(found, int) or (isinstance(found, str) and found.isdecimal())
     if number and not isinstance(found, bool) and (options := options_of(row)):
         named = any(found in (letter, option) for letter, option in options)
         if not named and 0 <= int(found) < len(options):
             return options[int(found)][0]
-    return text(answer, row)
+    return text(answer_key, row)
 
 
 def seed_task(row: dict) -> list[dict]:
@@ -710,9 +708,9 @@ def first_answer(row: dict) -> list[dict]:
     return one_turn("question", "answer", row | {"answer": answers[0]})
 
 
-def open_question(question: str, row: dict) -> list[dict]:
+def open_question(question_key: str, row: dict) -> list[dict]:
     """Return a question without an answer, or with one that is no text, as a number to check."""
-    return with_system(asked_turns(question, row), row)
+    return with_system(asked_turns(question_key, row), row)
 
 
 def dialogue_at(key: str, row: dict) -> list[dict]:
@@ -752,13 +750,13 @@ def one_of_a_tree(row: dict) -> list[dict]:
 # ---- preference pairs ------------------------------------------------------------------------
 
 
-def two_answers(prompt: str, row: dict) -> Pair:
+def two_answers(prompt_key: str, row: dict) -> Pair:
     """Return the pair of two answers to a text_key, or to the turns under it.
 
     The prompt is put in front of each, unless the chosen answer repeats it."""
-    asked = asked_turns(prompt, row)
+    asked = asked_turns(prompt_key, row)
     sides = [side for side in ("chosen", "rejected") if isinstance(row[side], str)]
-    row = row | {side: without_space(prompt, row[side], row) for side in sides}
+    row = row | {side: without_space(prompt_key, row[side], row) for side in sides}
     chosen, rejected = answer_turns("chosen", row), answer_turns("rejected", row)
     # UltraFeedback has the prompt by itself, and once more in each side.
     if not repeats(chosen, asked):
@@ -797,7 +795,7 @@ def two_conversations(chosen: list[dict], rejected: list[dict]) -> Pair:
     if not is_learned(good):
         raise BadRow("the chosen answer is one not to learn from")
     if turns.said(prompt) != turns.said(other):
-        raise BadRow("different prompts", "chosen and rejected answer different prompts")
+        raise UselessRow("different prompts", "chosen and rejected answer different prompts")
     # Only the last answers are compared, so flags of earlier turns decide nothing.
     prompt = [{key: turn[key] for key in turn if key != "learn"} for turn in prompt]
     return Pair(prompt, good["content"], bad["content"])
@@ -824,10 +822,10 @@ def two_outputs(row: dict) -> Pair:
     return two_answers("instruction,input?", row | {"chosen": outputs[0], "rejected": outputs[1]})
 
 
-def best_and_worst(prompt: str, key: str, answer: str, score: str, row: dict) -> Pair:
+def best_and_worst(prompt_key: str, key: str, answer_key: str, score: str, row: dict) -> Pair:
     """Return the pair of the answers of the highest and the lowest score, or of the first and the
     last rank. key: of the list of objects that hold them."""
-    found = [(as_score(one, score), one.get(answer)) for one in listed(row[key]) or []]
+    found = [(as_score(one, score), one.get(answer_key)) for one in listed(row[key]) or []]
     # rank 1 is the best, but score 1 the worst
     scored = [(-n if score == "rank" else n, said) for n, said in found if not math.isnan(n)]
     if len(scored) < 2:
@@ -835,10 +833,12 @@ def best_and_worst(prompt: str, key: str, answer: str, score: str, row: dict) ->
     worst, best = min(scored, key=lambda one: one[0]), max(scored, key=lambda one: one[0])
     if worst[0] == best[0]:
         raise BadRow("all answers have the same score")
-    return two_answers(prompt, row | {"chosen": best[1], "rejected": worst[1]})
+    return two_answers(prompt_key, row | {"chosen": best[1], "rejected": worst[1]})
 
 
-def preferred(prompt: str, first: str, second: str, verdict: str, says: tuple, row: dict) -> Pair:
+def preferred(
+    prompt_key: str, first: str, second: str, verdict: str, says: tuple, row: dict
+) -> Pair:
     """Return the pair of the answers under two keys; the verdict's key tells which is better.
 
     says: what stands there if the first is, and if the second is; or BY_SIGN."""
@@ -849,9 +849,9 @@ def preferred(prompt: str, first: str, second: str, verdict: str, says: tuple, r
     if said not in says:
         raise BadRow("neither answer is preferred")
     better, worse = (first, second) if said == says[0] else (second, first)
-    if not prompt:
+    if not prompt_key:
         return two_dialogues(better, worse, row)
-    return two_answers(prompt, row | {"chosen": row[better], "rejected": row[worse]})
+    return two_answers(prompt_key, row | {"chosen": row[better], "rejected": row[worse]})
 
 
 def comments(row: dict) -> Pair:
@@ -868,16 +868,18 @@ BY_SIGN = (-1, 1)  # HelpSteer's preference: -3 .. 3, below 0 for the first
 # "a,b?" is a text_key (see text_keys.py): the text under a, and below it that under b, if any.
 
 
-def asked_keys(question: str) -> str:
+def asked_keys(question_key: str) -> str:
     """Return the keys that are read for the question of a text_key."""
-    return f"{question.replace('?', '')},{ASKED}"
+    return f"{question_key.replace('?', '')},{ASKED}"
 
 
 # The makers of formats below get the text_keys and derive from them which keys a row must have.
-def telling(name: str, question: str, answer: str) -> RowFormat:
+def telling(name: str, question_key: str, answer_key: str) -> RowFormat:
     """Return a format of documents that are a question and its answer."""
-    read_row = partial(question_and_answer, question, answer)
-    return RowFormat(name, f"{first_key(question)},{answer}", read_row, asked_keys(question))
+    read_row = partial(question_and_answer, question_key, answer_key)
+    return RowFormat(
+        name, f"{first_key(question_key)},{answer_key}", read_row, asked_keys(question_key)
+    )
 
 
 def joining(name: str, text_key: str, keys: str) -> RowFormat:
@@ -907,11 +909,11 @@ DOCUMENTS = (
 )
 
 
-def asking(name: str, question: str, answer: str, keys: str = "") -> RowFormat:
+def asking(name: str, question_key: str, answer_key: str, keys: str = "") -> RowFormat:
     """Return a format of rows that hold one question and its answer. keys: if it has others."""
-    keys = keys or f"{first_key(question)},{answer}"
-    also = f"{asked_keys(question)},{ANSWERED}"
-    return RowFormat(name, keys, partial(one_turn, question, answer), also)
+    keys = keys or f"{first_key(question_key)},{answer_key}"
+    also = f"{asked_keys(question_key)},{ANSWERED}"
+    return RowFormat(name, keys, partial(one_turn, question_key, answer_key), also)
 
 
 def talking(name: str, key: str) -> RowFormat:
@@ -974,20 +976,20 @@ HH_CHAT = RowFormat(
 )
 
 
-def alone(question: str) -> RowFormat:
+def alone(question_key: str) -> RowFormat:
     """Return a format of rows whose question has no answer, or one that is no text."""
-    key = first_key(question)
-    return RowFormat(f"{key}s", key, partial(open_question, question), asked_keys(question))
+    key = first_key(question_key)
+    return RowFormat(f"{key}s", key, partial(open_question, question_key), asked_keys(question_key))
 
 
 QUESTIONS = tuple(map(alone, ("prompt", "instruction,input?", "question", "problem", "input")))
 
 
-def answering(name: str, question: str) -> RowFormat:
+def answering(name: str, question_key: str) -> RowFormat:
     """Return a format of rows that hold a question, under this text_key, and two answers."""
-    keys = f"{first_key(question)},chosen,rejected"
-    read_row = partial(two_answers, question)
-    return RowFormat(f"{name} with two answers", keys, read_row, asked_keys(question))
+    keys = f"{first_key(question_key)},chosen,rejected"
+    read_row = partial(two_answers, question_key)
+    return RowFormat(f"{name} with two answers", keys, read_row, asked_keys(question_key))
 
 
 def conversing(name: str, keys: str) -> RowFormat:
@@ -995,9 +997,11 @@ def conversing(name: str, keys: str) -> RowFormat:
     return RowFormat(f"two {name}", keys, partial(two_dialogues, *keys.split(",")))
 
 
-def scoring(name: str, keys: str, answer: str, score: str) -> RowFormat:
+def scoring(name: str, keys: str, answer_key: str, score: str) -> RowFormat:
     """Return a format of rows with a question and a list of answers with scores."""
-    return RowFormat(name, keys, partial(best_and_worst, *keys.split(","), answer, score), ASKED)
+    return RowFormat(
+        name, keys, partial(best_and_worst, *keys.split(","), answer_key, score), ASKED
+    )
 
 
 def better(name: str, keys: str, says: tuple) -> RowFormat:

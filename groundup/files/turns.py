@@ -28,13 +28,18 @@ from groundup.files import TOOLS_HEAD, TOOLS_TAIL
 
 
 class BadRow(Exception):
-    """Why a row cannot be used: BadRow(reason to count it under, detail for people).
+    """Why a row cannot be used.
 
-    Without a detail the reason may also be a sentence about this row alone, as in row_formats."""
+    Readers of rows give a sentence about this row as the reason. Those who count rows give a reason
+    to count it under, and what is to be said of this row as the detail."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
         self.reason, self.detail = reason, detail
+
+
+class UselessRow(BadRow):
+    """A row was understood but teaches nothing. Its reason is one to count such rows under."""
 
 
 class Pair(NamedTuple):

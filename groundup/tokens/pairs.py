@@ -35,7 +35,7 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.files import row_formats, text_keys, turns
 from groundup.files.splits import dialogue_text
-from groundup.files.turns import BadRow
+from groundup.files.turns import BadRow, UselessRow
 from groundup.tokens.batches import map_tensors, spread
 from groundup.tokens.conversations import fingerprint_of, padded_length, sha256_of
 from groundup.tokens.mixture import Sampler, hash_words, permute
@@ -95,11 +95,9 @@ def usable_pair(row: object) -> turns.Pair:
     """Return the pair in a row of any format. Raise BadRow if it cannot be trained on."""
     try:
         pair = row_formats.read_pair(row)
+    except UselessRow as problem:
+        raise BadRow(problem.reason) from None
     except BadRow as problem:
-        # With a detail (which says no more) the reason is one to count, such as "equal answers".
-        # Without one it is a sentence about this row, the detail of STRANGE.
-        if problem.detail:
-            raise BadRow(problem.reason) from None
         raise BadRow(STRANGE, problem.reason) from None
     if problem := turns.pair_problem(row, pair):
         raise BadRow(problem)
