@@ -126,7 +126,7 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
             return found.read(row)
         except RecursionError:
             raise BadRow("nested too deeply") from None
-    hint = hint_of(row, kind)
+    hint = hint_of(row, kind, original)
     what = "another kind" if "of kind=" in hint else "unknown format"
     raise BadRow(
         f"{what}: {keys_of(original)}{hint}; "
@@ -162,8 +162,10 @@ def as_object(row: object) -> dict:
     raise BadRow(f"{type(row).__name__}, not an object{hint}")
 
 
-def hint_of(row: dict, kind: str) -> str:
-    """Return what a row of no known format may be, and what to do, as the end of a sentence."""
+def hint_of(row: dict, kind: str, original: dict) -> str:
+    """Return what a row of no known format may be, and what to do, as the end of a sentence.
+
+    original: the row under its own names of keys."""
     listing = listed(row.get("completions"))
     if kind == "preference" and listing and "text" in listing[0]:
         how = "prepare.py --pair_by=dataset or reward makes pairs of them"
@@ -191,6 +193,8 @@ def hint_of(row: dict, kind: str) -> str:
         told = (key for key in turns.CONTENT_KEYS if found and isinstance(found[0].get(key), str))
         if content := next(told, ""):
             hint += f"; text_key={thread}.{content} makes text of it"
+        elif other == "chat":
+            hint += text_key_for(recognise(row, other), original)
         return hint or "; prepare.py --text_key=KEY reads other names"
     if other in ("chat", "preference"):
         return hint
@@ -198,6 +202,16 @@ def hint_of(row: dict, kind: str) -> str:
         "question=KEY,answer=KEY" if kind == "chat" else "question=KEY,chosen=KEY,rejected=KEY"
     )
     return f"{hint}; prepare.py --text_key='{setting}' reads other names"
+
+
+def text_key_for(known: RowFormat, row: dict) -> str:
+    """Return the text_key that makes text of a chat without turns, as the end of a sentence."""
+    keys = known.keys.split(",")
+    if not all(isinstance(row.get(key), str) for key in keys):
+        return ""
+    if "input" in row and "input" not in keys:
+        keys.insert(1, "input?")
+    return f"; --text_key='{','.join(keys)}' makes text of it"
 
 
 def known_keys(kind: str) -> list[str]:
@@ -561,9 +575,10 @@ def history(row: dict) -> list[dict]:
     return [message(role, said) for pair in pairs for role, said in zip(roles, pair, strict=True)]
 
 
-# How sets that were made as Alpaca's say that an instruction has no input, in any capitals; pandas
-# writes None and nan.
+# How sets that were made as Alpaca's say that an instruction has no input, in any capitals; the
+# Chinese are wu, mei you, wu shu ru, mei you shu ru. pandas writes None and nan.
 NO_INPUT = ("<noinput>", "<no input>", "noinput", "no input")
+NO_INPUT += ("\u65e0", "\u6ca1\u6709", "\u65e0\u8f93\u5165", "\u6ca1\u6709\u8f93\u5165")
 
 
 def has_no_input(question: str, row: dict) -> bool:
