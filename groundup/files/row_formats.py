@@ -192,7 +192,7 @@ def hint_of(row: dict, kind: str, original: dict) -> str:
     if kind == "text":
         told = (key for key in turns.CONTENT_KEYS if found and isinstance(found[0].get(key), str))
         if content := next(told, ""):
-            hint += f"; text_key={thread}.{content} makes text of it"
+            hint += f"; --text_key={thread}.{content} makes text of it"
         elif other == "chat":
             hint += text_key_for(recognise(row, other), original)
         return hint or "; prepare.py --text_key=KEY reads other names"
