@@ -126,12 +126,24 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
             return found.read(row)
         except RecursionError:
             raise BadRow("nested too deeply") from None
-    hint = hint_of(row, kind, original)
+    hint = hint_of(row, kind) + (text_key_for(original) if kind == "text" else "")
     what = "another kind" if "of kind=" in hint else "unknown format"
     raise BadRow(
         f"{what}: {keys_of(original)}{hint}; "
         f"{kind} is known by: {nearest_keys(tuple(row), kind)} (docs/data.md lists all)"
     )
+
+
+def text_key_for(row: dict) -> str:
+    """Return the text_key that makes text of a chat without turns, as the end of a sentence; "" for
+    another row. The keys of `row` have their own names."""
+    known = recognise(row, "chat")
+    keys = known.keys.split(",") if known else []
+    if not keys or not all(isinstance(row.get(key), str) for key in keys):
+        return ""
+    if "input" in row and "input" not in keys:
+        keys.insert(1, "input?")
+    return f"; --text_key='{','.join(keys)}' makes text of it"
 
 
 def refuse_one_side(row: dict, original: dict) -> None:
@@ -162,10 +174,8 @@ def as_object(row: object) -> dict:
     raise BadRow(f"{type(row).__name__}, not an object{hint}")
 
 
-def hint_of(row: dict, kind: str, original: dict) -> str:
-    """Return what a row of no known format may be, and what to do, as the end of a sentence.
-
-    original: the row under its own names of keys."""
+def hint_of(row: dict, kind: str) -> str:
+    """Return what a row of no known format may be, and what to do, as the end of a sentence."""
     listing = listed(row.get("completions"))
     if kind == "preference" and listing and "text" in listing[0]:
         how = "prepare.py --pair_by=dataset or reward makes pairs of them"
@@ -192,9 +202,7 @@ def hint_of(row: dict, kind: str, original: dict) -> str:
     if kind == "text":
         told = (key for key in turns.CONTENT_KEYS if found and isinstance(found[0].get(key), str))
         if content := next(told, ""):
-            hint += f"; --text_key={thread}.{content} makes text of it"
-        elif other == "chat":
-            hint += text_key_for(recognise(row, other), original)
+            hint += f"; text_key={thread}.{content} makes text of it"
         return hint or "; prepare.py --text_key=KEY reads other names"
     if other in ("chat", "preference"):
         return hint
@@ -202,16 +210,6 @@ def hint_of(row: dict, kind: str, original: dict) -> str:
         "question=KEY,answer=KEY" if kind == "chat" else "question=KEY,chosen=KEY,rejected=KEY"
     )
     return f"{hint}; prepare.py --text_key='{setting}' reads other names"
-
-
-def text_key_for(known: RowFormat, row: dict) -> str:
-    """Return the text_key that makes text of a chat without turns, as the end of a sentence."""
-    keys = known.keys.split(",")
-    if not all(isinstance(row.get(key), str) for key in keys):
-        return ""
-    if "input" in row and "input" not in keys:
-        keys.insert(1, "input?")
-    return f"; --text_key='{','.join(keys)}' makes text of it"
 
 
 def known_keys(kind: str) -> list[str]:

@@ -816,5 +816,5 @@ def test_an_answer_that_is_no_text_is_a_bad_row_whatever_stands_beside_it(conten
 )
 def test_a_chat_where_text_is_wanted_has_a_text_key(row, key):
     why = row_formats.document_of(row)[1]
-    assert "of kind='chat'" in why and f"; --text_key={key} makes text of it; " in why
+    assert "of kind='chat'" in why and f"; text_key={key} makes text of it; " in why
     assert row_formats.document_of(row, key) == ("a\nb", "")
