@@ -287,7 +287,7 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
         print(f"prepare: {n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}")
     n_textless = documents["dropped"].get("bad_field", 0)
-    if n_textless > n_read / 10:  # more than a few odd rows: the key is likely another
+    if n_textless > n_read / 10:  # more than a few odd rows: keys or roles have likely other names
         few = f"{n_textless:,} of {counted(n_read, 'row')}"
         hint = "errors.tsv says why of some of them; --text_key gives other names of keys and roles"
         print(f"prepare: warning: {few} could not be understood; {hint}")
