@@ -741,4 +741,4 @@ def test_a_longer_block_than_the_models_says_how_to_train_for_it(tmp_path: Path,
     assert huggingface.tuned_config(path, V, 64, 0.0).block_size == 64
     said = capsys.readouterr().err
     assert "block_size=64 exceeds the 32 tokens of" in said
-    assert said.endswith("; for longer texts train it with --block_size=64 from the start\n")
+    assert said.endswith("; for longer texts pretrain and fine-tune with --block_size=64\n")
