@@ -15,7 +15,7 @@ and 3 (PPO: 0.803, 0.770 and 0.768).
 out_dir = "out/demo_rl"
 init_from = "out/demo_largest"
 data = "data/demo_largest/questions.jsonl"
-val_data = "data/demo_largest/held_out.jsonl"
+val_data = "data/demo_largest/held_out.jsonl"  # with questions of yours: --val_data=
 reward = "tools/largest.py:correct"
 unfinished_reward = 0.0  # as a wrong answer
 max_new_tokens = 24

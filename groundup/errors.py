@@ -26,11 +26,13 @@ from typing import TextIO
 
 # control characters without tab and newline, and marks that reverse the direction of text
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")  # curly ones
-# Curly quotes; the marks , : ; = and the numbers of Chinese typing, which are as wide as a letter
+# Curly quotes, and the comma and full stop of which Unicode knows no narrow form
+ASCII_MARKS = str.maketrans("\u201c\u201d\u2018\u2019\u3001\u3002", "\"\"'',.")
+# Curly quotes; the marks , : ; = . and the numbers of Chinese typing, which are as wide as a letter.
+# A comma has two forms there, and so has a full stop.
 WIDE = re.compile(
-    "[\u201c\u201d\u2018\u2019\uff0c\uff1a\uff1b\uff1d]"
-    "|[\uff0d\uff0e.0-9]*[\uff10-\uff19][\uff0d\uff0e.0-9\uff10-\uff19]*"
+    "[\uff0d\uff0e.0-9]*[\uff10-\uff19][\uff0d\uff0e.0-9\uff10-\uff19]*"
+    "|[\u201c\u201d\u2018\u2019\uff0c\u3001\uff1a\uff1b\uff1d\u3002\uff0e]"
 )
 OLDEST_PYTHON = (3, 11)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -213,7 +215,7 @@ def wide_marks(text: str) -> str:
 
 def narrow(wide: str) -> str:
     """Return the marks and digits of a keyboard without Chinese."""
-    return unicodedata.normalize("NFKC", wide).translate(QUOTES)
+    return unicodedata.normalize("NFKC", wide).translate(ASCII_MARKS)
 
 
 def json_fault(error: Exception, line: int = 1, begin: int = 0) -> str:

@@ -63,6 +63,12 @@ def settings(loss: str, **others: float) -> dict:
     return SETTINGS | {"loss": loss} | others
 
 
+def test_kto_with_the_nll_weight_of_a_config_says_what_to_give():
+    """As config/demo_dpo.py sets it."""
+    with pytest.raises(UserError, match="; give --nll_weight=0$"):
+        align_losses.check_losses(settings("kto", nll_weight=0.5) | {"reference": "init", "trainable": "all"})
+
+
 def pair(i: int) -> dict:
     """The right answer of several lengths, and a wrong one of another length."""
     right, wrong = f"It is {2 * i}." + " Yes." * (i % 3), f"No idea about {i}" + ", sorry" * (i % 5)

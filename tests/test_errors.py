@@ -63,7 +63,10 @@ def test_a_mark_of_chinese_typing_is_named(monkeypatch, tmp_path):
     number = said("--max_steps=４０９６", wrong)
     assert number.endswith("on the command line (is ４０９６ for 4096 intended?)")
     assert said("--dropout=０.8", "got '０.8'") == "got '０.8' (is ０.8 for 0.8 intended?)"
-    assert said("--lr=－３e．5", "got '－３e．5'").endswith("(is －３ for -3 intended?)")
+    assert said("--lr=－３e．5", "got '－３e．5'").endswith("(is －３ for -3, ． for . intended?)")
+    assert said("--a=x、y", "no file x、y").endswith("no file x、y (is 、 for , intended?)")
+    assert said("--a=x。py", "no x。py").endswith("(is 。 for . intended?)")
+    assert said("--a=x．py", "no x．py").endswith("(is ． for . intended?)")
     (tmp_path / "x，y").touch()
     there = f"--input={tmp_path}/x，y"
     assert said(there, f"{there}: line 3 is damaged") == f"{there}: line 3 is damaged"

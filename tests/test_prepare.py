@@ -266,6 +266,12 @@ def test_the_advice_for_few_validation_rows_helps(tmp_path, capsys):
         assert f": too few to trust its loss; --val_fraction=0.2 {advice}" in capsys.readouterr().out
     run(tmp_path / "120", input=tmp_path / "120.jsonl", kind="chat", near=-1, val_fraction=0.2, overwrite=True)
     assert "too few to trust" not in capsys.readouterr().out
+    (tmp_path / "5.jsonl").write_text("\n".join(rows[:5]), "utf-8")  # where the share would give no more
+    for fraction in (0.1, 0.15):
+        run(tmp_path / "5", input=tmp_path / "5.jsonl", kind="chat", near=-1, val_fraction=fraction, overwrite=True)
+        said = re.search(r"val has (\d+) rows?: too few to trust its loss; (.*)", capsys.readouterr().out)
+        more = re.search(r"holds out about (\d+)", said[2])
+        assert int(more[1]) > int(said[1]) if more else said[2] == "give more rows"
 
 
 def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok, capsys):

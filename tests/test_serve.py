@@ -557,6 +557,9 @@ def test_a_mark_of_chinese_typing_in_a_body_is_named(server):
                       ('{\n “a”: 1}', "in line 2, column 2 (is “ for \" intended?)")):
         done = library("httpx").post(server[0] + "/v1/completions", content=raw.encode(), headers=head)
         assert done.status_code == 400 and says in done.json()["error"]["message"]
+    raw = '{"prompt": "你好"}'.encode("gbk")
+    done = library("httpx").post(server[0] + "/v1/completions", content=raw, headers=head)
+    assert "the body is not UTF-8 (byte 0xc4 at position 12; is it GBK?)" in done.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("raw", [

@@ -108,9 +108,12 @@ def test_special_ids_differ_and_are_in_the_vocabulary(tok: Tokenizer, hf: transf
 
 def test_a_chinese_text_with_a_small_vocabulary_is_advised():
     chinese, english = {"头痛发热".encode(): 30_000}, {b"a headache ": 40_000}
-    assert "0.4 MB of mostly Chinese text want --vocab_size=4096" in advice(chinese, 1024)
-    assert advice(chinese, 4096) == advice(english, 1024) == advice(english | {"头痛".encode(): 60_000}, 1024) == ""
-    assert advice({"头痛发热".encode(): 300}, 1024) == ""  # too little to tell
+    assert "0.4 MB of mostly Chinese text want --vocab_size=4096" in advice(chinese, 1024, "zh")
+    assert "text want --vocab_size=4096 --pattern=zh: " in advice(chinese, 1024, "qwen")
+    assert "text want --pattern=zh: " in advice(chinese, 32768, "qwen")
+    assert advice(chinese, 4096, "zh") == advice(english, 1024, "qwen") == ""
+    assert advice(english | {"头痛".encode(): 60_000}, 1024, "qwen") == ""
+    assert advice({"头痛发热".encode(): 300}, 1024, "zh") == ""  # too little to tell
 
 
 def test_too_few_merges_are_filled_with_reserved_tokens(capsys):

@@ -304,6 +304,8 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
     names = short if len({*short}) == len({*names}) else names
     keys = [key for panel in panels for key in panel.keys]
     fonts, lack = fonts_for("".join([*names, *keys]))
+    if lack:
+        print(f"plot: {lack}")
     with matplotlib.rc_context({"font.family": fonts}):
         figure = Figure(figsize=(5 * n_columns, 3.4 * n_rows), layout="constrained")
         if not panels:

@@ -63,7 +63,8 @@ def check_losses(config: Mapping) -> None:
     refuse(not smoothing < 0.5, f"label_smoothing must be below 0.5, got {smoothing}")
     unused = smoothing and loss not in ("cdpo", "robust")
     refuse(unused, f"label_smoothing is for loss='cdpo' or 'robust', not {loss!r}")
-    refuse(loss == "kto" and config["nll_weight"], "nll_weight is for pairs, not for loss='kto'")
+    what = "nll_weight is for pairs, not for loss='kto'; give --nll_weight=0"
+    refuse(loss == "kto" and config["nll_weight"], what)
     unused = loss != "kto" and config["desirable_weight"] != 1
     refuse(unused, "desirable_weight is for loss='kto'")
     other = config["reference"] == "adapter_off" and config["trainable"].strip() != "lora"

@@ -201,9 +201,9 @@ ICONV = "iconv -f ENCODING -t UTF-8"
 def convert(likely: str) -> str:
     """Return what the user can do about a file that is likely in this encoding ("" = unknown)."""
     if not likely:
-        how = f"give encoding=NAME to prepare.py or convert it: {ICONV}"
+        how = f"give --encoding=NAME to prepare.py or convert it: {ICONV}"
         return f"no encoding is likely; if it is text, {how}"
-    how = f"give encoding={likely} to prepare.py, or convert it"
+    how = f"give --encoding={likely} to prepare.py, or convert it"
     return f"perhaps {likely}; {how}: {ICONV.replace('ENCODING', likely)}"
 
 

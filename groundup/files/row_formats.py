@@ -127,12 +127,24 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
             return found.read(row)
         except RecursionError:  # a field may hold JSON within JSON
             raise BadRow("nested too deeply") from None
-    hint = hint_of(row, kind)
+    hint = hint_of(row, kind) + (text_key_for(original) if kind == "text" else "")
     what = "another kind" if "of kind=" in hint else "unknown format"
     raise BadRow(
         f"{what}: {keys_of(original)}{hint}; "
         f"{kind} is known by: {nearest_keys(tuple(row), kind)} (docs/data.md lists all)"
     )
+
+
+def text_key_for(row: dict) -> str:
+    """Return the text_key that makes text of a chat without turns, as the end of a sentence; "" for
+    another row. The keys of `row` have their own names."""
+    known = recognise(row, "chat")
+    keys = known.keys.split(",") if known else []
+    if not keys or not all(isinstance(row.get(key), str) for key in keys):
+        return ""
+    if "input" in row and "input" not in keys:
+        keys.insert(1, "input?")
+    return f"; --text_key='{','.join(keys)}' makes text of it"
 
 
 def refuse_one_side(row: dict, original: dict) -> None:
@@ -589,9 +601,10 @@ def history(row: dict) -> list[dict]:
     return [message(role, said) for pair in pairs for role, said in zip(roles, pair, strict=True)]
 
 
-# How sets that were made as Alpaca's say that an instruction has no input, in any capitals; pandas
-# writes None and nan.
+# How sets that were made as Alpaca's say that an instruction has no input, in any capitals; the
+# Chinese are wu, mei you, wu shu ru, mei you shu ru. pandas writes None and nan.
 NO_INPUT = ("<noinput>", "<no input>", "noinput", "no input")
+NO_INPUT += ("\u65e0", "\u6ca1\u6709", "\u65e0\u8f93\u5165", "\u6ca1\u6709\u8f93\u5165")
 
 
 def has_no_input(question_key: str, row: dict) -> bool:

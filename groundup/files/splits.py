@@ -57,10 +57,10 @@ def share_for(wanted: float, n: int) -> float:
     return min(MOST_VAL, math.ceil(100 * wanted / max(1, n)) / 100)
 
 
-def more_rows_for_val(n_rows: int, val_fraction: float) -> str:
-    """Return how validation gets FEW_VAL rows or more, of n_rows in all, for a message."""
+def more_rows_for_val(n_val: int, n_rows: int, val_fraction: float) -> str:
+    """Return how validation, which has n_val of n_rows, gets FEW_VAL or more, for a message."""
     share = share_for(1.5 * FEW_VAL, n_rows)  # more than needed: hashes take some more or fewer
-    if share <= val_fraction:
+    if share <= val_fraction or round(share * n_rows) <= n_val:
         return "give more rows"
     better = "; more rows would do more" if share * n_rows < FEW_VAL else ""
     return f"--val_fraction={share:g} holds out about {round(share * n_rows)}{better}"

@@ -42,14 +42,22 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
 
 
 @lru_cache(maxsize=256)
-def parse_names(text_key: str) -> dict[str, tuple[str, ...]]:
-    """Return {name: path} of 'question=ask,answer=a.b'. Raise UserError."""
+def parse_names(text_key: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return (name, path) of each part of 'question=ask,answer=a.b'. Raise UserError.
+
+    Only a role may have several: assistant=Agent,assistant=Bot."""
     refuse_wide_marks(text_key)
     pairs = [tuple(map(str.strip, piece.split("="))) for piece in re.split("[,+]", text_key)]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         hint = "for conversations and pairs write question=KEY,answer=KEY"
+        if any(len(pair) == 1 for pair in pairs[1:]):
+            hint += "; of several names of a role each has its own, assistant=A,assistant=B"
         raise UserError(f"data: cannot understand text_key={text_key!r}; {hint}")
-    return {name: tuple(key.split(".")) for name, key in pairs}
+    keys = [name for name, _ in pairs if name not in OF_ROLES]
+    twice = next((name for name in keys if keys.count(name) > 1), "")
+    if twice:
+        raise UserError(f"data: text_key={text_key!r} names {twice} twice; leave one out")
+    return tuple((name, tuple(key.split("."))) for name, key in pairs)
 
 
 def refuse_wide_marks(text_key: str) -> None:
@@ -65,17 +73,19 @@ def renamed(row: object, text_key: str) -> object:
     messages=thread,role=who,content=says,user=Customer,assistant=Agent"""
     if not text_key or not isinstance(row, dict):
         return row
-    names = parse_names(text_key)
-    found = {name: value_at(row, path) for name, path in names.items() if name not in OF_TURNS}
-    found = {name: value for name, value in found.items() if value is not None}
-    # first away from where they were, so that no key stays under two names
-    for name in found:
-        row = without(row, names[name])
-    row = row | found
+    names, rest = parse_names(text_key), row
+    found = {}
+    for name, path in names:
+        value = None if name in OF_TURNS else value_at(row, path)
+        if value is not None:
+            found[name] = value
+            # away from where it was, so that no key stays under two names
+            rest = without(rest, path)
+    row = rest | found
 
     # of each turn in a list of turns
-    keys = {names[name][0]: name for name in OF_TURNS if name in names}
-    roles = {".".join(names[name]): name for name in OF_ROLES if name in names}
+    keys = {path[0]: name for name, path in names if name in OF_TURNS}
+    roles = {".".join(path): name for name, path in names if name in OF_ROLES}
     if keys or roles:
         for thread in THREADS:
             if turns := listed(row.get(thread)):
@@ -88,9 +98,7 @@ def missing_keys(row: object, text_key: str) -> str:
     all."""
     if not text_key or not isinstance(row, dict):
         return ""
-    paths = [
-        path for name, path in parse_names(text_key).items() if name not in OF_TURNS + OF_ROLES
-    ]
+    paths = [path for name, path in parse_names(text_key) if name not in OF_TURNS + OF_ROLES]
     missing = [repr(".".join(path)) for path in paths if value_at(row, path) is None]
     return f"no {', no '.join(missing)} ({keys_of(row)}); see text_key" if missing else ""
 

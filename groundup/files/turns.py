@@ -317,9 +317,11 @@ def role_of(turn: dict) -> str:
         return role
     # Say what would help: name the role, or the keys, or nothing if these are no turns at all.
     shown = first_of(turn, ROLE_KEYS)
-    how = f"user={shown}" if isinstance(shown, str) else naming([turn])
     known = ", ".join(ROLES)
-    how = f"prepare.py --text_key='{how}' reads others"
+    how = f"prepare.py --text_key='{naming([turn])}' reads others"
+    if isinstance(shown, str):
+        how = f"prepare.py --text_key='user={shown}' or 'assistant={shown}' reads it"
+        how += "; names of other roles stand beside it, after a comma"
     if shown is None and not any(isinstance(one, str) for one in turn.values()):
         how = "if these are rows, not turns, give a file of the list alone"
     raise BadRow(f"a turn has the role {shown!r:.40} ({keys_of(turn)}), not one of {known}; {how}")

@@ -275,6 +275,15 @@ def log_unknown(names: Iterable[str], where: str) -> None:
             print(printable(line), file=sys.stderr, flush=True)
 
 
+def decoded(raw: bytes) -> str:
+    """Return the text of a body. Raise ValueError, with a reason for the client."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        why = f"byte {error.object[error.start]:#04x} at position {error.start}"
+        raise ValueError(f"the body is not UTF-8 ({why}; is it GBK?)") from None
+
+
 def read_object(raw: bytes) -> dict:
     """Return the fields of a body that are not null."""
 
@@ -282,7 +291,7 @@ def read_object(raw: bytes) -> dict:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        text = raw.decode("utf-8-sig")
+        text = decoded(raw)
         body = json.loads(text, parse_constant=refuse)
         # Half a character can only come from an escape like \ud83d.
         body = mended(body) if "\\ud" in text.lower() else body

@@ -292,9 +292,10 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
         print(f"prepare: {n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}")
     n_textless = documents["dropped"].get("bad_field", 0)
-    if n_textless > n_read / 10:  # more than a few odd rows: the key is likely another
-        hint = "where is their text? --text_key names the key; errors.tsv lists some of them"
-        print(f"prepare: warning: no text in {n_textless:,} of {counted(n_read, 'row')}; {hint}")
+    if n_textless > n_read / 10:  # more than a few odd rows: keys or roles have likely other names
+        few = f"{n_textless:,} of {counted(n_read, 'row')}"
+        hint = "errors.tsv says why of some of them; --text_key gives other names of keys and roles"
+        print(f"prepare: warning: {few} could not be understood; {hint}")
     if too_many:
         records = f"{n_bad:,} of {counted(n_read, 'record')}"
         print(f"prepare: {records} could not be read; {max_bad_fraction=}")
@@ -317,7 +318,7 @@ def too_small_val(splits: dict, val_fraction: float) -> str:
     entry = splits.get("val", {})
     if 0 < entry.get("rows", 0) < FEW_VAL:
         n_rows = sum(splits[name]["rows"] for name in ("train", "val") if name in splits)
-        advice = more_rows_for_val(n_rows, val_fraction)
+        advice = more_rows_for_val(entry["rows"], n_rows, val_fraction)
         return f"val has {counted(entry['rows'], 'row')}: too few to trust its loss; {advice}"
     n_val = 0 if "rows" in entry else entry.get("tokens", 0)
     if not 0 < n_val <= LARGE_BLOCK:

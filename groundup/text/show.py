@@ -26,9 +26,11 @@ def show_rows(
     """Print n rows of each source, n / files of each of its files; return the exit status, 1 if one
     cannot be read."""
     units, limits, counts = [], [], Counts()  # limits: rows of each unit
+    n_passed_over = 0
     readable = (file for file in inputs if not file.problem)
     for _, own in groupby(readable, key=lambda file: file.source):
         files = list(own)
+        n_passed_over += max(0, len(files) - n)
         for file in files[:n]:
             unit = plan_units([file])[0]
             units.append(unit._replace(number=len(units), parts=unit.parts[:1]))
@@ -47,6 +49,8 @@ def show_rows(
     n_kept = int((chosen.fates == KEPT).sum())
     if tokenizer is None:
         print("\nno tokenizer: --tokenizer_dir=DIR shows where its tokens begin and end")
+    if n_passed_over:
+        print(f"\n{counted(n_passed_over, 'file')} not looked at: a larger --show reaches more")
     if counts.unread:
         print(f"\nkeys not read: {describe_unread(counts.unread)}")
     print(f"\n{counted(n_rows, 'row')}: {n_kept} would be kept, {n_rows - n_kept} not")

@@ -303,7 +303,7 @@ class RowCorpus(Corpus):
             n = sum(map(self.n_items, self.val.values()))
             few = f"{counted(n, readers[0].noun)} held out for validation"
             n_rows = n + sum(map(self.n_items, self.train))
-            more = more_rows_for_val(n_rows, val_fraction)
+            more = more_rows_for_val(n, n_rows, val_fraction)
             # a directory of prepare.py has its own split, which the trainer's setting does not move
             prepared = any(Path(path, "manifest.json").exists() for path in self.paths)
             more = f"prepare.py {more}" if prepared and more.startswith("--") else more

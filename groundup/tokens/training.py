@@ -58,7 +58,7 @@ def train(
     counts = bpe.count_chunks(texts, PATTERNS[pattern])
     if not counts:
         raise UserError("tokenizer: the input holds no text to learn from")
-    if line := advice(counts, size):
+    if line := advice(counts, size, pattern):
         print(line)
     # what is left of the ids, behind those of single bytes and special tokens
     n_merges = size - 256 - len(SPECIALS)
@@ -89,17 +89,24 @@ def check_settings(vocab_size: int, backend: str, pattern: str) -> None:
         raise UserError(f"tokenizer: {small}; use >= {SMALLEST}")
 
 
-def advice(counts: dict[bytes, int], size: int) -> str:
-    """Return a line for a Chinese text with too small a vocabulary, else "". counts: of chunks."""
+def advice(counts: dict[bytes, int], size: int, pattern: str) -> str:
+    """Return a line for a Chinese text with too small a vocabulary or another pattern than zh, else
+    "". counts: of chunks."""
     n_bytes = sum(len(chunk) * n for chunk, n in counts.items())
     # E4 to E9 begin the characters from U+4000 to U+9FFF, in three bytes.
     n_chinese = sum(3 * n * sum(0xE4 <= b <= 0xE9 for b in chunk) for chunk, n in counts.items())
-    if size >= FOR_CHINESE or n_chinese < n_bytes / 2 or n_bytes < SMALLEST_MEASURED:
+    if n_chinese < n_bytes / 2 or n_bytes < SMALLEST_MEASURED:
+        return ""
+    wanted = []
+    if size < FOR_CHINESE:
+        wanted.append(f"--vocab_size={FOR_CHINESE}")
+    if pattern != "zh":
+        wanted.append("--pattern=zh")
+    if not wanted:
         return ""
     return (
-        f"tokenizer: {n_bytes / 1e6:.1f} MB of mostly Chinese text want "
-        f"--vocab_size={FOR_CHINESE}: with fewer ids many characters are split into bytes "
-        "(docs/data.md)"
+        f"tokenizer: {n_bytes / 1e6:.1f} MB of mostly Chinese text want {' '.join(wanted)}: "
+        "else many characters are split into bytes (docs/data.md)"
     )
 
 

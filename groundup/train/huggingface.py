@@ -596,6 +596,7 @@ def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) ->
     if block_size > cfg.block_size:
         what = f"block_size={block_size} exceeds the {cfg.block_size} tokens of {init_dir}"
         fix = f"--block_size={cfg.block_size} keeps to what it was trained with"
+        fix += f"; for longer texts pretrain and fine-tune with --block_size={block_size}"
         say(f"warning     {what}; {fix}")
     longest, vocab_size = max(cfg.block_size, block_size), max(cfg.vocab_size, n_ids)
     return replace(cfg, vocab_size=vocab_size, block_size=longest, dropout=dropout)

@@ -151,7 +151,7 @@ def test_nothing_garbled_is_kept(tmp_path: Path, encoding: str) -> None:
                 assert found == text or (text.startswith(found) if fault == "cut" else one_less), (fault, found)
         if fault == "whole":
             assert kept == [text] * (encoding in MULTI_BYTE)
-            assert kept or "; give encoding=" in report.places[0][3]
+            assert kept or "; give --encoding=" in report.places[0][3]
     path.write_bytes(raw)
     given = [row.value for row in readers.read_documents(str(path), encoding=encoding)]
     assert given == [text]
@@ -208,7 +208,7 @@ def test_a_file_in_another_encoding_is_read_or_refused_whole(tmp_path: Path, enc
     if encoding not in READ:
         assert report.problems.total() == 1 and report.lost_bytes == report.n_bytes == path.stat().st_size
         seven_bit = {"iso2022_jp": "iconv -f ISO-2022-JP-2 ", "hz": "iconv -f HZ "}
-        assert seven_bit.get(encoding, "; give encoding=") in report.places[0][3]
+        assert seven_bit.get(encoding, "; give --encoding=") in report.places[0][3]
 
 
 @pytest.mark.parametrize("given", ["utf-8", "UTF8", "ascii"])

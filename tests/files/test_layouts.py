@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from groundup.errors import UserError
 from groundup.files import readers, records, row_formats
 from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import renamed
@@ -527,7 +528,7 @@ CHATS = {
     ),
     "turns of unknown roles": (
         {"messages": [{"role": "Customer", "content": "2 + 2?"}, a("4")]},
-        "prepare.py --text_key='user=Customer'",
+        "prepare.py --text_key='user=Customer' or 'assistant=Customer' reads it; names",
         [],
     ),
     "a thread under another key": (
@@ -1532,6 +1533,17 @@ def test_a_bad_answer_is_one_in_every_layout() -> None:
                 ), name
             for mark in GOOD_MARKS:
                 assert chat_problem(messages_of(row | mark)[0], row | mark) == "", name
+
+
+def test_text_key_gives_several_names_to_one_role() -> None:
+    """The last one won, so one of two was always unknown."""
+    row = {"messages": [{"role": "Ann", "content": "2 + 2?"}, {"role": "Bot", "content": "4"}]}
+    for names in ("user=Bob,user=Ann,assistant=Bot,assistant=Agent", "assistant=Agent+assistant=Bot+user=Ann"):
+        assert messages_of(renamed(row, names)) == (ASKED, "")
+    with pytest.raises(UserError, match="names question twice; leave one out"):
+        renamed({"a": "x"}, "question=a,question=b")
+    with pytest.raises(UserError, match="has its own, assistant=A,assistant=B"):
+        renamed(row, "user=Ann,assistant=Agent+Bot")
 
 
 def test_text_key_names_threads_roles_and_their_keys() -> None:

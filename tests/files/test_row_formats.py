@@ -613,15 +613,33 @@ def test_an_unknown_format_names_the_three_that_are_most_like_it() -> None:
             row_formats.read(row, kind)
 
 
-@pytest.mark.parametrize("nothing", ["None", "nan", "<noinput>", "<No input>", "No input", "noinput"])
+@pytest.mark.parametrize(
+    "row, text_key",
+    [
+        ({"instruction": "翻译", "input": "你好", "output": "hello"}, "instruction,input?,output"),
+        ({"problem": "1+1", "solution": "2"}, "problem,solution"),
+    ],
+)
+def test_the_text_key_that_is_proposed_makes_text_of_a_chat(row: dict, text_key: str) -> None:
+    text, problem = row_formats.document_of(row)
+    assert not text and f"; --text_key='{text_key}' makes text of it; " in problem
+    assert row_formats.document_of(row, text_key) == ("\n".join(row.values()), "")
+    capitals = {key.upper(): value for key, value in row.items()}  # text_key means keys as they are
+    assert "--text_key='" not in row_formats.document_of(capitals)[1]
+
+
+NO_INPUT = ["None", "nan", "<noinput>", "<No input>", "No input", "noinput", "无", " 没有 ", "无输入", "没有输入"]
+
+
+@pytest.mark.parametrize("nothing", NO_INPUT)
 def test_an_input_that_says_there_is_none_is_no_part_of_the_question(nothing: str) -> None:
-    """The original Alpaca set has four ways to say so, and a table by pandas two more."""
+    """The original Alpaca set has four ways to say so, a table by pandas two more, Chinese sets others."""
     row = {"instruction": "问", "input": nothing, "output": "答"}
     assert messages_of(row) == ([user("问"), assistant("答")], "")
     assert row_formats.unread_keys(row, "chat") == ["input that says there is none"]
     pair = {"instruction": "问", "input": nothing, "chosen": "好", "rejected": "坏"}
     assert row_formats.read_pair(pair).prompt == [user("问")]
-    for other in ({"input": "none of it"}, {"input": ""}):
+    for other in ({"input": "none of it"}, {"input": ""}, {"input": "没有钱"}):
         assert row_formats.unread_keys(row | other, "chat") == []
     assert messages_of({"input": nothing, "output": "答"}) == ([user(nothing), assistant("答")], "")
 

@@ -776,6 +776,14 @@ def test_show_marks_what_the_model_learns_to_say(tmp_path, tok, capsys):
     assert "NOT UNDERSTOOD" in out and "chat" in out  # as a text it is nothing
 
 
+def test_show_counts_the_files_that_so_few_rows_do_not_reach(tmp_path, capsys):
+    for name in "abc":
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": pieces(3)[0]}])
+    out = shown(capsys, input=str(tmp_path), show=1)
+    assert "==== " in out and "b.jsonl" not in out and "2 files not looked at: a larger --show reaches more" in out
+    assert "not looked at" not in shown(capsys, input=str(tmp_path), show=3)
+
+
 def test_a_conversation_that_the_template_refuses_is_counted(tmp_path, tok, capsys):
     """The template of a published checkpoint wants user and assistant in turn; the other rows stay."""
     config = json.loads((Path(tok) / "tokenizer_config.json").read_bytes())

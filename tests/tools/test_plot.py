@@ -278,7 +278,7 @@ def test_picture_has_what_the_log_has(tmp_path):
 NO_FONT = "no font for Chinese names: apt install fonts-noto-cjk"
 
 
-def test_a_font_for_chinese_is_found_or_the_title_says_why(monkeypatch):
+def test_a_font_for_chinese_is_found_or_the_title_says_why(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     from matplotlib import font_manager
 
@@ -287,6 +287,7 @@ def test_a_font_for_chinese_is_found_or_the_title_says_why(monkeypatch):
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [])
     assert plot.chinese_font() == ""
     assert plot.draw(panels, ["诗"], "step").get_suptitle() == NO_FONT
+    assert capsys.readouterr().out == f"plot: {NO_FONT}\n"
     assert plot.draw(panels, ["诗", "词"], "step").legends[0].get_title().get_text() == NO_FONT
     fonts = [font_manager.FontEntry(name=name) for name in ("Arial", "Noto Serif CJK SC", "Noto Sans CJK JP", "SimHei")]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)

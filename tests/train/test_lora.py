@@ -733,3 +733,12 @@ def test_a_save_and_a_resume_give_the_same_model(tmp_path: Path, trainable: str)
     assert first == {path.name: path.read_bytes() for path in step.iterdir()}
     huggingface.write_model(base, shake(tiny(vocab_size=384), 2), tokenizer)
     assert "not those that" in error_line(huggingface.load_model, step)
+
+
+def test_a_longer_block_than_the_models_says_how_to_train_for_it(tmp_path: Path, capsys) -> None:
+    """The advice to raise block_size and this warning led in circles."""
+    path = hf_base(tmp_path / "base")
+    assert huggingface.tuned_config(path, V, 64, 0.0).block_size == 64
+    said = capsys.readouterr().err
+    assert "block_size=64 exceeds the 32 tokens of" in said
+    assert said.endswith("; for longer texts pretrain and fine-tune with --block_size=64\n")
