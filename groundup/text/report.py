@@ -129,9 +129,28 @@ def summarize(
     info["split_notes"] = chosen.split_notes
     if recipe.near > 0:
         info["near"] = {"not_compared": chosen.capped}
+    info["copies"] = copies_of_others(chosen, [source.name for source in recipe.sources])
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
     return info
+
+
+def copies_of_others(chosen: Selection, names: list[str]) -> list[str]:
+    """Return a warning for each source that loses most of the documents that passed the rules as
+    copies of those of other sources. names: of the sources."""
+    source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
+    passed = chosen.rows["reason"] == KEPT
+    copied_from = np.where(chosen.partner >= 0, source_of[chosen.partner], source_of)
+    warnings = []
+    for number, name in enumerate(names):
+        own = passed & (source_of == number)
+        copies = own & (copied_from != number)
+        if 2 * copies.sum() > own.sum():
+            others = " and ".join(names[k] for k in np.unique(copied_from[copies]))
+            what = f"{copies.sum():,} of {counted(int(own.sum()), 'row')} of {name}"
+            hint = "dropped.tsv has both places; --near=0 drops exact copies only"
+            warnings.append(f"warning: {what} are copies of rows of {others}; {hint}")
+    return warnings
 
 
 # ---- files of the output -------------------------------------------------------------------------
@@ -252,6 +271,7 @@ def summary(info: dict) -> list[str]:
     if evals := info.get("decontaminate"):
         few = f"{evals['unprotected']:,} of {evals['items']:,} evaluation items"
         lines.append(f"{few} are too short to be looked for")
+    lines += info["copies"]
     return lines + answer_pairs.describe(info.get("answers", [])) + info.get("split_notes", [])
 
 

@@ -35,7 +35,13 @@ from groundup.files import readers, row_formats, text_keys, turns, untrusted
 from groundup.files.paths import find_files
 from groundup.files.records import PIECE_CHARS, Report, piece_end, read_records
 from groundup.files.sources import Source
-from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
+from groundup.files.splits import (
+    context_text,
+    dialogue_text,
+    first_question,
+    held_out_position,
+    split_position,
+)
 from groundup.files.text_keys import as_score
 from groundup.text import clean, dedup, quality
 from groundup.text.decontaminate import Evals
@@ -225,6 +231,7 @@ class Item(NamedTuple):
     n_read: int  # bytes of it before cleaning
     rejected: str = ""  # a pair: the rejected answer, compared together with the text
     compared_parts: tuple[str, str] = ("", "")  # of a row: near copies are alike in both
+    context: str = ""  # of a row: system message, tools and their results; the same as well
     row: str = ""  # kinds chat and preference: what is written, as JSON
     extra_fields: str = ""  # a pair: its numbers and who made it, as JSON; not compared
     prompt: str = ""  # a pair: the text before the answers
@@ -332,6 +339,7 @@ class Judge:
             text=dialogue_text(answered),
             n_read=len(dialogue_text(messages).encode()),
             compared_parts=(questions or answers, answers),
+            context=context_text(answered),
             row=json.dumps({"messages": answered}, ensure_ascii=False),
             question=first_question(answered),
             problem=unusable,
@@ -354,6 +362,7 @@ class Judge:
             n_read=len(f"{dialogue_text(pair.prompt)}\n{pair.chosen}".encode()),
             rejected=cleaned.rejected,
             compared_parts=(text, cleaned.rejected),
+            context=context_text(prompt),
             row=json.dumps(cleaned._asdict(), ensure_ascii=False),
             extra_fields=pair_fields(row),
             prompt=dialogue_text(prompt),
@@ -431,15 +440,20 @@ def signatures_of(items: list[Item], units: dedup.Units) -> np.ndarray:
 
     The similarity of two conversations is that of their questions times that of their answers; of
     two pairs, that of prompts with chosen answers times that of rejected answers. So different
-    answers to one long prompt, or questions on one long text, are no copies. A row with a part too
-    short for a shingle of words is similar to no other: many questions have the answer "no"."""
+    answers to one long prompt, or questions on one long text, are no copies. Rows with different
+    contexts are not similar: one word of a system message, or one tool, asks for another answer. A
+    row with a part too short for a shingle of words is similar to no other: many questions have the
+    answer "no"."""
     if not any(item.row for item in items):
         return dedup.signatures(units)
     parts = [dedup.units([item.compared_parts[k] for item in items]) for k in (0, 1)]
     first, second = map(dedup.signatures, parts)
+    context = [unpack("<I", dedup.exact_key(item.context)[:4]) for item in items]
     n_units = np.minimum(*(np.diff(part.starts) for part in parts))
     short = n_units[:, None] < dedup.SHINGLE
-    return np.where(short, dedup.NO_UNITS, first * PAIR_FACTOR ^ second)  # equal where both are
+    both = first * PAIR_FACTOR ^ second
+    alike = both * PAIR_FACTOR ^ np.array(context, np.uint32)  # equal where all three are
+    return np.where(short, dedup.NO_UNITS, alike)
 
 
 # ---- all documents of a unit ---------------------------------------------------------------------

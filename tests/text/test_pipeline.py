@@ -362,6 +362,41 @@ def test_questions_on_one_passage_are_no_copies(tmp_path):
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"near_duplicate": 10}
 
 
+def test_rows_under_other_system_messages_tools_or_results_are_no_copies(tmp_path, capsys):
+    question, answer, other = pieces(3)
+    asked, said = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    tools = [[{"type": "function", "function": {"name": name}}] for name in ("f", "g")]
+    systems = ("", "Answer as a pirate.", "You are the support assistant", other)
+    rows = [{"messages": [{"role": "system", "content": text}][: len(text)] + [asked, said]} for text in systems]
+    rows += [{"messages": [asked, said], "tools": tool} for tool in tools]
+    rows += [{"messages": [asked, call, {"role": "tool", "content": text}, said]} for text in ("4", "It is cold today.")]
+    near = [{"messages": [{"role": "system", "content": other.upper()}, asked | {"content": f"{question}!"}, said]}]
+    path = write_rows(tmp_path / "x.jsonl", rows + near)
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"near_duplicate": 1}
+    assert len(rows_in(tmp_path / "out")["train"]) == len(rows)
+    # pairs alike
+    pairs = [{"prompt": row["messages"][:-1], "chosen": answer, "rejected": other, **row, "messages": None}
+             for row in rows + near]  # fmt: skip
+    run(tmp_path / "pairs", input=write_rows(path, pairs), kind="preference", val_fraction=0.0)
+    assert manifest_of(tmp_path / "pairs")["info"]["documents"]["dropped"] == {"near_duplicate": 1}
+    assert "are copies of rows" not in capsys.readouterr().out
+
+
+def test_a_source_that_is_mostly_copies_of_others_is_named(tmp_path, capsys):
+    texts = pieces(20)
+    first = write_rows(tmp_path / "a.jsonl", [talk(texts[k], texts[k + 1]) for k in range(8)])
+    last = write_rows(tmp_path / "b.jsonl", [talk(f"{texts[k]}!", f"Well: {texts[k + 1]}") for k in range(3, 13)])
+    sources = f"a: {first}; b: {last}"
+    run(tmp_path / "out", input=sources, kind="chat", val_fraction=0.0)
+    assert "are copies of rows" not in capsys.readouterr().out  # 5 of 10
+    write_rows(last, [talk(f"{texts[k]}!", f"Well: {texts[k + 1]}") for k in range(3, 12)])
+    run(tmp_path / "out", input=sources, kind="chat", val_fraction=0.0)
+    line = "warning: 5 of 9 rows of b are copies of rows of a; dropped.tsv has both places"
+    assert capsys.readouterr().out.count(line) == 1 and line in (tmp_path / "out/report.md").read_text("utf-8")
+
+
 def test_short_chats_in_a_corpus_are_kept_and_short_texts_are_not(tmp_path):
     """A turn in Chinese has half the characters that it has in English."""
     write_rows(tmp_path / "chat.jsonl", [talk("你好", "你好！"), talk("Hi", "Hello")])
