@@ -318,6 +318,22 @@ def test_too_many_bad_records_are_told_by_the_exit_status(tmp_path, tok):
     assert run(tmp_path / "c", input=path, tokenizer_dir=tok, max_bad_fraction=0.2) == 0
 
 
+def test_optional_keys_are_found_in_any_capitals_and_a_file_without_them_is_told(tmp_path, tok, capsys):
+    text, faq = tmp_path / "a.txt", tmp_path / "faq.csv"
+    text.write_text(pieces(1)[0], "utf-8")
+    lines = [f"How is {k}?,{k} is as good as it gets.\n" for k in range(20)]
+    faq.write_text("Question,Answer\n" + "".join(lines), "utf-8")
+    settings = {"input": f"{text},{faq}", "tokenizer_dir": tok, "val_fraction": 0.0, "near": 0.0}
+    assert run(tmp_path / "a", text_key="question?,answer?", **settings) == 0
+    assert "How is 3?\n3 is as good as it gets." in texts_of(tmp_path / "a")
+    capsys.readouterr()
+    assert run(tmp_path / "b", text_key="ask?,reply?", **settings) == 1  # as without ?
+    out = capsys.readouterr().out
+    assert "no text under 'ask?', 'reply?' (keys Question, Answer)" in out
+    assert f"1 of 2 files could not be read: {faq}" in out
+    assert "warning: no text in 20 of 21 rows; where is their text?" in out
+
+
 # ---- conversations and pairs -----------------------------------------------------------------
 
 
@@ -370,7 +386,7 @@ def test_rows_under_other_system_messages_tools_or_results_are_no_copies(tmp_pat
     systems = ("", "Answer as a pirate.", "You are the support assistant", other)
     rows = [{"messages": [{"role": "system", "content": text}][: len(text)] + [asked, said]} for text in systems]
     rows += [{"messages": [asked, said], "tools": tool} for tool in tools]
-    rows += [{"messages": [asked, call, {"role": "tool", "content": text}, said]} for text in ("4", "It is cold today.")]
+    rows += [{"messages": [asked, call, {"role": "tool", "content": text}, said]} for text in ("4", "It is cold.")]
     near = [{"messages": [{"role": "system", "content": other.upper()}, asked | {"content": f"{question}!"}, said]}]
     path = write_rows(tmp_path / "x.jsonl", rows + near)
     run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0)
