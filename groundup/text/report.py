@@ -323,6 +323,9 @@ def print_report(manifest: dict, seconds: float) -> None:
     print_splits(manifest)
     if warning := too_small_val(manifest["splits"], manifest["info"]["recipe"]["val_fraction"]):
         print(f"prepare: warning: {warning}")
+    if manifest["format"] != ROWS_FORMAT:
+        for warning in small_sources(manifest):
+            print(f"prepare: warning: {warning}")
     megabytes = manifest["info"]["bytes"]["read"] / 1e6
     print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
 
@@ -346,17 +349,33 @@ def too_small_val(splits: dict, val_fraction: float) -> str:
     return f"val has {counted(n_val, 'token')}; {needs}: {advice}"
 
 
+def small_sources(manifest: dict) -> list[str]:
+    """Return a warning for each of several sources that may be too small to train on."""
+    train = tokens_by_source(manifest, "train")
+    few = {name: n for name, n in train.items() if n <= 2 * LARGE_BLOCK and len(train) > 1}
+    how = "make one source of several ('name: files, other files')"
+    return [
+        f"{counted(n, 'training token')} of {name}: a run whose block_size is {(n + 1) // 2} or more"
+        f" needs more; {how}"
+        for name, n in few.items()
+    ]
+
+
 def longest_block(manifest: dict) -> int:
-    """Return the largest block_size of which train and val, if there is one, hold a window."""
-    n_tokens: dict[tuple[str, str], int] = {}  # by split and source
-    for split, entry in manifest["splits"].items():
-        for shard in entry["shards"]:
-            key = split, shard.get("source", "")
-            n_tokens[key] = n_tokens.get(key, 0) + shard["tokens"]
-    # every source is trained on; val of one is enough, the others are not evaluated
-    train = [n for (split, _), n in n_tokens.items() if split == "train"]
-    val = [n for (split, _), n in n_tokens.items() if split == "val"]
-    return min(min(train), max(val, default=min(train))) - 1
+    """Return the largest block_size of which every source of train holds two windows, as their
+    borders move, and val, if there is one, holds one."""
+    longest = (min(tokens_by_source(manifest, "train").values()) - 1) // 2
+    # val of one source is enough, the others are not evaluated
+    n_val = max(tokens_by_source(manifest, "val").values(), default=0)
+    return min(longest, n_val - 1) if n_val else longest
+
+
+def tokens_by_source(manifest: dict, split: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for shard in manifest["splits"].get(split, {}).get("shards", []):
+        name = shard.get("source", "")
+        found[name] = found.get(name, 0) + shard["tokens"]
+    return found
 
 
 def print_splits(manifest: dict) -> None:
