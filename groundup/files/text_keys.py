@@ -159,6 +159,12 @@ def value_at(value: object, path: tuple[str, ...]) -> object:
     return value
 
 
+def found_optional(row: object, text_key: str) -> list[str]:
+    """Return the keys with ? in a text_key under which a row has a value."""
+    names = [name for name in parse_text_key(text_key) if name.optional]
+    return [".".join(name.path) for name in names if value_at(row, name.path) is not None]
+
+
 def own_key(row: dict, key: str) -> str:
     """Return the key as a row writes it: in other capitals, unless it has this very key."""
     if key in row:

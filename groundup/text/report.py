@@ -17,6 +17,7 @@ from groundup.errors import UserError, counted
 from groundup.files import turns
 from groundup.files.row_formats import describe_unread
 from groundup.files.splits import FEW_VAL, more_rows_for_val, share_for
+from groundup.files.text_keys import parse_text_key
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
@@ -130,9 +131,23 @@ def summarize(
     if recipe.near > 0:
         info["near"] = {"not_compared": chosen.capped}
     info["copies"] = copies_of_others(chosen, [source.name for source in recipe.sources])
+    info["absent"] = absent_keys(counts, recipe)
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
     return info
+
+
+def absent_keys(counts: Counts, recipe: Recipe) -> list[str]:
+    """Return a warning for each source of texts whose text_key has keys with ? that no row has."""
+    warnings = []
+    for source in recipe.sources if recipe.kind == "text" else ():
+        names = parse_text_key(source.text_key) if source.text_key else ()
+        of_source, prefix = (f" of {source.name}", f"{source.name}: ") if source.name else ("", "")
+        keys = [".".join(name.path) for name in names if name.optional]
+        absent = [f"{key}?" for key in keys if f"{prefix}{key}" not in counts.optional]
+        if absent:
+            warnings.append(f"warning: text_key{of_source}: no row has {', '.join(absent)}")
+    return warnings
 
 
 def copies_of_others(chosen: Selection, names: list[str]) -> list[str]:
@@ -271,7 +286,7 @@ def summary(info: dict) -> list[str]:
     if evals := info.get("decontaminate"):
         few = f"{evals['unprotected']:,} of {evals['items']:,} evaluation items"
         lines.append(f"{few} are too short to be looked for")
-    lines += info["copies"]
+    lines += info["absent"] + info["copies"]
     return lines + answer_pairs.describe(info.get("answers", [])) + info.get("split_notes", [])
 
 

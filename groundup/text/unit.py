@@ -172,6 +172,7 @@ class Counts:
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     unread: Counter[str] = field(default_factory=Counter)  # rows by keys that are not read
+    optional: Counter[str] = field(default_factory=Counter)  # rows by keys with ? that they have
     shown: dict[str, str] = field(default_factory=dict)  # the first problems, with their places
     digests: list[list] = field(default_factory=list)  # (file, sha256) of each part read
 
@@ -243,6 +244,7 @@ class Item(NamedTuple):
     part: int = 0  # which part of the unit it is from
     is_chat: bool = False  # a text: made of a chat, where a short answer is a good one
     unread: tuple[str, ...] = ()  # keys of the row that hold content and are not read
+    optional: tuple[str, ...] = ()  # keys with ? in text_key that the row has
 
     @property
     def compared(self) -> str:
@@ -304,6 +306,8 @@ class Judge:
             item = None if problem else Item(self.clean(text), len(text.encode()))
             if item and self.is_short_chat(item.text, row):
                 item = item._replace(is_chat=True)
+            if item and "?" in text_key:
+                item = item._replace(optional=tuple(text_keys.found_optional(row, text_key)))
         else:
             missing = text_keys.missing_keys(row, text_key)
             row = text_keys.renamed(row, text_key)
@@ -540,6 +544,7 @@ class Inspector:
         has_name = "<|" in item.text and SPECIAL.search(item.text)
         counts.marked += bool(has_name) or item.text.startswith("<s>")
         counts.unread.update(f"{self.source_name}{key}" for key in item.unread)
+        counts.optional.update(f"{self.source_name}{key}" for key in item.optional)
         pieces = pieces_of(item.text) if self.recipe.kind == "text" else [item.text]
         counts.mended["split_huge"] += len(pieces) - 1
         for piece in pieces:

@@ -334,6 +334,23 @@ def test_optional_keys_are_found_in_any_capitals_and_a_file_without_them_is_told
     assert "warning: no text in 20 of 21 rows; where is their text?" in out
 
 
+def test_an_optional_key_that_no_row_of_a_source_has_is_told(tmp_path, tok, capsys):
+    texts = pieces(12)
+    a = write_rows(tmp_path / "a.jsonl", [{"Title": f"About {k}", "text": texts[k], "n": None} for k in range(6)])
+    b = write_rows(tmp_path / "b.jsonl", [{"text": text} for text in texts[6:]])
+    settings = {"tokenizer_dir": tok, "val_fraction": 0.0}
+    assert run(tmp_path / "a", input=f"{a},{b}", text_key="title?,text", **settings) == 0
+    assert "warning: text_key" not in capsys.readouterr().out  # in some files it may be missing
+    sources = f"a: {a}, text_key=titel?+n?+text; b: {b}, text_key=title?+text"
+    assert run(tmp_path / "b", input=sources, **settings) == 0
+    out = capsys.readouterr().out
+    assert "warning: text_key of a: no row has titel?, n?\n" in out
+    assert "warning: text_key of b: no row has title?\n" in out
+    run(tmp_path / "c", input=b, text_key="a.b?,text", **settings)
+    assert "warning: text_key: no row has a.b?\n" in capsys.readouterr().out
+    assert "no row has a.b?" in (tmp_path / "c/report.md").read_text("utf-8")
+
+
 # ---- conversations and pairs -----------------------------------------------------------------
 
 
