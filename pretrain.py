@@ -204,7 +204,9 @@ if __name__ == "__main__":
     tokens_per_step = total_batch_tokens or tokens_per_micro_step
     accum_steps, rest = divmod(tokens_per_step, tokens_per_micro_step)
     text = f"{total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
-    refuse(rest, f"{text} = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}")
+    text += f" = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}"
+    ways = plan.ways_to_fit(config, "total_batch_tokens", tokens_per_micro_step)
+    refuse(rest, f"{text}; {ways}")
     rows_per_step = tokens_per_step // block_size
     batch_line = f"{tokens_per_step:,} tokens per step = {counted(batch_size, 'sequence')} x "
     batch_line += f"{block_size} tokens x {counted(accum_steps, 'micro-step')} x "

@@ -189,7 +189,9 @@ if __name__ == "__main__":
     pairs_per_step = total_batch_pairs or pairs_per_micro_step
     accum_steps, rest = divmod(pairs_per_step, pairs_per_micro_step)
     text = f"{total_batch_pairs=} must be a multiple of batch_size*world_size"
-    refuse(rest, f"{text} = {batch_size}*{world_size} = {pairs_per_micro_step}")
+    text += f" = {batch_size}*{world_size} = {pairs_per_micro_step}"
+    ways = plan.ways_to_fit(config, "total_batch_pairs", pairs_per_micro_step)
+    refuse(rest, f"{text}; {ways}")
 
     # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
     # padded: transformers looks for the padding

@@ -5,6 +5,9 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
+
+from configurator import defaults_of
 from groundup.files import row_formats
 
 ROOT = Path(__file__).parent.parent
@@ -35,3 +38,36 @@ def test_the_page_on_data_lists_the_keys_of_all_layouts():
     for kind, row in zip(row_formats.FORMATS, table.splitlines()[1:5], strict=True):
         assert row.startswith(f"| {kind} ") and row.count("|") == 3, row
         assert re.findall("`(.*?)`", row.split("|")[2]) == row_formats.known_keys(kind), kind
+
+
+def check_batch(script: str, config: str, flags: str) -> None:
+    """A step on one rank is a whole number of micro-steps."""
+    settings = defaults_of(ROOT / script) | defaults_of(ROOT / "config" / config)
+    settings |= {key: int(value) for key, value in re.findall(r"--(\w+)=(\d+)\b", flags)}
+    if "total_batch_pairs" in settings:
+        assert settings["total_batch_pairs"] % settings["batch_size"] == 0, (config, flags)
+    if "total_batch_tokens" in settings:
+        assert settings["total_batch_tokens"] % (settings["batch_size"] * settings["block_size"]) == 0, (config, flags)
+
+
+ON_CPU = r"--compile=False(?:\s+--\w+=\w+)+"
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md", "docs/post_training.md", "docs/zh/post_training.md"])
+def test_what_pages_add_on_a_cpu_fits_the_configs(page):
+    """Where a page says what to add to the commands of tuning, it fits config/sft.py and config/lora.py."""
+    added = re.findall(f"`({ON_CPU})`", (ROOT / page).read_text(encoding="utf-8"))
+    assert added
+    for flags in added:
+        for config in ("sft.py", "lora.py"):
+            check_batch("sft.py", config, flags)
+
+
+def test_what_configs_add_on_a_cpu_fits_them():
+    n_found = 0
+    for path in sorted((ROOT / "config").glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for flags in re.findall(ON_CPU, text):
+            check_batch(re.search(r"python (\w+\.py) config/", text)[1], path.name, flags)
+            n_found += 1
+    assert n_found > 3

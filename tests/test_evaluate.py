@@ -16,6 +16,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import evaluate
+import prepare
+from configurator import is_key
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
@@ -513,6 +515,25 @@ def test_win_rate_of_the_first_prompts_that_both_answer(run, base, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
     assert (found["wins"], found["losses"], found["ties"]) == (0, 3, 0)  # all of A are cut
     assert found["unfinished"] == {"only A": 3, "only B": 0, "both": 0}
+
+
+def test_preference_on_a_directory_of_prepare_py_is_on_its_val(run, base, tmp_path):
+    lines = [json.dumps({"prompt": f"What is {k}?", "chosen": f"a {k}", "rejected": "b"}) for k in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    keys = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
+    settings = {"input": f"{tmp_path}/pairs.jsonl", "out_dir": f"{tmp_path}/pairs", "kind": "preference"}
+    assert prepare.main(keys | settings | {"val_fraction": 0.3, "workers": 1}) == 0
+    shown = []
+    for data in ("pairs", "pairs/val.jsonl"):
+        printed, error = run("--tasks=preference", f"--data={tmp_path}/{data}", f"--init_from={base}/reward")
+        assert not error, error
+        shown.append([line for line in printed.splitlines() if line.startswith("pairs")])
+    assert shown[0] == shown[1] and shown[0]
+    _, error = run("--tasks=preference", f"--data={tmp_path}/pairs", f"--init_from={base}/reward",
+                   f"--out={tmp_path}/pairs/val.jsonl")  # fmt: skip
+    assert "would be written over what is read" in error
+    _, error = run("--tasks=generation", f"--data={tmp_path}/pairs")
+    assert "not raw data; give the files that it was made of, or its train.jsonl or val.jsonl" in error
 
 
 def test_a_reward_model_whose_tokenizer_has_no_padding(run, base, tmp_path):

@@ -34,6 +34,7 @@ from groundup.files import streams
 from groundup.text import inputs, prepared_dir, report, select, unit
 from groundup.text.recipe import KINDS_OF
 from groundup.text.workers import wait_for_workers
+from groundup.tokens.mixture import window_sampler
 from groundup.tokens.token_writer import verify, write_record
 from groundup.tokens.training import train
 from tokenizer import Tokenizer
@@ -256,6 +257,23 @@ def test_the_advice_for_a_tiny_text_can_be_followed(tmp_path, tok, capsys):
     (tmp_path / "x.txt").write_text("Hi there, all of you.", "utf-8")
     run(tmp_path / "least", input=tmp_path / "x.txt", tokenizer_dir=tok)
     assert "next: more text, or a larger --val_fraction with --overwrite=True" in capsys.readouterr().out
+
+
+def test_a_small_source_is_told_and_the_advised_command_runs(tmp_path, tok, capsys):
+    """A source needs two windows: the borders of windows move in each epoch."""
+    (tmp_path / "large.txt").write_text("\n".join(texts(400)), "utf-8")
+    (tmp_path / "small.txt").write_text("\n".join(texts(3, seed=1)), "utf-8")
+    sources = f"lg: {tmp_path}/large.txt; sg: {tmp_path}/small.txt"
+    run(tmp_path / "out", input=sources, tokenizer_dir=tok, val_fraction=0.1, near=-1)
+    said = capsys.readouterr().out
+    found = re.search(r"warning: (\d+) training tokens of sg: a run whose block_size is (\d+) or more needs more", said)
+    n_tokens, refused = map(int, found.groups())
+    assert "make one source of several" in said and "tokens of lg" not in said
+    block = int(re.search(r"next: python pretrain.py config/demo.py .* --block_size=(\d+)\n", said)[1])
+    assert block < refused <= 2 * block and window_sampler(n_tokens, block, 1).per_epoch >= 1
+    with pytest.raises(UserError, match="too few for block_size"):
+        window_sampler(n_tokens, refused, 1)
+    window_sampler(n_tokens, refused - 1, 1)
 
 
 def test_the_advice_for_few_validation_rows_helps(tmp_path, capsys):

@@ -546,7 +546,9 @@ def refused(run, capsys, *flags: str) -> str:
     [
         ("--learing_rate=1", "did you mean 'learning_rate'"),
         ("--n_layer=2.5", "n_layer must be a whole number, got 2.5"),
-        ("--total_batch_tokens=100", "must be a multiple of batch_size*block_size*world_size = 2*32*1 = 64"),
+        ("--total_batch_tokens=100", "must be a multiple of batch_size*block_size*world_size = 2*32*1 = 64; give"),
+        ("--total_batch_tokens=100", "= 2*32*1 = 64; give total_batch_tokens=128"),
+        ("--total_batch_tokens=96", "= 2*32*1 = 64; give batch_size=1"),
         ("--schedule=cosin", "schedule must be one of"),
         ("--n_head=3", "n_head=3 must be a multiple of n_kv_head=2"),
         ("--device=tpu", "device must be"),

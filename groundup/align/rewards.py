@@ -28,6 +28,7 @@ from torch import Tensor
 from groundup.align.reward_model import drawn_ids, find_model, load, score_ids
 from groundup.errors import UserError
 from groundup.files.functions import load_function
+from groundup.files.turns import keys_of
 from groundup.tokens.batches import names_of
 from groundup.tokens.prompts import Prompt
 from groundup.tokens.token_files import file_sha256
@@ -178,6 +179,8 @@ class FunctionReward:
             number = float(value) if isinstance(value, numbers.Real | np.bool_) else math.nan
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())
+            if isinstance(error, KeyError):
+                problem += f" (the row has the {keys_of(rollout.prompt.row)})"
             text = f"{self.name} fails {describe(rollout)}: {problem}"
             raise UserError(f"reward: {text}") from error
         if not abs(number) <= LARGEST:

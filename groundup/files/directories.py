@@ -37,7 +37,8 @@ def whole_directory(out: Path) -> Iterator[Path]:
             out.rmdir()  # only an empty one can be
     except OSError as error:
         text = f"out_dir={str(out)!r} is not empty or cannot be replaced ({error.strerror})"
-        raise UserError(f"config: {text}; give another, or one inside it") from None
+        hint = "delete it first, or give another out_dir, which may be inside it"
+        raise UserError(f"config: {text}; {hint}") from None
     temp = free_hidden_name(out, "tmp")
     try:
         temp.mkdir(parents=True)

@@ -63,7 +63,8 @@ def parquet_records(
         groups = range(file.metadata.num_row_groups)
         row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
         names = file.schema_arrow.names
-        own = [name for name in names if {name, name.lower()} & set(columns or ())]
+        wanted = {name.lower() for name in columns or ()}
+        own = [name for name in names if name.lower() in wanted]
         batches = file.iter_batches(BATCH_ROWS, row_groups=groups[begin:end], columns=own or None)
         for batch in batches:
             batch = batch.rename_columns(column_names(batch.schema.names))

@@ -69,7 +69,7 @@ def list_directory(top: str) -> list[str]:
             folders.clear()  # os.walk enters none of them
             where = shown_name(folder)
             if folder == top:
-                hint = "give the files that it was made of, or its train.jsonl"
+                hint = "give the files that it was made of, or its train.jsonl or val.jsonl"
                 what = f"{where} is a directory that prepare.py made, not raw data"
                 raise UserError(f"data: {what}; {hint}")
             print(f"data: {where} is left out: prepare.py made it")

@@ -23,6 +23,12 @@ def dialogue_text(messages: list[dict]) -> str:
     )
 
 
+def context_text(messages: list[dict]) -> str:
+    """Return the text that is neither a user's nor an assistant's: the system message, which also
+    lists the tools, and results of tools."""
+    return "\n".join(m["content"] for m in messages if m["role"] not in ("user", "assistant"))
+
+
 def first_question(messages: list[dict]) -> str:
     return next((m["content"] for m in messages if m["role"] == "user"), "")
 

@@ -31,6 +31,8 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
                  lines
     title,body   each on a line of its own; an empty one makes no line; also title+body
     desc?        may be missing, null or empty
+
+    A key may be in other capitals in the row, unless the row has this very key, too.
     """
     refuse_wide_marks(text_key)
     names = [piece.strip() for piece in re.split("[,+]", text_key)]
@@ -105,8 +107,9 @@ def missing_keys(row: object, text_key: str) -> str:
 
 def renamed_turn(turn: dict, keys: dict[str, str], roles: dict[str, str]) -> dict:
     """Return a turn under other names of its keys, and with other names of roles."""
-    others = {key: value for key, value in turn.items() if key not in keys}
-    turn = others | {keys[key]: turn[key] for key in keys if key in turn}
+    own = {own_key(turn, key): name for key, name in keys.items()}
+    others = {key: value for key, value in turn.items() if key not in own}
+    turn = others | {name: turn[key] for key, name in own.items() if key in turn}
     changed = {
         key: roles[turn[key]]
         for key in ("role", "from")
@@ -118,6 +121,7 @@ def renamed_turn(turn: dict, keys: dict[str, str], roles: dict[str, str]) -> dic
 def without(row: dict, path: tuple[str, ...]) -> dict:
     """Return a row without what lies under the keys, as far as these lead through objects."""
     first, *rest = path
+    first = own_key(row, first)
     if not rest:
         return {key: value for key, value in row.items() if key != first}
     inner = unpacked(row.get(first))
@@ -128,14 +132,21 @@ def text(text_key: str, row: dict, lists: bool = False) -> str:
     """Return the text that is meant; lists: a list of texts is joined by newlines.
 
     Raise BadRow if there is none."""
-    found = [text_at(row, name, lists) for name in parse_text_key(text_key)]
+    names = parse_text_key(text_key)
+    found = [text_at(row, name, lists) for name in names]
+    if not any(found) and not any(own_key(row, name.path[0]) in row for name in names):
+        keys = ", ".join(f"'{'.'.join(name.path)}?'" for name in names)
+        raise BadRow(f"no text under {keys} ({keys_of(row)})")
     return "\n".join(filter(None, found))
 
 
 def text_at(row: dict, name: Name, lists: bool) -> str:
     found = value_at(row, name.path)
-    if lists and isinstance(found, list) and found and all(isinstance(part, str) for part in found):
-        return "\n".join(found)
+    if lists and isinstance(found, list) and found:
+        found = [part for part in found if part is not None]  # beside calls of tools
+        if found and all(isinstance(part, str) for part in found):
+            return "\n".join(found)
+        found = found or None
     if isinstance(found, str):
         return found
     if found is None and name.optional:
@@ -152,8 +163,21 @@ def value_at(value: object, path: tuple[str, ...]) -> object:
             return [value_at(part, path[i:]) for part in value]
         if not isinstance(value, dict):
             return None
-        value = value.get(key)
+        value = value.get(own_key(value, key))
     return value
+
+
+def found_optional(row: object, text_key: str) -> list[str]:
+    """Return the keys with ? in a text_key under which a row has a value."""
+    names = [name for name in parse_text_key(text_key) if name.optional]
+    return [".".join(name.path) for name in names if value_at(row, name.path) is not None]
+
+
+def own_key(row: dict, key: str) -> str:
+    """Return the key as a row writes it: in other capitals, unless it has this very key."""
+    if key in row:
+        return key
+    return next((own for own in row if own.lower() == key.lower()), key)
 
 
 def columns_of(text_key: str) -> list[str] | None:

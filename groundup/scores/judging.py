@@ -26,6 +26,7 @@ from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError, counted
 from groundup.files import answer_files
+from groundup.files.paths import find_files
 from groundup.files.turns import BadRow
 from groundup.files.untrusted import loads
 from groundup.generate import answers
@@ -82,6 +83,21 @@ class MarkedPairs(PairReader):
             raise BadRow(f"longer than the model's {self.longest} tokens", f"{n_tokens} tokens")
 
 
+def paths_of(data: str) -> list[str]:
+    return [part.strip() for part in data.split(",") if part.strip()]
+
+
+def files_of_pairs(data: str) -> list[str]:
+    """Return the files that `data` names, of a directory of prepare.py its own. Raise UserError."""
+    found: list[str] = []
+    for path in paths_of(data):
+        if Path(path, "manifest.json").exists():
+            found += map(str, Path(path).glob("*.jsonl"))
+        else:
+            found += find_files(path, "data")
+    return found
+
+
 def evaluate_preference(
     model: RewardModel | Transformer,
     tokenizer: Tokenizer,
@@ -101,7 +117,7 @@ def evaluate_preference(
     block_size = model.cfg.block_size
     if reference is not None:  # both read every pair
         block_size = min(block_size, reference.cfg.block_size)
-    paths = [part.strip() for part in data.split(",") if part.strip()]
+    paths = paths_of(data)
     sources = [read_source(path, MarkedPairs(tokenizer, block_size), 0.0) for path in paths]
     # a prepared directory has a validation split; of a file all pairs count
     marked = [one for source in sources for one in (source.val or source.train)[: limit or None]]

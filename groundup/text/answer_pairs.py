@@ -106,9 +106,9 @@ def describe(infos: list[dict]) -> list[str]:
         path, n_pairs = info["path"], info["pairs"]
         lines = f"{counted(info['lines'], 'line')} with {counted(info['answers'], 'answer')}"
         found.append(f"{path}: {lines}: {counted(n_pairs, 'pair')}")
-        for what in ("lines", "answers"):
-            for reason, n in info[f"{what}_left_out"].items():
-                found.append(f"{path}: {n:,} {what} left out: {reason}")
+        for noun in ("line", "answer"):
+            for reason, n in info[f"{noun}s_left_out"].items():
+                found.append(f"{path}: {counted(n, noun)} left out: {reason}")
     return found
 
 

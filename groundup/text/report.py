@@ -17,6 +17,7 @@ from groundup.errors import UserError, counted
 from groundup.files import turns
 from groundup.files.row_formats import describe_unread
 from groundup.files.splits import FEW_VAL, more_rows_for_val, share_for
+from groundup.files.text_keys import parse_text_key
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
@@ -131,9 +132,42 @@ def summarize(
     info["split_notes"] = chosen.split_notes
     if recipe.near > 0:
         info["near"] = {"not_compared": chosen.capped}
+    info["copies"] = copies_of_others(chosen, [source.name for source in recipe.sources])
+    info["absent"] = absent_keys(counts, recipe)
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
     return info
+
+
+def absent_keys(counts: Counts, recipe: Recipe) -> list[str]:
+    """Return a warning for each source of texts whose text_key has keys with ? that no row has."""
+    warnings = []
+    for source in recipe.sources if recipe.kind == "text" else ():
+        names = parse_text_key(source.text_key) if source.text_key else ()
+        of_source, prefix = (f" of {source.name}", f"{source.name}: ") if source.name else ("", "")
+        keys = [".".join(name.path) for name in names if name.optional]
+        absent = [f"{key}?" for key in keys if f"{prefix}{key}" not in counts.optional]
+        if absent:
+            warnings.append(f"warning: text_key{of_source}: no row has {', '.join(absent)}")
+    return warnings
+
+
+def copies_of_others(chosen: Selection, names: list[str]) -> list[str]:
+    """Return a warning for each source that loses most of the documents that passed the rules as
+    copies of those of other sources. names: of the sources."""
+    source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
+    passed = chosen.rows["reason"] == KEPT
+    copied_from = np.where(chosen.partner >= 0, source_of[chosen.partner], source_of)
+    warnings = []
+    for number, name in enumerate(names):
+        own = passed & (source_of == number)
+        copies = own & (copied_from != number)
+        if 2 * copies.sum() > own.sum():
+            others = " and ".join(names[k] for k in np.unique(copied_from[copies]))
+            what = f"{copies.sum():,} of {counted(int(own.sum()), 'row')} of {name}"
+            hint = "dropped.tsv has both places; --near=0 drops exact copies only"
+            warnings.append(f"warning: {what} are copies of rows of {others}; {hint}")
+    return warnings
 
 
 # ---- files of the output -------------------------------------------------------------------------
@@ -256,6 +290,7 @@ def summary(info: dict) -> list[str]:
     if evals := info.get("decontaminate"):
         few = f"{evals['unprotected']:,} of {evals['items']:,} evaluation items"
         lines.append(f"{few} are too short to be looked for")
+    lines += info["absent"] + info["copies"]
     return lines + answer_pairs.describe(info.get("answers", [])) + info.get("split_notes", [])
 
 
@@ -309,6 +344,9 @@ def print_report(manifest: dict, seconds: float) -> None:
     print_splits(manifest)
     if warning := too_small_val(manifest["splits"], manifest["info"]["recipe"]["val_fraction"]):
         print(f"prepare: warning: {warning}")
+    if manifest["format"] != ROWS_FORMAT:
+        for warning in small_sources(manifest):
+            print(f"prepare: warning: {warning}")
     megabytes = manifest["info"]["bytes"]["read"] / 1e6
     print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
 
@@ -332,17 +370,33 @@ def too_small_val(splits: dict, val_fraction: float) -> str:
     return f"val has {counted(n_val, 'token')}; {needs}: {advice}"
 
 
+def small_sources(manifest: dict) -> list[str]:
+    """Return a warning for each of several sources that may be too small to train on."""
+    train = tokens_by_source(manifest, "train")
+    few = {name: n for name, n in train.items() if n <= 2 * LARGE_BLOCK and len(train) > 1}
+    how = "make one source of several ('name: files, other files')"
+    return [
+        f"{counted(n, 'training token')} of {name}: a run whose block_size is {(n + 1) // 2} or more"
+        f" needs more; {how}"
+        for name, n in few.items()
+    ]
+
+
 def longest_block(manifest: dict) -> int:
-    """Return the largest block_size of which train and val, if there is one, hold a window."""
-    n_tokens: dict[tuple[str, str], int] = {}  # by split and source
-    for split, entry in manifest["splits"].items():
-        for shard in entry["shards"]:
-            key = split, shard.get("source", "")
-            n_tokens[key] = n_tokens.get(key, 0) + shard["tokens"]
-    # every source is trained on; val of one is enough, the others are not evaluated
-    train = [n for (split, _), n in n_tokens.items() if split == "train"]
-    val = [n for (split, _), n in n_tokens.items() if split == "val"]
-    return min(min(train), max(val, default=min(train))) - 1
+    """Return the largest block_size of which every source of train holds two windows, as their
+    borders move, and val, if there is one, holds one."""
+    longest = (min(tokens_by_source(manifest, "train").values()) - 1) // 2
+    # val of one source is enough, the others are not evaluated
+    n_val = max(tokens_by_source(manifest, "val").values(), default=0)
+    return min(longest, n_val - 1) if n_val else longest
+
+
+def tokens_by_source(manifest: dict, split: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for shard in manifest["splits"].get(split, {}).get("shards", []):
+        name = shard.get("source", "")
+        found[name] = found.get(name, 0) + shard["tokens"]
+    return found
 
 
 def print_splits(manifest: dict) -> None:

@@ -35,7 +35,13 @@ from groundup.files import readers, row_formats, text_keys, turns, untrusted
 from groundup.files.paths import find_files
 from groundup.files.records import PIECE_CHARS, Report, piece_end, read_records
 from groundup.files.sources import Source
-from groundup.files.splits import dialogue_text, first_question, held_out_position, split_position
+from groundup.files.splits import (
+    context_text,
+    dialogue_text,
+    first_question,
+    held_out_position,
+    split_position,
+)
 from groundup.files.text_keys import as_score
 from groundup.text import clean, dedup, quality
 from groundup.text.decontaminate import Evals
@@ -168,6 +174,7 @@ class Counts:
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     unread: Counter[str] = field(default_factory=Counter)  # rows by keys that are not read
+    optional: Counter[str] = field(default_factory=Counter)  # rows by keys with ? that they have
     shown: dict[str, str] = field(default_factory=dict)  # the first problems, with their places
     digests: list[list] = field(default_factory=list)  # (file, sha256) of each part read
 
@@ -227,6 +234,7 @@ class Item(NamedTuple):
     n_read: int  # bytes of it before cleaning
     rejected: str = ""  # a pair: the rejected answer, compared together with the text
     compared_parts: tuple[str, str] = ("", "")  # of a row: near copies are alike in both
+    context: str = ""  # of a row: system message, tools and their results; the same as well
     row: str = ""  # kinds chat and preference: what is written, as JSON
     extra_fields: str = ""  # a pair: its numbers and who made it, as JSON; not compared
     prompt: str = ""  # a pair: the text before the answers
@@ -238,6 +246,7 @@ class Item(NamedTuple):
     part: int = 0  # which part of the unit it is from
     is_chat: bool = False  # a text: made of a chat, where a short answer is a good one
     unread: tuple[str, ...] = ()  # keys of the row that hold content and are not read
+    optional: tuple[str, ...] = ()  # keys with ? in text_key that the row has
 
     @property
     def compared(self) -> str:
@@ -299,6 +308,8 @@ class Judge:
             item = None if problem else Item(self.clean(text), len(text.encode()))
             if item and self.is_short_chat(item.text, row):
                 item = item._replace(is_chat=True)
+            if item and "?" in text_key:
+                item = item._replace(optional=tuple(text_keys.found_optional(row, text_key)))
         else:
             missing = text_keys.missing_keys(row, text_key)
             row = text_keys.renamed(row, text_key)
@@ -335,6 +346,7 @@ class Judge:
             text=dialogue_text(answered),
             n_read=len(dialogue_text(messages).encode()),
             compared_parts=(questions or answers, answers),
+            context=context_text(answered),
             row=json.dumps({"messages": answered}, ensure_ascii=False),
             question=first_question(answered),
             problem=unusable,
@@ -358,6 +370,7 @@ class Judge:
             n_read=len(f"{dialogue_text(pair.prompt)}\n{pair.chosen}".encode()),
             rejected=cleaned.rejected,
             compared_parts=(text, cleaned.rejected),
+            context=context_text(prompt),
             row=json.dumps(cleaned._asdict(), ensure_ascii=False),
             extra_fields=pair_fields(row),
             prompt=dialogue_text(prompt),
@@ -435,17 +448,22 @@ def signatures_of(items: list[Item], units: dedup.Units) -> np.ndarray:
 
     The similarity of two conversations is that of their questions times that of their answers; of
     two pairs, that of prompts with chosen answers times that of rejected answers. So different
-    answers to one long prompt, or questions on one long text, are no copies. A row with a part too
-    short for a shingle of words is similar to no other: many questions have the answer "no"."""
+    answers to one long prompt, or questions on one long text, are no copies. Rows with different
+    contexts are not similar: one word of a system message, or one tool, asks for another answer. A
+    row with a part too short for a shingle of words is similar to no other: many questions have the
+    answer "no"."""
     if not any(item.row for item in items):
         return dedup.signatures(units)
     # A value of a MinHash is equal in two sets with the probability of their similarity. Values of
     # both parts as one number are equal where both are, so with the product.
     parts = [dedup.units([item.compared_parts[k] for item in items]) for k in (0, 1)]
     first, second = map(dedup.signatures, parts)
+    context = [unpack("<I", dedup.exact_key(item.context)[:4]) for item in items]
     n_units = np.minimum(*(np.diff(part.starts) for part in parts))
     short = n_units[:, None] < dedup.SHINGLE
-    return np.where(short, dedup.NO_UNITS, first * PAIR_FACTOR ^ second)
+    both = first * PAIR_FACTOR ^ second
+    alike = both * PAIR_FACTOR ^ np.array(context, np.uint32)  # equal where all three are
+    return np.where(short, dedup.NO_UNITS, alike)
 
 
 # ---- all documents of a unit ---------------------------------------------------------------------
@@ -533,6 +551,7 @@ class Inspector:
         has_name = "<|" in item.text and SPECIAL.search(item.text)
         counts.marked += bool(has_name) or item.text.startswith("<s>")
         counts.unread.update(f"{self.source_name}{key}" for key in item.unread)
+        counts.optional.update(f"{self.source_name}{key}" for key in item.optional)
         pieces = pieces_of(item.text) if self.recipe.kind == "text" else [item.text]
         counts.mended["split_huge"] += len(pieces) - 1
         for piece in pieces:

@@ -394,7 +394,8 @@ class ChatCorpus(RowCorpus):
         chosen, usual = [], self.usual_epochs(config["max_epochs"])
         if config["max_steps"] and usual > 3:  # perhaps a config file's
             seen = f"max_steps={config['max_steps']} shows each {epochs:.1f} times"
-            chosen.append(f"{seen}, though {usual:.0f} times are usual for so few")
+            would = f"--max_steps=0 does {config['epochs'] or usual:.0f} times"
+            chosen.append(f"{seen}; {would} (--epochs sets this)")
         elif not config["epochs"] and usual > 3:
             chosen.append(f"each is shown {usual:.0f} times (--epochs sets this)")
         if config["pack"] == "auto" and not self.pack:

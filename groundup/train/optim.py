@@ -342,7 +342,8 @@ def check_schedule(config: Mapping, max_steps: int) -> None:
     rises = min_lr > peak and config["schedule"] != "constant"
     refuse(rises, f"{min_lr=} is above learning_rate={peak}, the peak; lower min_lr, to 0.0 say")
     text = f"warmup_steps={warmup:g} is longer than the run, {max_steps=}"
-    refuse(warmup >= 1 and warmup > max_steps, f"{text}; give fewer, or a share of the run below 1")
+    how = "give --warmup_steps=0, or a share of the run below 1"
+    refuse(warmup >= 1 and warmup > max_steps, f"{text}; {how}")
 
 
 def warmup_length(warmup_steps: float, max_steps: int) -> int:

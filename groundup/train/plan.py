@@ -202,6 +202,17 @@ def describe(
     return "\n".join(lines)
 
 
+def ways_to_fit(config: Mapping, key: str, per_micro_step: int) -> str:
+    """Return what to give so that a step has a whole number of micro-steps: the largest batch_size
+    below that of the settings, or else a larger total. key: of the total, of tokens or pairs."""
+    total, batch_size = config[key], config["batch_size"]
+    each = per_micro_step // batch_size
+    fitting = [n for n in range(1, batch_size) if total % (n * each) == 0]
+    if fitting:
+        return f"give batch_size={fitting[-1]}"
+    return f"give {key}={-(-total // per_micro_step) * per_micro_step}"
+
+
 def memory_warning(need: float, device: torch.device) -> list[str]:
     """Return a line if the ranks of this machine need more bytes than it has, `need` each."""
     if device.type != "cpu":

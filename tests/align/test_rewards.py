@@ -189,7 +189,7 @@ PLACE = 'on data/zh.jsonl:7, prompt "从前有一只猫吗?", answer "好。"'
 
 
 @pytest.mark.parametrize(("function", "says"), [
-    ("fails", f"rules.py:fails fails {PLACE}: KeyError: 'no\\nsuch key'"),
+    ("fails", f"rules.py:fails fails {PLACE}: KeyError: 'no\\nsuch key' (the row has the keys question)"),
     ("leaves", f"rules.py:leaves fails {PLACE}: SystemExit: enough"),
     ("nan", f"rules.py:nan returns nan (float), not a finite number, {PLACE}"),
     ("endless", f"rules.py:endless returns -inf (float), not a finite number, {PLACE}"),
@@ -200,7 +200,7 @@ PLACE = 'on data/zh.jsonl:7, prompt "从前有一只猫吗?", answer "好。"'
 ])  # fmt: skip
 def test_a_function_that_gives_no_number_is_named_with_the_prompt(home, function, says):
     with pytest.raises(UserError) as error:
-        Rewards(f"rules.py:{function}", tokenizer_of(home)).table([answer()])
+        Rewards(f"rules.py:{function}", tokenizer_of(home)).table([answer(question="?")])
     assert str(error.value) == f"reward: {says}"
     assert isinstance(error.value, UserError)
 

@@ -12,7 +12,7 @@ from groundup.demo.debug_data import make_debug_data
 from groundup.errors import UserError
 from groundup.files import row_formats, turns
 from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, unread_keys
-from groundup.files.text_keys import columns_of, renamed
+from groundup.files.text_keys import columns_of, missing_keys, renamed
 from groundup.generate.answers import asked_of
 from groundup.generate.completion import prompt_ids
 from groundup.tokens.conversations import ChatReader
@@ -154,7 +154,6 @@ TEMPLATES = {
     "title, desc?, a.b": "题\n深",
     "title,空,a.b": "题\n深",
     "two words": "两词",
-    "missing.key?": "",
 }
 
 
@@ -170,6 +169,7 @@ def test_text_key(text_key: str) -> None:
         ("a.x", "no text under 'a.x'"),
         ("title.b", "no text"),
         ("n?", "int, not text"),
+        ("missing.key?", "no text under 'missing.key?'"),
         ("a", "dict"),
     ],
 )
@@ -183,8 +183,40 @@ def test_lists_of_texts_make_lines() -> None:
     row["talk"] = [{"from": "a", "value": "一"}, {"value": "二"}]
     assert document_of(row, "author,paragraphs") == ("李白\n床前明月光，\n疑是地上霜。", "")
     assert document_of(row, "talk.value") == ("一\n二", "")
-    assert document_of(row, "talk.from")[1].startswith("list, not text, under 'talk.from'")  # the second has none
+    assert document_of(row, "talk.from") == ("a", "")  # the second has none
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    said = [{"role": "user", "content": "几点？"}, call, {"role": "tool", "content": "3"}]
+    assert document_of({"messages": said}, "messages.content") == ("几点？\n3", "")
+    assert document_of({"messages": json.dumps(said)}, "messages.content") == ("几点？\n3", "")
+    assert document_of({"messages": [call]}, "messages.content")[1].startswith("no text under 'messages.content'")
+    assert document_of({"messages": [call]}, "messages.content?") == ("", "")
+    mixed = {"messages": [*said, {"content": 3}]}
+    assert document_of(mixed, "messages.content")[1].startswith("list, not text, under 'messages.content'")
     assert document_of({"a": []}, "a")[1].startswith("list, not text")
+
+
+@pytest.mark.parametrize("text_key", ["question,answer", "QUESTION,answer?", "Question?,x?,a.B?,Answer"])
+def test_keys_of_text_key_may_be_in_capitals(text_key: str) -> None:
+    row = {"Question": "问", "Answer": "答"}
+    assert document_of(row, text_key) == ("问\n答", "")
+    assert document_of(row | {"question": "另"}, "question") == ("另", "")  # the exact key comes first
+    assert document_of({"A": [{"Says": "一"}, {"Says": "二"}]}, "a.says") == ("一\n二", "")
+
+
+def test_keys_that_are_renamed_may_be_in_capitals() -> None:
+    turns = [{"Speaker": "Customer", "Msg": "问"}, {"Speaker": "Agent", "Msg": "答"}]
+    text_key = "messages=dialog,role=speaker,content=msg,user=Customer,assistant=Agent"
+    wanted = [{"role": "user", "content": "问"}, {"role": "assistant", "content": "答"}]
+    row = renamed({"Dialog": turns, "id": 1}, text_key)
+    assert row == {"messages": wanted, "id": 1} and not missing_keys({"Dialog": turns}, text_key)
+    row = renamed({"In": {"Ask": "问"}, "OUT": "答"}, "question=in.ask,answer=out")
+    assert row == {"In": {}, "question": "问", "answer": "答"}
+
+
+def test_a_row_with_none_of_its_optional_keys_is_bad() -> None:
+    row = {"Frage": "问", "Antwort": "答"}
+    assert document_of(row, "question?,answer?")[1] == "no text under 'question?', 'answer?' (keys Frage, Antwort)"
+    assert document_of(row | {"answer": None}, "question?,answer?") == ("", "")  # there, and empty
 
 
 def test_a_string_needs_no_key() -> None:

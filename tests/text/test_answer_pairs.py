@@ -281,7 +281,7 @@ def test_what_gives_no_pair_is_one_line(tmp_path):
     pairs = write(tmp_path / "p.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}], None)
     cut = write(tmp_path / "a.jsonl", [{"prompt": "q", "answer": "a", "completions": [answer("b", "length")]}])
     assert "no input has them; leave pair_by out" in error(input=pairs, pair_by="dataset")
-    assert "no pair: " in error(input=cut, pair_by="dataset") and "1 answers left out: unfinished" in error(
+    assert "no pair: " in error(input=cut, pair_by="dataset") and "1 answer left out: unfinished" in error(
         input=cut, pair_by="dataset"
     )
     for wrong in ("dataset, margin=0.5", "reward, margin=-1", "reward, length_within=", "best", "reward, within=1"):

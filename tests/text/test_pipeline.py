@@ -318,6 +318,39 @@ def test_too_many_bad_records_are_told_by_the_exit_status(tmp_path, tok):
     assert run(tmp_path / "c", input=path, tokenizer_dir=tok, max_bad_fraction=0.2) == 0
 
 
+def test_optional_keys_are_found_in_any_capitals_and_a_file_without_them_is_told(tmp_path, tok, capsys):
+    text, faq = tmp_path / "a.txt", tmp_path / "faq.csv"
+    text.write_text(pieces(1)[0], "utf-8")
+    lines = [f"How is {k}?,{k} is as good as it gets.\n" for k in range(20)]
+    faq.write_text("Question,Answer\n" + "".join(lines), "utf-8")
+    settings = {"input": f"{text},{faq}", "tokenizer_dir": tok, "val_fraction": 0.0, "near": 0.0}
+    assert run(tmp_path / "a", text_key="question?,answer?", **settings) == 0
+    assert "How is 3?\n3 is as good as it gets." in texts_of(tmp_path / "a")
+    capsys.readouterr()
+    assert run(tmp_path / "b", text_key="ask?,reply?", **settings) == 1  # as without ?
+    out = capsys.readouterr().out
+    assert "no text under 'ask?', 'reply?' (keys Question, Answer)" in out
+    assert f"1 of 2 files could not be read: {faq}" in out
+    assert "warning: no text in 20 of 21 rows; where is their text?" in out
+
+
+def test_an_optional_key_that_no_row_of_a_source_has_is_told(tmp_path, tok, capsys):
+    texts = pieces(12)
+    a = write_rows(tmp_path / "a.jsonl", [{"Title": f"About {k}", "text": texts[k], "n": None} for k in range(6)])
+    b = write_rows(tmp_path / "b.jsonl", [{"text": text} for text in texts[6:]])
+    settings = {"tokenizer_dir": tok, "val_fraction": 0.0}
+    assert run(tmp_path / "a", input=f"{a},{b}", text_key="title?,text", **settings) == 0
+    assert "warning: text_key" not in capsys.readouterr().out  # in some files it may be missing
+    sources = f"a: {a}, text_key=titel?+n?+text; b: {b}, text_key=title?+text"
+    assert run(tmp_path / "b", input=sources, **settings) == 0
+    out = capsys.readouterr().out
+    assert "warning: text_key of a: no row has titel?, n?\n" in out
+    assert "warning: text_key of b: no row has title?\n" in out
+    run(tmp_path / "c", input=b, text_key="a.b?,text", **settings)
+    assert "warning: text_key: no row has a.b?\n" in capsys.readouterr().out
+    assert "no row has a.b?" in (tmp_path / "c/report.md").read_text("utf-8")
+
+
 # ---- conversations and pairs -----------------------------------------------------------------
 
 
@@ -360,6 +393,41 @@ def test_questions_on_one_passage_are_no_copies(tmp_path):
     run(tmp_path / "out", input=write_rows(tmp_path / "x.jsonl", rows), kind="chat", val_fraction=0.0)
     assert rows_in(tmp_path / "out")["train"] == rows[:-10]
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"near_duplicate": 10}
+
+
+def test_rows_under_other_system_messages_tools_or_results_are_no_copies(tmp_path, capsys):
+    question, answer, other = pieces(3)
+    asked, said = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    tools = [[{"type": "function", "function": {"name": name}}] for name in ("f", "g")]
+    systems = ("", "Answer as a pirate.", "You are the support assistant", other)
+    rows = [{"messages": [{"role": "system", "content": text}][: len(text)] + [asked, said]} for text in systems]
+    rows += [{"messages": [asked, said], "tools": tool} for tool in tools]
+    rows += [{"messages": [asked, call, {"role": "tool", "content": text}, said]} for text in ("4", "It is cold.")]
+    near = [{"messages": [{"role": "system", "content": other.upper()}, asked | {"content": f"{question}!"}, said]}]
+    path = write_rows(tmp_path / "x.jsonl", rows + near)
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"near_duplicate": 1}
+    assert len(rows_in(tmp_path / "out")["train"]) == len(rows)
+    # pairs alike
+    pairs = [{"prompt": row["messages"][:-1], "chosen": answer, "rejected": other, **row, "messages": None}
+             for row in rows + near]  # fmt: skip
+    run(tmp_path / "pairs", input=write_rows(path, pairs), kind="preference", val_fraction=0.0)
+    assert manifest_of(tmp_path / "pairs")["info"]["documents"]["dropped"] == {"near_duplicate": 1}
+    assert "are copies of rows" not in capsys.readouterr().out
+
+
+def test_a_source_that_is_mostly_copies_of_others_is_named(tmp_path, capsys):
+    texts = pieces(20)
+    first = write_rows(tmp_path / "a.jsonl", [talk(texts[k], texts[k + 1]) for k in range(8)])
+    last = write_rows(tmp_path / "b.jsonl", [talk(f"{texts[k]}!", f"Well: {texts[k + 1]}") for k in range(3, 13)])
+    sources = f"a: {first}; b: {last}"
+    run(tmp_path / "out", input=sources, kind="chat", val_fraction=0.0)
+    assert "are copies of rows" not in capsys.readouterr().out  # 5 of 10
+    write_rows(last, [talk(f"{texts[k]}!", f"Well: {texts[k + 1]}") for k in range(3, 12)])
+    run(tmp_path / "out", input=sources, kind="chat", val_fraction=0.0)
+    line = "warning: 5 of 9 rows of b are copies of rows of a; dropped.tsv has both places"
+    assert capsys.readouterr().out.count(line) == 1 and line in (tmp_path / "out/report.md").read_text("utf-8")
 
 
 def test_short_chats_in_a_corpus_are_kept_and_short_texts_are_not(tmp_path):

@@ -318,7 +318,7 @@ def test_few_conversations_do_not_share_rows_and_are_seen_often(tok, tmp_path, m
         both = "" if packed else f"; {row}"
         assert corpus.chosen_for_few(settings, 2500 / n) == [f"{begin} each is shown {seen} (--epochs sets this){both}"]
         # a config's max_steps is not silent: real_sft.py trains 40 steps, whatever the data
-        line = f"{begin} max_steps=9 shows each 1.3 times, though {seen} are usual for so few{both}"
+        line = f"{begin} max_steps=9 shows each 1.3 times; --max_steps=0 does {seen} (--epochs sets this){both}"
         assert corpus.chosen_for_few(settings | {"max_steps": 9}, 1.26) == [line]
         assert corpus.chosen_for_few(settings | {"epochs": 20.0}, 20) == ([] if packed else [f"{begin} {row}"])
     monkeypatch.setattr(conversations, "SEEN", 90)

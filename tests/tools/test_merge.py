@@ -92,6 +92,7 @@ def test_the_command(run: Path) -> None:
     assert f"{n:,} parameters" in done.stdout and str(out) in done.stdout
     again = forks.run(command, capture_output=True, encoding="utf-8")
     assert again.returncode == 1 and "is not empty" in again.stderr and again.stderr.count("\n") == 1
+    assert "; delete it first, or give another out_dir" in again.stderr
     assert sorted(path.name for path in run.parent.iterdir()) == ["base", "merged", "run"]
 
 

@@ -1027,6 +1027,8 @@ def test_a_longer_run_says_how_its_learning_rate_jumps(begun: Path, capsys) -> N
     [
         ({"data": DATA | {"seed": 2}}, "was trained with seed=1 (asked 2); continue with the same"),
         ({"data": DATA | {"data": ["b"]}}, "was trained with another corpus"),
+        ({"data": DATA | {"seed": 2, "data": ["b"]}}, "was trained with seed=1 (asked 2); continue with the same"),
+        ({"data": DATA | {"pack": True, "data": ["b"]}}, "was trained with pack=None (asked True); continue"),
         ({"data": DATA | {"data": ["b"]}, "n_ids": 640}, "was trained with another corpus"),  # its tokenizer too
         ({"trainable": "embed"}, "was trained with trainable='all', not 'embed'"),
     ],

@@ -270,7 +270,7 @@ SCHEDULE = {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_steps": 0.05, "schedu
 
 @pytest.mark.parametrize(("changes", "says"), [
     ({"min_lr": 0.01}, "min_lr=0.01 is above learning_rate=0.001, the peak; lower min_lr"),
-    ({"warmup_steps": 11.0}, "warmup_steps=11 is longer than the run, max_steps=10; give fewer, or a share"),
+    ({"warmup_steps": 11.0}, "warmup_steps=11 is longer than the run, max_steps=10; give --warmup_steps=0, or a share"),
     ({"min_lr": 0.01, "schedule": "constant"}, ""),
     ({"warmup_steps": 10.0}, ""),
     ({"warmup_steps": 0.999}, ""),
