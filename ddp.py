@@ -87,16 +87,17 @@ class Bucket:
     offsets: list[int]  # where each parameter starts, in elements
     param: Tensor  # (padded,) every p.data is a view of it; the padding stays zero
     grad: Tensor  # (padded,) after backward every p.grad is a view of it
+    # What this rank updates, [first, end) in elements: all, or with ZeRO-1 its shard
+    own: tuple[int, int]
     # One shard per rank, of equal sizes; cut_into_shards() may move the cuts for ZeRO-1
     shard_sizes: list[int]  # elements
-    shard: tuple[int, int]  # first and one past the last element that this rank updates
-    sharded: bool = False  # ZeRO-1; without it a rank updates the whole bucket
+    sharded: bool = False  # ZeRO-1
     # What changes from step to step
     state: State = State.WAITING
     n_updates: int = 0  # done before this step; PowerSGD compares it with its start_step
     missing: set[int] = field(default_factory=set)  # numbers of the gradients still to come
     running_hook: Iterator[State] | None = None  # the communication hook at work on this bucket
-    squared_norm: Tensor | None = None  # of this rank's shard of the mean, 0-d; InTree: terms (n,)
+    squared_norm: Tensor | None = None  # of its own part of the mean, 0-d; InTree: of pieces (n,)
     update: Update | None = None  # what the optimizer does with the mean, once that is known
     work: dist.Work | None = None  # the collective under way
     work_name: str = ""  # for errors: the step, the operation and the bucket
@@ -150,8 +151,8 @@ def make_buckets(model: nn.Module, bucket_bytes: float, world_size: int) -> list
             offsets=[0, *ends[:-1]],
             param=torch.zeros(padded, dtype=params[0].dtype, device=params[0].device),
             grad=torch.zeros(padded, dtype=params[0].dtype, device=params[0].device),
+            own=(0, padded),
             shard_sizes=[padded // world_size] * world_size,
-            shard=(0, padded),
         )
         for i, p in enumerate(params):
             bucket.view(bucket.param, i).copy_(p.detach())
@@ -231,7 +232,7 @@ class Average:
         """Reduce `bucket`; with ZeRO-1 this rank receives the mean of its shard alone."""
         wire_dtype = WIRES[self.compress]
         sent = bucket.grad if wire_dtype is None else bucket.grad.to(wire_dtype)
-        begin, end = bucket.shard
+        begin, end = bucket.own
         mine = bucket.grad[begin:end]
         if not bucket.sharded:
             received = sent
@@ -630,20 +631,20 @@ class DDP:
 
     @torch.no_grad()
     def _refresh(self, bucket: Bucket) -> None:
-        """Make the bucket's weights current, and start on all up to PREFETCH buckets after it."""
+        """Make the bucket's weights current. Also begin to refresh all buckets that forward needs
+        before it, and the PREFETCH that it needs next."""
         if self._expected and self._next == len(self.buckets):
             # Otherwise forward would use weights of which a part is updated
             text = "after backward call step() before a forward or flush()"
             raise UserError(f"ddp: overlap_step='backward': {text}")
-        # Forward needs buckets from the last index down.
-        ahead = bucket.index - PREFETCH
-        # Activation checkpointing runs a block again in backward, when buckets below _next have
-        # left. They may be updated by now on this rank and not yet on another: let them be, or the
-        # ranks would fetch in different orders. In a usual forward _next is 0.
-        first = max(ahead, self._next)
-        # From the last bucket, not from this one, for the same reason: a rank's forward may have
-        # skipped a block. What is current already is left alone.
-        for other in reversed(self.buckets[first:]):
+        # Forward goes from the last index down to 0. All ranks must begin in that order, or their
+        # fetches would not meet. So begin with the last bucket, since this rank's forward may have
+        # skipped a block: what is current already is left alone.
+        lowest = bucket.index - PREFETCH
+        # When activation checkpointing runs a block again in backward, the buckets below _next have
+        # left, and this rank may have updated one that another has not. (In forward _next is 0.)
+        lowest = max(lowest, self._next)
+        for other in reversed(self.buckets[lowest:]):
             self._begin_refresh(other)
         if bucket.state is State.STALE and bucket.work is not None:
             bucket.wait()
@@ -688,7 +689,7 @@ def cut_into_shards(bucket: Bucket, whole_matrices: bool, unit: int) -> None:
                 n_units = (cut - begin + multiple // 2) // multiple  # rounded to the nearest
                 cuts[k] = min(begin + n_units * multiple, end)
     bucket.shard_sizes = [end - begin for begin, end in pairwise(cuts)]
-    bucket.shard = cuts[ranks.rank()], cuts[ranks.rank() + 1]
+    bucket.own = cuts[ranks.rank()], cuts[ranks.rank() + 1]
     bucket.sharded = True
 
 
@@ -781,7 +782,7 @@ def squares_of_pieces(bucket: Bucket) -> Tensor:
     for p, offset in zip(bucket.params, bucket.offsets, strict=True):
         for begin in range(offset, offset + p.numel(), PIECE):
             piece = bucket.grad[begin : min(begin + PIECE, offset + p.numel())]
-            is_mine = bucket.shard[0] <= begin < bucket.shard[1]
+            is_mine = bucket.own[0] <= begin < bucket.own[1]
             squares.append(sum_of_squares(piece if is_mine else piece[:0]))
     return torch.stack(squares)
 

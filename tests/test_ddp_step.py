@@ -548,7 +548,7 @@ def check_bytes_on_the_wire(world: ranks.World) -> None:
         )
         want = [("c10d::allreduce_", 16, 0)]  # have all gradients arrived, is it to stop
         for bucket in parallel.buckets:
-            total, own = bucket.param.numel(), bucket.shard[1] - bucket.shard[0]
+            total, own = bucket.param.numel(), bucket.own[1] - bucket.own[0]
             if zero1:
                 want.append(("all_to_all", total * width, (total - own) * width))
                 want.append(("all_to_all", total * 4, (world.world_size - 1) * own * 4))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files.disk import HAS_LOCKS, free_hidden_name, lock, sync
+from groundup.files.disk import HAS_LOCKS, lock, make_room_beside, sync
 
 
 def lock_directory(path: Path, shared: bool = False, wait: bool = False) -> int:
@@ -39,7 +39,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
         text = f"out_dir={str(out)!r} is not empty or cannot be replaced ({error.strerror})"
         hint = "delete it first, or give another out_dir, which may be inside it"
         raise UserError(f"config: {text}; {hint}") from None
-    temp = free_hidden_name(out, "tmp")
+    temp = make_room_beside(out, "tmp")
     try:
         temp.mkdir(parents=True)
         yield temp

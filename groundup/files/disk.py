@@ -68,10 +68,10 @@ def sync(path: Path) -> None:
             os.close(directory)
 
 
-def free_hidden_name(path: Path, ending: str) -> Path:
-    """Return a hidden name beside `path` that nothing has: .NAME.tmp, or .NAME.tmp1 and so on.
+def make_room_beside(path: Path, ending: str) -> Path:
+    """Remove what a killed process has left at .NAME.tmp beside `path`, and return that name.
 
-    What a killed process left there is removed; the next number is for what cannot be."""
+    If it cannot be removed: .NAME.tmp1, and so on."""
     for number in count():
         hidden = path.with_name(f".{path.name}.{ending}{number or ''}")
         with suppress(OSError):  # it is a directory, or not there

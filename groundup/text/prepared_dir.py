@@ -11,7 +11,7 @@ from pathlib import Path
 from configurator import script_of
 from groundup.errors import UserError, naming
 from groundup.files.directories import lock_directory
-from groundup.files.disk import free_hidden_name
+from groundup.files.disk import make_room_beside
 from groundup.files.sources import Source
 from groundup.text import inputs
 from groundup.text.inputs import UNIT_BYTES
@@ -71,7 +71,7 @@ def work_path(out_dir: Path) -> Path:
 def remove(work: Path) -> None:
     """Remove `work`. First rename as a whole what a later run would reuse, so that a kill in the
     middle leaves nothing that looks complete and is not."""
-    aside = free_hidden_name(work / "removed", "tmp")
+    aside = make_room_beside(work / "removed", "tmp")
     aside.mkdir()
     for name in ("units", "old"):
         if (work / name).exists():

@@ -158,8 +158,8 @@ class Corpus:
         few_val       whether there are too few validation rows to trust their loss
     and defines
         sampler(source, seed, samples_per_step)     the order of one source
-        batch(splits, starts)            a NamedTuple of tensors; sample i starts at starts[i] of
-                                         splits[i], which is one of train or val
+        batch(data, starts)              a NamedTuple of tensors: sample i starts at starts[i] of
+                                         data[i], which is an element of train or a value of val
         val_starts(data)                 where the samples of validation data start
         targets_of(source, starts)       (n,) int64: how many targets each of these samples has,
                                          where a loss is a mean over tokens (pretrain.py, sft.py)
@@ -459,8 +459,8 @@ class TextCorpus(Corpus):
         counts = (order.counts(n_samples) * self.block_size).tolist()
         return {f"tokens/{name}": n for name, n in zip(self.names, counts, strict=True)}
 
-    def batch(self, splits: Sequence[TokenData], starts: np.ndarray) -> "Windows":
-        return load_windows(splits, starts, self.block_size)
+    def batch(self, data: Sequence[TokenData], starts: np.ndarray) -> "Windows":
+        return load_windows(data, starts, self.block_size)
 
     def val_starts(self, data: TokenData) -> np.ndarray:
         # Windows lie side by side: no token is a target twice. What is behind the last is left out.

@@ -329,19 +329,19 @@ def padded_length(length: np.ndarray | int, block_size: int) -> np.ndarray:
     return np.minimum(block_size, -(-length // step) * step)
 
 
-def load_rows(rows: Sequence[ChatRows], numbers: np.ndarray) -> Batch:
-    """Return the batch whose row i is row numbers[i] of rows[i].
+def load_rows(data: Sequence[ChatRows], numbers: np.ndarray) -> Batch:
+    """Return the batch whose row i is row numbers[i] of data[i].
 
     All are packed, or none. Without packing T is the longest row's length, rounded up by
     `padded_length`."""
-    places = zip(rows, numbers, strict=True)
-    read = [list(split.row(int(number))) for split, number in places]
-    pack, n_columns = rows[0].pack, rows[0].block_size
+    places = zip(data, numbers, strict=True)
+    read = [list(rows.row(int(number))) for rows, number in places]
+    pack, n_columns = data[0].pack, data[0].block_size
     if not pack:
         longest = max(len(ids) - 1 for row in read for ids, _ in row)
         n_columns = int(padded_length(longest, n_columns))
 
-    x = np.full((len(read), n_columns), rows[0].conversations.pad_id, np.int64)
+    x = np.full((len(read), n_columns), data[0].conversations.pad_id, np.int64)
     y = np.zeros_like(x)
     learned = np.zeros(x.shape, bool)
     documents = np.full_like(x, -1)
@@ -446,8 +446,8 @@ class ChatCorpus(RowCorpus):
         """Return an upper bound on the documents in a row, for attention within documents."""
         return max(rows.most_documents for rows in [*self.train, *self.all_val])
 
-    def batch(self, splits: Sequence[ChatRows], numbers: np.ndarray) -> Batch:
-        return load_rows(splits, numbers)
+    def batch(self, data: Sequence[ChatRows], numbers: np.ndarray) -> Batch:
+        return load_rows(data, numbers)
 
     def val_starts(self, data: ChatRows) -> np.ndarray:
         return np.arange(data.n_rows)

@@ -95,6 +95,8 @@ def usable_pair(row: object) -> turns.Pair:
     """Return the pair in a row of any format. Raise BadRow if it cannot be trained on."""
     try:
         pair = row_formats.read_pair(row)
+    # The reader's reason is a sentence about this row. Rows are counted by shorter ones: a row that
+    # was understood has one, of any other the sentence becomes the detail.
     except UselessRow as problem:
         raise BadRow(problem.reason) from None
     except BadRow as problem:
@@ -206,20 +208,20 @@ class PairBatch(NamedTuple):
 
 
 def load_pairs(
-    splits: Sequence[Pairs], numbers: np.ndarray, sides: tuple[int, ...] = (1, 2)
+    data: Sequence[Pairs], numbers: np.ndarray, sides: tuple[int, ...] = (1, 2)
 ) -> PairBatch:
-    """Return the batch whose pair i is pair numbers[i] of splits[i].
+    """Return the batch whose pair i is pair numbers[i] of data[i].
 
     T is the longest row's length, rounded up to an eighth of block_size (`padded_length`). sides:
     1 = the chosen answers, 2 = the rejected ones."""
-    places = list(zip(splits, numbers.tolist(), strict=True))
-    ids = [split.ids(k) for split, k in places]  # (prompt, chosen, rejected) of each pair
-    n_columns = max(int(split.columns[k]) for split, k in places)
+    places = list(zip(data, numbers.tolist(), strict=True))
+    ids = [pairs.ids(k) for pairs, k in places]  # (prompt, chosen, rejected) of each pair
+    n_columns = max(int(pairs.columns[k]) for pairs, k in places)
     # all chosen answers, then all rejected ones: the loss splits the batch in the middle
     answers = [(of_pair[0], of_pair[side]) for side in sides for of_pair in ids]
-    n_unlearned = [split.n_unlearned[k, side - 1] for side in sides for split, k in places]
+    n_unlearned = [pairs.n_unlearned[k, side - 1] for side in sides for pairs, k in places]
 
-    x = np.full((len(answers), n_columns), splits[0].pad_id, np.int64)
+    x = np.full((len(answers), n_columns), data[0].pad_id, np.int64)
     learned = np.zeros(x.shape, bool)
     lengths = np.empty(len(answers), np.int64)
     for b, (prompt, answer) in enumerate(answers):
@@ -230,8 +232,8 @@ def load_pairs(
         learned[b, begin + n_unlearned[b] - 1 : end - 1] = True
         lengths[b] = end
     index = np.flatnonzero(learned)
-    number = np.array([split.first + k for split, k in places], np.int64)
-    margin = np.array([split.margin[k] for split, k in places], np.float32)
+    number = np.array([pairs.first + k for pairs, k in places], np.int64)
+    margin = np.array([pairs.margin[k] for pairs, k in places], np.float32)
     return PairBatch(
         x=torch.from_numpy(x),
         index=torch.from_numpy(index),
@@ -294,11 +296,11 @@ class LengthSampler(Sampler):
         borders = np.arange(first, end + self.pairs_per_step, self.pairs_per_step)
         sizes = np.diff(borders.clip(begin, end))
         keys = hash_words(8, "lengths", self.seed, self.source_number, begin)
-        order = permute(np.arange(len(sizes)), len(sizes), keys)
-        # The k-th shortest group becomes step order[k]. The first and last step may be smaller, so
-        # a group is as large as its step.
-        groups = np.split(pairs, np.cumsum(sizes[order])[:-1])
-        group_of_step = np.argsort(order)  # the inverse of a permutation
+        # Group k, the k-th shortest, becomes step step_of_group[k], and is as large as that step:
+        # the first and the last one may be smaller.
+        step_of_group = permute(np.arange(len(sizes)), len(sizes), keys)
+        groups = np.split(pairs, np.cumsum(sizes[step_of_group])[:-1])
+        group_of_step = np.argsort(step_of_group)  # the inverse of a permutation
         return np.concatenate([groups[k] for k in group_of_step])
 
 
@@ -330,8 +332,8 @@ class PairCorpus(RowCorpus):
     def sampler(self, source: int, seed: int, samples_per_step: int) -> LengthSampler:
         return LengthSampler(self.train[source].columns, samples_per_step, seed, source)
 
-    def batch(self, splits: Sequence[Pairs], numbers: np.ndarray) -> PairBatch:
-        return load_pairs(splits, numbers)
+    def batch(self, data: Sequence[Pairs], numbers: np.ndarray) -> PairBatch:
+        return load_pairs(data, numbers)
 
     def val_starts(self, data: Pairs) -> np.ndarray:
         return by_length([data])

@@ -46,7 +46,7 @@ from torch import Tensor
 from configurator import script_of, write_config
 from groundup.errors import UserError, before_exit, reason_of, refuse, say
 from groundup.files import disk
-from groundup.files.disk import free_hidden_name, housekeeping, sync
+from groundup.files.disk import housekeeping, make_room_beside, sync
 from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.batches import changed_entry
 from groundup.tokens.text_tokenizer import TextTokenizer
@@ -70,7 +70,7 @@ START_OVER = "start over with --resume=never --overwrite=True"
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
 HIDDEN = re.compile(
     r"\.(latest|best2?|step_\d+)\.(tmp|old)\d*"
-)  # left by a kill, see free_hidden_name
+)  # left by a kill, see make_room_beside
 OWN_FILES = re.compile(
     r"(config\.py|log\.jsonl|reference\.safetensors|README\.md)(\.tmp)?|events\.out\.tfevents.*"
     rf"|latest|best2?|step_\d+|{HIDDEN.pattern}"
@@ -219,6 +219,8 @@ def find(
 ) -> tuple[Path | None, dict]:
     """Return the checkpoint of out_dir to continue and its training state. All ranks call it.
 
+    It locks out_dir and removes what a kill has left of a save.
+
     data_record: what decides the samples of a step and what is learned of them; a run that
     continues must have the same. A new run has None and {"step": 0}. The state's tensors are
     mapped from a file: drop them once they are loaded."""
@@ -236,7 +238,9 @@ def find(
 
 @ranks.on_rank_0
 def choose(config: dict) -> Path | None:
-    """Return the checkpoint that the settings ask to continue, None for a new run."""
+    """Return the checkpoint that the settings ask to continue, None for a new run.
+
+    Before that lock out_dir, and `repair` what a killed run has left there."""
     check_resume_settings(config)
     out, resume, step = Path(config["out_dir"]), resume_mode(config), config["resume_from"]
 
@@ -660,7 +664,7 @@ class Saver:
     def _write(self, step: int, model: Transformer, copied: dict[str, dict]) -> None:
         """Write a checkpoint, then note it in the log and update links."""
         final = step_path(self.out_dir, step)
-        rank_states = self._rank_states(copied["rank_state"])
+        rank_states = self._exchange_rank_states(copied["rank_state"])
         problem = "a mistake in the code"  # what the others hear if another error leaves the try
         try:
             if ranks.rank() == 0:
@@ -670,7 +674,8 @@ class Saver:
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
-            # The others send their state here. After an error rank 0 receives what is still sent.
+            # On the other ranks this sends their state. Rank 0 has received all of them, or after an
+            # error receives what is still sent.
             for _ in rank_states:
                 pass
             problem = ranks.gather_objects(problem, self.group)[0]
@@ -692,7 +697,7 @@ class Saver:
     ) -> None:
         """Write a checkpoint, on rank 0."""
         # Nothing has the final name before it is whole.
-        temp = free_hidden_name(final, "tmp")
+        temp = make_room_beside(final, "tmp")
         try:
             temp.mkdir()
             # What a resume needs, then what transformers reads.
@@ -705,7 +710,7 @@ class Saver:
         finally:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
 
-    def _rank_states(self, own: dict) -> Iterator[dict]:
+    def _exchange_rank_states(self, own: dict) -> Iterator[dict]:
         """Yield the state of each rank, on rank 0. The others send theirs and yield nothing."""
         # One after the other: with PowerSGD each is as large as the gradients.
         if ranks.rank() > 0:
@@ -787,7 +792,7 @@ def commit(temp: Path, final: Path) -> None:
         sync(path)
     # If there is a step of this number it is damaged: the run was resumed from an earlier one, and
     # has come to it again.
-    old = final.rename(free_hidden_name(final, "old")) if final.exists() else None
+    old = final.rename(make_room_beside(final, "old")) if final.exists() else None
     temp.rename(final)
     sync(final.parent)
     if old:
@@ -827,7 +832,7 @@ def point(link: Path, target: Path | None) -> None:
     if target is None:
         link.unlink(missing_ok=True)
         return
-    temp = free_hidden_name(link, "tmp")
+    temp = make_room_beside(link, "tmp")
     # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
     temp.replace(link)
@@ -839,7 +844,7 @@ def discard(path: Path) -> None:
         path.unlink()
         return
     # Renamed first: a half removed step must not look finished.
-    temp = path if path.name.startswith(".") else path.rename(free_hidden_name(path, "tmp"))
+    temp = path if path.name.startswith(".") else path.rename(make_room_beside(path, "tmp"))
     with housekeeping("remove old checkpoints"):
         shutil.rmtree(temp)
 
@@ -854,8 +859,8 @@ def run_files(out: Path) -> list[str]:
     # overwrite=True may leave any one of them.)
     begun = made_by_a_run(out / "config.py") or (out / "log.jsonl").exists()
     if not (begun or any(out.glob("step_*/checksums.json"))):
-        # Without these a `latest` is somebody else's, and a run's are only hidden and temporary
-        # names, which a kill has left, and the reference that a user has copied from another run.
+        # No run has begun here, so a `latest` is the user's. Only these can be a run's: hidden and
+        # temporary names that a kill has left, and a reference that was copied from another run.
         left = re.compile(r"\..*|.*\.tmp|reference\.safetensors")
         names = [name for name in names if left.fullmatch(name)]
     return sorted(name for name in names if name not in FIRST_LINES or made_by_a_run(out / name))
@@ -878,7 +883,7 @@ def check_nothing_foreign(out: Path) -> None:
 
 
 def repair(out: Path) -> None:
-    """Remove what a killed save has left, and what links became in a copy of the run."""
+    """Remove what a killed save has left; turn copies of checkpoints into links again."""
     for name in LINKS:
         with housekeeping("turn copies of checkpoints into links again"):
             link_again(out / name)

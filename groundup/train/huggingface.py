@@ -452,7 +452,7 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     (a resume), and a plain model their sum. From another one, adapters that the model has stay as
     they are. Raise UserError for names or shapes that do not fit."""
     directory = base = Path(directory)
-    if ranks.is_sharded(model):  # else its parameters could be gathered copies
+    if ranks.is_sharded(model):  # the parameters may still be copies, gathered for a forward
         model.reshard()
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if ".lora_" not in n}
     cfg, own = None, {}  # of an adapter

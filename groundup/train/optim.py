@@ -305,8 +305,8 @@ def own_span(bucket: Bucket, indices: list[int]) -> tuple[int, int]:
     last = indices[-1]
     begin, end = bucket.offsets[indices[0]], bucket.offsets[last] + bucket.params[last].numel()
     # Cut off where this rank's shard begins and ends.
-    begin = min(max(begin, bucket.shard[0]), end)
-    return begin, max(min(end, bucket.shard[1]), begin)  # begin == end: nothing
+    begin = min(max(begin, bucket.own[0]), end)
+    return begin, max(min(end, bucket.own[1]), begin)  # begin == end: nothing
 
 
 class Part(NamedTuple):
@@ -326,7 +326,7 @@ def part_of(bucket: Bucket, group: Group, i: int, mine: Tensor) -> Part:
     begin, end = own_span(bucket, [i])
     size = (end - begin) // n_sharing
     in_whole = (begin - offset) // n_sharing
-    in_group = (begin - group.begin) // n_sharing if size else 0  # nothing may lie before the group
+    in_group = (begin - group.begin) // n_sharing if size else 0  # 0: an empty part
     return Part(shape, slice(in_whole, in_whole + size), slice(in_group, in_group + size))
 
 

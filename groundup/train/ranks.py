@@ -371,7 +371,8 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
         work = issue(operation, dist.all_reduce, flags, async_op=True)
 
     def check() -> bool:
-        # A rank alone reads no tensor: so a step can be traced without data.
+        # A rank alone reads no tensor, which would wait for the device; a test runs a step with
+        # tensors that have no data, to show that nothing waits.
         n_problems, n_stopping = problem != "", stop
         if work is not None:
             with named_errors(operation):
