@@ -393,6 +393,53 @@ def test_forty_documents_are_few_and_more_are_not(tmp_path, tok, capsys):
         assert sum(map(len, read_back(tmp_path / f"{n}lines").values())) == n  # folds are of whole documents
 
 
+@pytest.mark.parametrize("n_rows", [37, 56, 300])
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_a_few_long_documents_give_their_ends_whatever_rows_stand_beside_them(
+    tmp_path, tok, capsys, n_rows, rows_first
+):
+    """By hashes val would be a few rows and no prose, or a whole book."""
+    long = [f"{name} " + EN * 60 + ZH * 40 for name in ("one", "two", "three")]
+    for i, text in enumerate(long):
+        (tmp_path / f"{i}.txt").write_text(text, "utf-8")
+    rows = [f"{i} " + (ZH if i % 2 else EN)[:20] for i in range(n_rows)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    parts = [str(tmp_path / "0.txt"), str(path), f"{tmp_path}/[12].txt"]
+    spec = ",".join(sorted(parts, key=lambda part: part != str(path)) if rows_first else parts)
+    run(tmp_path / "out", input=spec, tokenizer_dir=tok, val_fraction=0.08, test_fraction=0.04)
+    found = read_back(tmp_path / "out")
+    for text in long:
+        val, test = int(len(text) * (1 - 0.04 - 0.08)), int(len(text) * (1 - 0.04))
+        for split, own in (("train", text[:val]), ("val", text[val:test]), ("test", text[test:])):
+            assert own in found[split]
+    of_rows = {split: [text for text in found[split] if text in rows] for split in found}
+    for split, own in of_rows.items():
+        assert own == [row for row in rows if plain_split(row, 0.08, 0.04) == split]
+        assert len(found[split]) == len(own) + 3
+    note = "only 3 long documents: the end of each becomes val (8 %) and test (4 %); of the"
+    note += f" {n_rows} others, val has {len(of_rows['val'])} whole ones, by a hash"
+    assert note in capsys.readouterr().out
+    assert note in (tmp_path / "out" / "report.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_the_report_says_what_became_val(tmp_path, tok, capsys, kind):
+    documents = [f"{i} {EN}" for i in range(60)]
+    path = tmp_path / "x.jsonl"
+    rows = [{"question": text, "answer": "yes"} if kind == "chat" else {"text": text} for text in documents]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    for share in (0.2, 0.0):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok, kind=kind, val_fraction=share, overwrite=True)
+        entry = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["splits"].get("val", {})
+        n_val = entry.get("rows" if kind == "chat" else "documents", 0)
+        what = "conversations" if kind == "chat" else "documents"
+        line = f"val: {n_val} of 60 {what}, chosen by a hash; " if share else f"val: none of 60 {what}\n"
+        report, said = (tmp_path / "out" / "report.md").read_text("utf-8"), capsys.readouterr().out
+        assert line in report and line in said
+        for warning in re.findall("prepare: (warning: .*)", said):
+            assert f"- {warning}\n" in report
+
+
 def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch, capsys):
     learnt = []
 

@@ -18,11 +18,12 @@ from groundup.errors import UserError, counted
 from groundup.files.sources import Source
 from groundup.files.splits import (
     SPLITS,
-    are_few,
     are_held_out,
     assign,
     cut_places,
+    least_to_cut,
     shares_of_ends,
+    split_of,
 )
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
@@ -177,7 +178,7 @@ class SourceDocs(NamedTuple):
     units: list[Unit]
     rows: np.ndarray  # (n,) index in Selection.rows, in order
     splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
-    starts: np.ndarray  # of the documents to cut: index in rows; a huge one has several. Or empty
+    cut: np.ndarray  # (k, 2): begin and end in rows of each document to cut; a huge one has several
     ends: tuple[float, float]  # shares of each of those that val and test get
 
 
@@ -185,32 +186,32 @@ def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits.
 
     Pairs of all sources are split together: a prompt may be in several sources, and must not be in
-    two splits. Texts of a source with few documents are cut, each into all splits. That, and what
-    else is unusual about the splits, goes into chosen.split_notes."""
+    two splits. If a few documents are the text of a source, or most of it, each of them is cut into
+    all splits. What became val goes into chosen.split_notes."""
     source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
     rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
     splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
-    starts_of = [np.zeros(0, np.int64)] * len(rows_of)
+    cut_of = [np.zeros((0, 2), np.int64)] * len(rows_of)
     if recipe.kind == "preference":
         split_rows("", kept, splits, chosen, recipe)
     else:
         for number, source in enumerate(recipe.sources):
-            starts_of[number] = split_rows(source.name, rows_of[number], splits, chosen, recipe)
+            cut_of[number] = split_rows(source.name, rows_of[number], splits, chosen, recipe)
     parts = []
     for number, (source, rows) in enumerate(zip(recipe.sources, rows_of, strict=True)):
         units = [unit for unit in chosen.units if unit.source == number]
-        starts = starts_of[number]
-        ends = ends_of(rows, starts, chosen, recipe)
-        parts.append(SourceDocs(source, units, rows, splits[rows], starts, ends))
+        cut = cut_of[number]
+        ends = ends_of(rows, cut, chosen, recipe)
+        parts.append(SourceDocs(source, units, rows, splits[rows], cut, ends))
     return parts
 
 
 def split_rows(
     name: str, rows: np.ndarray, splits: np.ndarray, chosen: Selection, recipe: Recipe
 ) -> np.ndarray:
-    """Write into `splits` the split of the documents `rows` of a source. Return the indices in rows
-    at which documents begin that must be cut; none if there are more than a few."""
+    """Write into `splits` the split of the documents `rows` of a source. Return (k, 2) where in
+    `rows` each document begins and ends that must be cut; most often there is none."""
     of_source = f" of source {name}" if name else ""
     if recipe.hold_out:
         held_out = are_held_out(chosen.rows["question"][rows], recipe.hold_out)
@@ -222,22 +223,31 @@ def split_rows(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
         by_prompt=recipe.kind == "preference",
     )  # fmt: skip
-    none = np.zeros(0, np.int64)
-    starts = few_documents(rows, chosen, recipe) if recipe.kind == "text" else none
+    none = np.zeros((0, 2), np.int64)
+    cut = documents_to_cut(rows, chosen, recipe) if recipe.kind == "text" else none
     by_file = recipe.kind == "text" and any(one.txt_split == "file" for one in recipe.sources)
     hint = "; if a .txt file holds many documents, --txt_split=blank or line separates them"
     if not by_file or chosen.rows["offset"][rows].any():  # rows, or lines
         hint = ""
     n_bytes = chosen.rows["n_bytes"][rows]
     share = n_bytes[splits[rows] == 1].sum() / max(1, n_bytes.sum())
-    if len(starts):
-        splits[rows] = 0
-        many = f"{len(starts)} documents{of_source}: the end of each"
-        few = many if len(starts) > 1 else f"1 document{of_source}: its end"
-        ends = zip(("val", "test"), ends_of(rows, starts, chosen, recipe), strict=True)
+    if len(cut):
+        whole = are_whole(cut, len(rows))
+        fractions = recipe.val_fraction, recipe.test_fraction
+        splits[rows[~whole]] = 0
+        splits[rows[whole]] = split_of(chosen.rows["position"][rows[whole]], *fractions)
+        documents = counted(len(cut), "long document" if whole.any() else "document")
+        its = "the end of each" if len(cut) > 1 else "its end"
+        ends = zip(("val", "test"), ends_of(rows, cut, chosen, recipe), strict=True)
         parts = [f"{split} ({100 * share:.3g} %)" for split, share in ends if share]
-        chosen.split_notes.append(f"only {few} becomes {' and '.join(parts)}{hint}")
-    elif moved:
+        note = f"only {documents}{of_source}: {its} becomes {' and '.join(parts)}"
+        if whole.any():
+            n_val = int((splits[rows[whole]] == 1).sum())
+            note += f"; of the {whole.sum():,} others, val has {n_val:,} whole ones, by a hash"
+        chosen.split_notes.append(note + hint)
+        return cut
+    chosen.split_notes.append(describe_val(of_source, splits[rows] == 1, n_bytes, recipe))
+    if moved:
         wanted = f"fold={recipe.fold}" if recipe.fold else f"val_fraction={recipe.val_fraction}"
         none = f"{wanted} of {counted(len(rows), 'document')}{of_source} picked none"
         taken = f"one is taken for val, {100 * share:.2g} % of the text, and not trained on"
@@ -247,22 +257,40 @@ def split_rows(
             f"val has {100 * share:.0f} % of the text{of_source}: few, or long, documents are in it"
         )
         chosen.split_notes.append(f"warning: {many}; give more, or shorter ones")
-    return starts
+    return cut
+
+
+def describe_val(of_source: str, in_val: np.ndarray, n_bytes: np.ndarray, recipe: Recipe) -> str:
+    """Return which whole documents are val, from their bytes (n,)."""
+    what = {"text": "document", "chat": "conversation", "preference": "pair"}[recipe.kind]
+    of_all = f"of {counted(len(in_val), what)}{of_source}"
+    if not in_val.any():
+        return f"val: none {of_all}"
+    size = f"{n_bytes[in_val].sum():,} of {counted(int(n_bytes.sum()), 'byte')}"
+    return f"val: {in_val.sum():,} {of_all}, chosen by a hash; {size}"
 
 
 def ends_of(
-    rows: np.ndarray, starts: np.ndarray, chosen: Selection, recipe: Recipe
+    rows: np.ndarray, cut: np.ndarray, chosen: Selection, recipe: Recipe
 ) -> tuple[float, float]:
-    """Return `shares_of_ends` of the documents that begin at `starts`; of none, the settings."""
-    n_bytes = int(chosen.rows["n_bytes"][rows].sum())
+    """Return `shares_of_ends` of the documents to cut; of none, the settings."""
+    n_bytes = int(chosen.rows["n_bytes"][rows[~are_whole(cut, len(rows))]].sum())
     fractions = recipe.val_fraction, recipe.test_fraction
-    return shares_of_ends(len(starts), n_bytes, *fractions) if len(starts) else fractions
+    return shares_of_ends(len(cut), n_bytes, *fractions) if len(cut) else fractions
 
 
-def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
-    """Return the indices in `rows` at which documents begin, if they are so few that each must be
-    cut. All pieces of a huge document are from one record. Raise UserError where one document
-    should give several folds."""
+def are_whole(cut: np.ndarray, n_rows: int) -> np.ndarray:
+    """Return (n_rows,) bool which rows of a source are of no document to cut, (k, 2)."""
+    whole = np.ones(n_rows, bool)
+    for begin, end in cut.tolist():
+        whole[begin:end] = False
+    return whole
+
+
+def documents_to_cut(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
+    """Return (k, 2) where in `rows` the documents to cut begin and end, by `least_to_cut`. All
+    pieces of a huge document are from one record. Raise UserError where one document should give
+    several folds."""
     # A document begins where the unit, the part or the offset differs from the one before.
     record = np.vstack([
         np.searchsorted(chosen.starts, rows, side="right"),
@@ -274,8 +302,11 @@ def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.nda
         what = f"fold={recipe.fold} needs several documents, and there is one"
         raise UserError(f"prepare: {what}; use txt_split=blank")
     share = 0 if recipe.fold else recipe.val_fraction + recipe.test_fraction
-    n_bytes = chosen.rows["n_bytes"][rows].sum()
-    return starts if share and are_few(len(starts), n_bytes, share) else starts[:0]
+    if not len(starts):
+        return np.zeros((0, 2), np.int64)
+    sizes = np.add.reduceat(chosen.rows["n_bytes"][rows].astype(np.int64), starts)
+    is_cut = sizes >= least_to_cut(sizes, len(sizes), int(sizes.sum()), share)
+    return np.stack([starts, np.append(starts[1:], len(rows))], axis=1)[is_cut]
 
 
 class Piece(NamedTuple):
@@ -287,9 +318,9 @@ class Piece(NamedTuple):
 
 
 def cut_document(k: int, part: SourceDocs, chosen: Selection) -> Iterator[tuple[int, Piece]]:
-    """Yield the pieces of document k of a source that has few, each with the index of its split in
+    """Yield the pieces of document k of those to cut, each with the index of its split in
     SPLITS. Holds one piece: the document may be a file of gigabytes."""
-    begin, end = [*part.starts.tolist(), len(part.rows)][k : k + 2]
+    begin, end = part.cut[k].tolist()
     rows = part.rows[begin:end]
     # Read twice, first for the length.
     length, offset = sum(map(len, chosen.texts(rows))), 0
@@ -340,11 +371,9 @@ def training_texts_of(
     n_bytes = int(chosen.rows["n_bytes"][own].sum())
     if n_bytes > most:  # a sample: the texts of the lowest hashes
         own = own[chosen.rows["key"][own, 1] / 2.0**64 < most / n_bytes]
-    if not len(part.starts):
-        yield from chosen.texts(own)
-        return
     wanted = np.isin(part.rows, own)
-    for k in range(len(part.starts)):
+    yield from chosen.texts(part.rows[wanted & are_whole(part.cut, len(wanted))])
+    for k in range(len(part.cut)):
         for split, piece in cut_document(k, part, chosen):
             if split == 0 and wanted[piece.index]:
                 step = most_chars or len(piece.text)
@@ -374,12 +403,19 @@ def write_splits(
     dtype, shards, work = token_dtype(tokenizer.vocab_size), [], chosen.work
     ids = tokenizer.vocab_size, tokenizer.eot_id
     for part in parts:
-        tokens = ids_of(part, chosen, dtype)
+        tokens, next_row = ids_of(part, chosen, dtype), 0
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
-        numbered = enumerate(tokens)
-        for k in range(len(part.starts)):
+        numbered, n_bytes = enumerate(tokens), chosen.rows["n_bytes"][part.rows].tolist()
+
+        def add_whole(rows: range) -> None:
+            for row in rows:
+                writers[part.splits[row]].add(ids_at(row, numbered), n_bytes[row])
+
+        for k, (begin, end) in enumerate(part.cut.tolist()):
+            add_whole(range(next_row, begin))
+            next_row = end
             pieces = cut_document(k, part, chosen)
             for split, own in groupby(pieces, key=lambda pair: pair[0]):
                 path = work / f"document_{k}_{split}.tmp"
@@ -389,14 +425,16 @@ def write_splits(
                     while len(block := np.fromfile(f, dtype, 2**20)):
                         writers[split].extend(block)
                 path.unlink()
-        if not len(part.starts):
-            n_bytes = chosen.rows["n_bytes"][part.rows].tolist()
-            for split, of_text, size in zip(part.splits.tolist(), tokens, n_bytes, strict=True):
-                writers[split].add(of_text, size)
+        add_whole(range(next_row, len(part.rows)))
         for writer in writers:
             shards += writer.close()
     weights = {part.source.name: part.source.weight for part in parts if part.source.weight}
     return write_manifest(work / "out", *ids, tokenizer.fingerprint(), shards, info, weights)
+
+
+def ids_at(index: int, numbered: Iterator) -> np.ndarray:
+    """Return the ids of a document, and go on behind it. numbered: (index, ids) from here on."""
+    return next(ids for i, ids in numbered if i == index)
 
 
 def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer, path: Path) -> int:
@@ -410,7 +448,7 @@ def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer,
     with open(path, "wb") as f:
         for piece in pieces:
             if piece.is_whole:
-                ids = next(ids for i, ids in numbered if i == piece.index)
+                ids = ids_at(piece.index, numbered)
             else:
                 ids = tokenizer.encode_array(piece.text)
             f.write(np.asarray(ids).astype(dtype).data)
