@@ -311,11 +311,12 @@ def test_the_ends_of_very_few_short_documents_are_more_than_a_full_stop(tmp_path
 def test_a_long_document_that_is_most_of_val_is_said(tmp_path, tok, capsys):
     documents = texts(60)
     of_val = next(text for text in documents if plain_split(text, val=0.1, test=0.0) == "val")
-    long = next(t for t in (of_val * 200 + str(i) for i in range(99)) if plain_split(t, val=0.1, test=0.0) == "val")
+    times = int(0.9 * sum(len(text.encode()) for text in documents) / len(of_val.encode()))  # less than half of all
+    long = next(t for t in (of_val * times + str(i) for i in range(99)) if plain_split(t, val=0.1, test=0.0) == "val")
     path = write_jsonl(tmp_path / "x.jsonl", [*documents, long])
     run(tmp_path / "out", input=path, tokenizer_dir=tok, val_fraction=0.1)
     said = capsys.readouterr().out
-    assert re.search(r"warning: val has [5-9]\d % of the text: few, or long, documents are in it", said)
+    assert re.search(r"warning: val has [45]\d % of the text: few, or long, documents are in it", said)
 
 
 def test_no_val_is_made_where_none_is_wanted(tmp_path, tok):
@@ -752,7 +753,7 @@ def test_the_manifest_does_not_grow_with_the_number_of_files(tmp_path, tok, monk
         assert run(tmp_path / f"out{n}", input=f"{tmp_path}/*.txt", tokenizer_dir=tok, near=0.0) == 1
         sizes.append((tmp_path / f"out{n}" / "manifest.json").stat().st_size)
         assert len(inputs.read(tmp_path / f"out{n}")) == n
-    assert sizes[1] < sizes[0] + 100
+    assert sizes[1] < sizes[0] + 200  # one more note on val
 
 
 def test_every_input_is_opened_twice(tmp_path, tok, monkeypatch):
@@ -863,8 +864,7 @@ def test_text_with_html_tags_is_named(tmp_path, tok, capsys):
     pages = [f"<div><p>Page {i}: {text}</p></div>" for i, text in enumerate(texts(40))]
     run(tmp_path / "b", input=write_jsonl(tmp_path / "pages.jsonl", pages), tokenizer_dir=tok)
     assert "prepare: warning: 20 of 20 kept documents hold HTML tags" in capsys.readouterr().out
-    report.warn_of_html([])  # nothing was kept
-    assert not capsys.readouterr().out
+    assert not report.mostly_html([])  # nothing was kept
 
 
 def test_files_of_others_are_never_removed(tmp_path, tok, capsys):

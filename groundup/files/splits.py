@@ -12,7 +12,7 @@ SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
 FEW = 40
 VERY_FEW = 10  # cut also if their ends are short, which are then made longer
 LEAST_END = 100  # bytes that a document gives on average: of lines the ends are no text
-LONG = 10  # times as long as the others, on average, are the few that are cut beside these
+LONG = 20  # times as long as the others, on average, are the few that are cut beside these
 FEW_VAL = 16  # the loss of fewer validation rows says little
 MOST_VAL = 0.2  # share of few rows or tokens that is advised for validation, at most
 

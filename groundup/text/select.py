@@ -408,13 +408,8 @@ def write_splits(
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
         numbered, n_bytes = enumerate(tokens), chosen.rows["n_bytes"][part.rows].tolist()
-
-        def add_whole(rows: range) -> None:
-            for row in rows:
-                writers[part.splits[row]].add(ids_at(row, numbered), n_bytes[row])
-
         for k, (begin, end) in enumerate(part.cut.tolist()):
-            add_whole(range(next_row, begin))
+            add_whole(range(next_row, begin), part, numbered, writers, n_bytes)
             next_row = end
             pieces = cut_document(k, part, chosen)
             for split, own in groupby(pieces, key=lambda pair: pair[0]):
@@ -425,11 +420,19 @@ def write_splits(
                     while len(block := np.fromfile(f, dtype, 2**20)):
                         writers[split].extend(block)
                 path.unlink()
-        add_whole(range(next_row, len(part.rows)))
+        add_whole(range(next_row, len(part.rows)), part, numbered, writers, n_bytes)
         for writer in writers:
             shards += writer.close()
     weights = {part.source.name: part.source.weight for part in parts if part.source.weight}
     return write_manifest(work / "out", *ids, tokenizer.fingerprint(), shards, info, weights)
+
+
+def add_whole(
+    rows: range, part: SourceDocs, numbered: Iterator, writers: list[ShardWriter], n_bytes: list
+) -> None:
+    """Add the documents at these indices in part.rows to the writers of their splits."""
+    for row in rows:
+        writers[part.splits[row]].add(ids_at(row, numbered), n_bytes[row])
 
 
 def ids_at(index: int, numbered: Iterator) -> np.ndarray:
