@@ -375,6 +375,7 @@ if __name__ == "__main__":
     del state  # its tensors are mapped from a file
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
+    log.note_changes(state)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base_dir)
     order = corpus.redrawn_order(prompts_per_step)
     guide = reference if teacher else None
