@@ -364,10 +364,11 @@ def longest_block(manifest: dict) -> int:
         for shard in entry["shards"]:
             key = split, shard.get("source", "")
             n_tokens[key] = n_tokens.get(key, 0) + shard["tokens"]
-    # every source is trained on; val of one is enough, the others are not evaluated
+    # Every source is trained on, for which it needs two windows. Val of one source is enough, the
+    # others are not evaluated.
     train = [n for (split, _), n in n_tokens.items() if split == "train"]
     val = [n for (split, _), n in n_tokens.items() if split == "val"]
-    return min(min(train), max(val, default=min(train))) - 1
+    return min((min(train) - 1) // 2, max(val, default=min(train)) - 1)
 
 
 def print_splits(manifest: dict) -> None:
