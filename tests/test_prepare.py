@@ -417,10 +417,25 @@ def test_a_few_long_documents_give_their_ends_whatever_rows_stand_beside_them(
     for split, own in of_rows.items():
         assert own == [row for row in rows if plain_split(row, 0.08, 0.04) == split]
         assert len(found[split]) == len(own) + 3
-    note = "only 3 long documents: the end of each becomes val (8 %) and test (4 %); of the"
+    note = "3 long documents: the end of each becomes val (8 %) and test (4 %); of the"
     note += f" {n_rows} others, val has {len(of_rows['val'])} whole ones, by a hash"
     assert note in capsys.readouterr().out
     assert note in (tmp_path / "out" / "report.md").read_text("utf-8")
+
+
+def test_the_advice_for_a_small_val_is_true(tmp_path, tok, capsys):
+    """Followed, it gives the tokens that it names; no command names a block_size of a few tokens."""
+    rows = [f"{i} " + EN[:20] for i in range(60)]
+    path = write_jsonl(tmp_path / "x.jsonl", [(EN + ZH) * 60 + str(i) for i in range(2)] + rows)
+    run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    share, tokens = re.search(r"--val_fraction=(\S+) gives it about (\S+)", capsys.readouterr().out).groups()
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, val_fraction=float(share), overwrite=True)
+    found = prepared_dir.read_prepared(tmp_path / "out")["splits"]["val"]["tokens"]
+    assert found == pytest.approx(int(tokens.replace(",", "")), rel=0.2)
+    run(tmp_path / "small", input=write_jsonl(tmp_path / "y.jsonl", rows), tokenizer_dir=tok)
+    said = capsys.readouterr().out
+    assert "next: more text, or a larger --val_fraction with --overwrite=True: this has windows of " in said
+    assert "gives it about" not in said and "--val_fraction=0.2 takes more documents" in said
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])

@@ -342,12 +342,8 @@ def too_small_val(manifest: dict) -> str:
         return ""
     # Enough for a window of LARGE_BLOCK, or what a small text can spare. Of whole documents nobody
     # knows how long those will be that a hash takes, so only the ends of documents are reckoned.
-    n_tokens = sum(one["tokens"] for one in splits.values())
-    of_ends = (
-        n_tokens
-        * manifest["info"].get("cut_bytes", 0)
-        / sum(one["bytes"] for one in splits.values())
-    )
+    n_tokens, n_bytes = (sum(one[key] for one in splits.values()) for key in ("tokens", "bytes"))
+    of_ends = n_tokens * manifest["info"].get("cut_bytes", 0) / n_bytes
     share = share_for(1.2 * LARGE_BLOCK, of_ends or n_tokens)
     more = f"--val_fraction={share:g} "
     more += f"gives it about {share * of_ends:,.0f}" if of_ends else "takes more documents"

@@ -240,7 +240,8 @@ def split_rows(
         its = "the end of each" if len(cut) > 1 else "its end"
         ends = zip(("val", "test"), ends_of(rows, cut, chosen, recipe), strict=True)
         parts = [f"{split} ({100 * share:.3g} %)" for split, share in ends if share]
-        note = f"only {documents}{of_source}: {its} becomes {' and '.join(parts)}"
+        only = "" if whole.any() else "only "
+        note = f"{only}{documents}{of_source}: {its} becomes {' and '.join(parts)}"
         if whole.any():
             n_val = int((splits[rows[whole]] == 1).sum())
             note += f"; of the {whole.sum():,} others, val has {n_val:,} whole ones, by a hash"
