@@ -72,7 +72,7 @@ score = ""  # keep rows whose numbers are in these ranges, such as 'bpb=0.3..1.5
 near = 0.8  # drop texts this similar to an earlier one; 0 = exact copies only, -1 = keep all copies
 decontaminate = ""  # evaluation files: drop texts with their questions; 'cut: files' cuts these out
 # what is written
-val_fraction = 0.01  # of the documents; if a source has at most 40 texts: of each, at its end
+val_fraction = 0.01  # of the documents; of at most 40, or of long beside short ones: the ends
 test_fraction = 0.0  # the same for the test split
 fold = ""  # 'i/k': part i of k is val, the rest train (cross-validation); replaces val_fraction
 hold_out = 0.0  # chat: share of first questions kept out of sft.py; they go to held_out.jsonl
