@@ -354,17 +354,20 @@ def too_small_val(manifest: dict) -> str:
 
 
 def longest_block(manifest: dict) -> int:
-    """Return the largest block_size of which train and val, if there is one, hold a window."""
-    n_tokens: dict[tuple[str, str], int] = {}  # by split and source
-    for split, entry in manifest["splits"].items():
-        for shard in entry["shards"]:
-            key = split, shard.get("source", "")
-            n_tokens[key] = n_tokens.get(key, 0) + shard["tokens"]
-    # Every source is trained on, for which it needs two windows. Val of one source is enough, the
-    # others are not evaluated.
-    train = [n for (split, _), n in n_tokens.items() if split == "train"]
-    val = [n for (split, _), n in n_tokens.items() if split == "val"]
-    return min((min(train) - 1) // 2, max(val, default=min(train)) - 1)
+    """Return the largest block_size of which every source of train holds two windows, as their
+    borders move, and val, if there is one, holds one."""
+    longest = (min(tokens_by_source(manifest, "train").values()) - 1) // 2
+    # val of one source is enough, the others are not evaluated
+    n_val = max(tokens_by_source(manifest, "val").values(), default=0)
+    return min(longest, n_val - 1) if n_val else longest
+
+
+def tokens_by_source(manifest: dict, split: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for shard in manifest["splits"].get(split, {}).get("shards", []):
+        name = shard.get("source", "")
+        found[name] = found.get(name, 0) + shard["tokens"]
+    return found
 
 
 def print_splits(manifest: dict) -> None:
