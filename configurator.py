@@ -233,7 +233,8 @@ def nearest(key: str, keys: Mapping) -> str:
 def help_text(doc: str, keys: Mapping, comments: Mapping[str, str]) -> str:
     """Return the script's docstring, then a line per key: type, default, comment."""
     width = max(map(len, keys), default=0)
-    lines = [doc.strip(), "", "keys (override files first, then --key=value):"]
+    heading = "keys (with the script's defaults; override files first, then --key=value):"
+    lines = [doc.strip(), "", heading]
     for key, default in keys.items():
         kind, comment = type(default).__name__, comments.get(key, "")
         lines.append(f"  {key:<{width}}  {kind:<5}  {default!r:<20}  {comment}".rstrip())

@@ -327,6 +327,7 @@ if __name__ == "__main__":
         table = table.to(torch_device)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
+    log.note_changes(state)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base_dir)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     if loss == "kto":

@@ -72,7 +72,7 @@ score = ""  # keep rows whose numbers are in these ranges, such as 'bpb=0.3..1.5
 near = 0.8  # drop texts this similar to an earlier one; 0 = exact copies only, -1 = keep all copies
 decontaminate = ""  # evaluation files: drop texts with their questions; 'cut: files' cuts these out
 # what is written
-val_fraction = 0.01  # of the documents; if a source has at most 40 texts: of each, at its end
+val_fraction = 0.01  # of the documents; of at most 40, or of long beside short ones: the ends
 test_fraction = 0.0  # the same for the test split
 fold = ""  # 'i/k': part i of k is val, the rest train (cross-validation); replaces val_fraction
 hold_out = 0.0  # chat: share of first questions kept out of sft.py; they go to held_out.jsonl
@@ -91,7 +91,7 @@ NEXT = {  # script, and its configs: for a model of ours on a CPU, on a GPU, for
     "chat": ("sft.py", "demo_sft", "sft", "real_sft"),
     "preference": ("dpo.py", "demo_dpo", "dpo", "real_dpo"),
 }
-LEAST_BLOCK, LARGEST_BLOCK = 8, 2**30  # of an advised command
+LEAST_BLOCK, LARGEST_BLOCK = 64, 2**30  # of an advised command
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 
 
@@ -153,6 +153,7 @@ def build(
         manifest = write(parts, chosen, recipe, tokenizer, info)
         for _ in chosen.tokenized:  # all are: this ends the bar that shows them
             pass
+    report.write_report(manifest, chosen)
     if config["pack"]:
         pack_documents(out, config["pack"])
     return manifest
@@ -182,7 +183,6 @@ def choose_documents(
     parts = selection.split_sources(chosen, recipe)
     info |= report.summarize(files, counts, chosen, parts, recipe)
     report.write_dropped(chosen)
-    report.write_report(info, chosen)
     return chosen, parts
 
 
@@ -254,7 +254,8 @@ def next_command(kind: str, out_dir: Path, tokenizer_dir: str, longest: int = LA
 
     longest: block_size that the data has a window of."""
     if longest < LEAST_BLOCK:
-        return "more text, or a larger --val_fraction with --overwrite=True; this is too little"
+        what = f"this has windows of {longest} tokens, and a run needs at least {LEAST_BLOCK}"
+        return f"more text, or a larger --val_fraction with --overwrite=True: {what}"
     script, small, large, published = NEXT[kind]
     key = "data_dir" if kind == "text" else "data"
     directory = Path(tokenizer_dir or os.devnull)

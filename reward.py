@@ -264,6 +264,7 @@ if __name__ == "__main__":
     config = checkpoint.make_run_dir(config, __file__, state, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
+    log.note_changes(state)
     saver = Saver(
         out_dir, keep_last, tokenizer, log, config, data_record, model_format=reward_model
     )

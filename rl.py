@@ -372,9 +372,10 @@ if __name__ == "__main__":
         if resume_dir:
             critics.restore(state["critic"], *learner)
     config = checkpoint.make_run_dir(config, __file__, state, max_steps)
-    del state  # its tensors are mapped from a file
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
+    log.note_changes(state)
+    del state  # its tensors are mapped from a file
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base_dir)
     order = corpus.redrawn_order(prompts_per_step)
     guide = reference if teacher else None

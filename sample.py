@@ -18,7 +18,9 @@ if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
     end_in_one_line()
 
 import dataclasses
+import os
 import re
+import stat
 import sys
 from functools import partial
 from pathlib import Path
@@ -28,8 +30,8 @@ import torch
 from configurator import configure, script_of
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker
-from groundup.errors import UserError, counted
-from groundup.generate.answers import Answers, Rank, context_ended
+from groundup.errors import UserError, counted, say
+from groundup.generate.answers import Answers, Rank, context_ended, context_ended_words
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat, converse, show
 from groundup.generate.completion import never_sampled, prompt_ids
@@ -163,6 +165,15 @@ def check_settings(config: dict, talk: bool, as_json: bool) -> None:
             raise UserError(f"sample: {words}")
 
 
+def has_piped_input() -> bool:
+    """Return whether a command or a file gives standard input."""
+    try:
+        kind = os.fstat(0).st_mode
+    except OSError:  # it is closed
+        return False
+    return stat.S_ISFIFO(kind) or stat.S_ISREG(kind)
+
+
 def print_samples(
     engine: Engine,
     ids: list[int],
@@ -188,8 +199,7 @@ def print_samples(
         reasons = [completion.finish_reason for completion in result.completions]
     context = engine.model.cfg.block_size
     if context_ended(len(ids), reasons, params, context):
-        what = f"the model's context of {context} tokens ended the text"
-        print(f"sample: {what}", file=sys.stderr)
+        print(f"sample: {context_ended_words(context, 'the text')}", file=sys.stderr)
 
 
 def deciding_settings(
@@ -242,6 +252,9 @@ if __name__ == "__main__":
         print(f"{counts}; {cache}", file=sys.stderr)
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
+    if talk and not is_tuned(directory, tokenizer):
+        what = f"{directory} was not tuned on conversations, so it does not know how to answer"
+        say(f"sample: warning: {what}; tune it with sft.py")
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
     if weights == "int8":  # laid out here, so that the rounded matrices are not held beside
         model = for_inference(to_int8(model), torch_dtype)
@@ -271,6 +284,9 @@ if __name__ == "__main__":
             talk_with_tools = Chat(engine, params, system, toolbox)
             show(talk_with_tools, talk_with_tools.ask(prompt))
         else:
+            if not prompt and has_piped_input():
+                hint = "standard input is read in a chat only; give --prompt=TEXT or --prompts=FILE"
+                say(f"sample: this model continues texts, and {hint}")
             ids = encode(prompt)
             begin = opened_thoughts(tokenizer.decode(ids)) if talk else prompt
             print_samples(engine, ids, params, rank, prompt, begin)

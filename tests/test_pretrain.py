@@ -753,6 +753,24 @@ def test_resume_says_what_it_continues_and_what_changed(run, tmp_path, capsys):
     assert len(losses(tmp_path / "out")) == 4
 
 
+def test_a_card_says_that_settings_changed_on_the_way(run, tmp_path):
+    """Its command has the last settings, so it would not repeat the run."""
+    card, kept = tmp_path / "out" / "README.md", "so the command below does not repeat this run:"
+    assert run("--max_steps=2") == 0 and run("--max_steps=2", "--resume=must") == 0
+    assert "To repeat it:" in card.read_text(encoding="utf-8")
+    assert not events(tmp_path / "out", "continue")
+    assert run("--max_steps=3", "--resume=must") == 0
+    assert run("--max_steps=4", "--learning_rate=0.5") == 0
+    changes = [{"max_steps": [2, 3]}, {"learning_rate": [0.01, 0.5], "max_steps": [3, 4]}]
+    found = events(tmp_path / "out", "continue")
+    assert [(event["step"], event["changes"]) for event in found] == [(2, changes[0]), (3, changes[1])]
+    text = "Settings changed at step 2: max_steps 2 -> 3; at step 3:"
+    assert f"{text} learning_rate 0.01 -> 0.5, max_steps 3 -> 4; {kept}" in card.read_text(encoding="utf-8")
+    # from step 3 again, with other settings: those that were changed there have no step any more
+    assert run("--max_steps=4", "--resume_from=3", "--overwrite=True") == 0
+    assert f"{text} max_steps 3 -> 4; {kept}" in card.read_text(encoding="utf-8")
+
+
 def test_a_run_that_trains_nothing_keeps_its_records(run, tmp_path, capsys):
     """Its settings and its card, which would name settings that no step had."""
     out = tmp_path / "out"

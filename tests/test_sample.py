@@ -618,15 +618,37 @@ def test_long_expected_answers_are_cut_and_not_judged():
     assert table.summary() == "0 of 1 answers are the expected ones (2 are too long to compare)\n"
 
 
+def test_a_model_without_tuning_says_what_it_cannot_do(runs):
+    """It answers only if it is asked to, and reads no standard input."""
+    ended = run(runs, "--init_from=out/newer", "--chat=yes", "--prompt=A", "--max_new_tokens=2")
+    assert ended.code == 0 and "was not tuned on conversations, so it does not know how to answer" in ended.err
+    flags = ["--max_new_tokens=2", "--seed=3"]
+    assert "not tuned" not in run(runs, "--init_from=tuned/chat", "--prompt=A", *flags).err
+    read, write = os.pipe()
+    before = os.dup(0)
+    try:
+        os.dup2(read, 0)
+        ended = run(runs, "--init_from=out/newer", *flags)
+        assert "this model continues texts, and standard input is read in a chat only; give --prompt=" in ended.err
+        assert "standard input" not in run(runs, "--init_from=out/newer", "--prompt=A", *flags).err
+    finally:
+        os.dup2(before, 0)
+        for number in (read, write, before):
+            os.close(number)
+    assert "standard input" not in run(runs, "--init_from=out/newer", *flags).err
+
+
 def test_the_end_of_the_context_is_said(runs, tmp_path):
     flags = ["--init_from=out/newer", "--ignore_eos=True", "--max_new_tokens=500"]
+    longer = "for longer ones train with --block_size=256 and a smaller --batch_size"
     for more in (["--prompt=The"], ["--prompt=The", "--n=2"], ["--prompt=The", "--num_beams=2", "--temperature=0"]):
         ended = run(runs, *flags, *more)
-        assert (ended.code, ended.err) == (0, "sample: the model's context of 64 tokens ended the text\n")
+        assert (ended.code, ended.err) == (0, f"sample: the model's context of 64 tokens ended the text; {longer}\n")
     assert run(runs, *flags[:2], "--prompt=The", "--max_new_tokens=9").err == ""
     (tmp_path / "q.jsonl").write_text('"The"\n"A"\n', encoding="utf-8")
     ended = run(runs, *flags, f"--prompts={tmp_path}/q.jsonl", f"--out={tmp_path}/a.jsonl")
-    assert ended.err.endswith("sample: the model's context of 64 tokens ended the answers to 2 of 2 prompts\n")
+    end = f"sample: the model's context of 64 tokens ended the answers to 2 of 2 prompts; {longer}\n"
+    assert ended.err.endswith(end)
 
 
 def test_texts_that_a_model_continues_are_printed_without_a_file_for_them(runs, tmp_path):

@@ -59,7 +59,7 @@ import prepare
 from configurator import configure, is_key, split_names, write_config
 from groundup.errors import UserError, refuse
 from groundup.files.paths import is_data
-from groundup.files.splits import SPLITS, are_few, split_of
+from groundup.files.splits import FEW, SPLITS, least_to_cut, split_of
 from groundup.text import dedup, report
 from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import lock, read_prepared
@@ -340,6 +340,7 @@ def tokenize(job: Job, rank: int, tasks: int) -> None:
     documents, n_bytes = np.zeros((2, len(REASONS)), np.int64)
     records: Counter[str] = Counter()  # by source, with a text that is kept
     sizes: Counter[str] = Counter()  # bytes of these texts
+    longest: dict[str, list[int]] = {}  # bytes of the longest of them
     for unit in job.part(rank, tasks):
         rows = np.fromfile(unit.file(job.work, "rows"), ROW)
         fates = rows["reason"].copy()
@@ -354,10 +355,13 @@ def tokenize(job: Job, rank: int, tasks: int) -> None:
         documents += report.by_fate(fates)
         n_bytes += report.by_fate(fates, rows["n_bytes"])
         name = job.recipe.sources[unit.source].name
-        records[name] += len(np.unique(kept[["part", "offset"]]))
+        places, record = np.unique(kept[["part", "offset"]], return_inverse=True)
+        lengths = np.bincount(record, kept["n_bytes"]).astype(np.int64)
+        records[name] += len(places)
+        longest[name] = sorted(longest.get(name, []) + lengths.tolist())[-FEW:]
         sizes[name] += int(kept["n_bytes"].sum())
     counts = {"documents": documents.tolist(), "bytes": n_bytes.tolist(), "records": records}
-    counts["sizes"] = sizes
+    counts |= {"sizes": sizes, "longest": longest}
     (job.work / "counts").mkdir(exist_ok=True)
     write_json(job.work / "counts" / f"{rank:05d}.json", counts)
 
@@ -367,9 +371,13 @@ def cut(job: Job, rank: int, tasks: int) -> None:
     share = job.recipe.val_fraction + job.recipe.test_fraction
     sizes = sum((Counter(one["sizes"]) for one in counted(job)), Counter())
     for name, n in sum((Counter(one["records"]) for one in counted(job)), Counter()).items():
-        if n and share and are_few(n, sizes[name], share):  # prepare.py cuts each of them
+        longest = [size for one in counted(job) for size in one["longest"].get(name, [])]
+        longest = np.array(sorted(longest)[-FEW:], np.int64)
+        least = least_to_cut(longest, n, sizes[name], share)
+        if least < np.inf:  # prepare.py cuts these
             of = f" of source {name}" if name else ""
-            raise UserError(f"cluster: {n} documents{of} are few; use prepare.py for these")
+            what = f"{n} documents{of} are few" if not least else f"few documents{of} hold most"
+            raise UserError(f"cluster: {what}; use prepare.py for these")
     # By source and split: for each shard, [unit, begin, end] of its texts.
     shards: dict[tuple[int, int], list[list]] = {}
     room: Counter[tuple[int, int]] = Counter()  # for tokens in the last shard

@@ -76,6 +76,7 @@ MOST_NEIGHBOURS = 200  # on each side
 COLUMNS = 3  # panels side by side
 LONGEST_NAME = 32  # letters of a run's name in the picture
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 4)))  # of the keys of a panel
+GRAYS = ("0.45", "0.7", "0.85")  # of references, which follow the runs
 REFERENCE = "reference "  # how the name of a curve in docs/curves begins
 MARKERS = "osv^Dp*"  # of their evaluations
 # Fonts with Chinese characters, by their names and by their files' names.
@@ -296,6 +297,7 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
     try:
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     except ImportError:
         raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib") from None
     n_columns = min(COLUMNS, max(1, len(panels)))
@@ -321,6 +323,8 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
             axes.set_xlabel(x_label, fontsize=9)
             axes.set_xlim(-0.03 * right, 1.03 * right + 1e-9)
             axes.xaxis.get_major_locator().set_params(integer=x_label == X_LABELS["steps"])
+            if x_label == X_LABELS["tokens"]:  # 20M: labels of all digits touch each other
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             draw_panel(axes, panel, names)
     return figure
 
@@ -367,7 +371,8 @@ def label_of(curve: Curve, panel: Panel) -> str:
 def color_of(run: int, name: str) -> dict[str, object]:
     """Return the color of a run, and its place: a reference is gray and behind the others."""
     behind = name.startswith(REFERENCE)
-    return {"color": "0.7" if behind else f"C{run % 10}", "zorder": 1 if behind else 2}
+    color = GRAYS[run % len(GRAYS)] if behind else f"C{run % 10}"
+    return {"color": color, "zorder": 1 if behind else 2}
 
 
 def draw_curve(axes: "Axes", curve: Curve, name: str, label: str) -> None:  # noqa: F821

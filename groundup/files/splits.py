@@ -12,6 +12,7 @@ SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
 FEW = 40
 VERY_FEW = 10  # cut also if their ends are short, which are then made longer
 LEAST_END = 100  # bytes that a document gives on average: of lines the ends are no text
+LONG = 20  # times as long as the others, on average, are the few that are cut beside these
 FEW_VAL = 16  # the loss of fewer validation rows says little
 MOST_VAL = 0.2  # share of few rows or tokens that is advised for validation, at most
 
@@ -77,6 +78,23 @@ def are_few(n_documents: int, n_bytes: int, share: float) -> bool:
     if n_documents <= VERY_FEW:
         return True
     return n_documents <= FEW and share * n_bytes >= LEAST_END * n_documents
+
+
+def least_to_cut(sizes: np.ndarray, n_documents: int, n_bytes: int, share: float) -> float:
+    """Return the bytes from which on a document is cut: 0 if all are, inf if none is.
+
+    sizes: bytes of all documents, or of the FEW longest. n_documents, n_bytes: of all. A few books
+    are cut whatever short rows stand beside them: hashes would draw rows alone, or a whole book."""
+    if not share or not n_documents:
+        return math.inf
+    if are_few(n_documents, n_bytes, share):
+        return 0
+    long = sizes[sizes * FEW > n_bytes]  # so there are fewer than FEW
+    long_bytes = int(long.sum())
+    others, others_bytes = n_documents - len(long), n_bytes - long_bytes
+    if long_bytes <= others_bytes or long_bytes * others < LONG * others_bytes * len(long):
+        return math.inf
+    return int(long.min()) if are_few(len(long), long_bytes, share) else math.inf
 
 
 def shares_of_ends(

@@ -109,8 +109,8 @@ class Answers:
             what = f"{self.problems} of {len(self.lines)} prompts are not answered, see above"
             print(f"sample: {what}", file=sys.stderr)
         if self.n_cut:
-            what = f"ended the answers to {self.n_cut} of {counted(len(self.lines), 'prompt')}"
-            print(f"sample: the model's context of {context} tokens {what}", file=sys.stderr)
+            what = f"the answers to {self.n_cut} of {counted(len(self.lines), 'prompt')}"
+            print(f"sample: {context_ended_words(context, what)}", file=sys.stderr)
 
     @contextlib.contextmanager
     def _output(self) -> Iterator:
@@ -268,6 +268,12 @@ def context_ended(
     # the last token of an answer is not read
     has_room = n_prompt_ids + params.max_new_tokens <= context + 1
     return "length" in finish_reasons and not has_room
+
+
+def context_ended_words(context: int, what: str) -> str:
+    """Return the message for a person. what: was ended."""
+    longer = f"for longer ones train with --block_size={4 * context} and a smaller --batch_size"
+    return f"the model's context of {context} tokens ended {what}; {longer}"
 
 
 def read_prompts(path: str) -> dict[int, Record]:

@@ -21,7 +21,7 @@ from groundup.files.text_keys import parse_text_key
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
-from groundup.text.select import Selection, SourceDocs
+from groundup.text.select import Selection, SourceDocs, are_whole
 from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Unit
 from groundup.tokens.token_files import ROWS_FORMAT
 
@@ -120,16 +120,18 @@ def summarize(
     inputs: list[Input], counts: Counts, chosen: Selection, parts: list[SourceDocs], recipe: Recipe
 ) -> dict:
     """Return what the manifest says about documents and bytes. Raise UserError if train is empty;
-    print a warning for each source that gives it nothing."""
+    note a warning for each source that gives it nothing."""
     without = [part.source.name for part in parts if not (part.splits == 0).any()]
     if len(without) == len(parts):
         hint = "lower val_fraction or hold_out, or give more text"
         raise UserError(f"prepare: no document is left for train; {hint}")
     for name in without:
-        print(f"prepare: warning: nothing is left for train of source {name}")
+        chosen.split_notes.append(f"warning: nothing is left for train of source {name}")
     n_bytes = by_fate(chosen.fates, chosen.rows["n_bytes"])
     info = what_became(inputs, counts, by_fate(chosen.fates), n_bytes)
     info["split_notes"] = chosen.split_notes
+    cut = [part.rows[~are_whole(part.cut, len(part.rows))] for part in parts]
+    info["cut_bytes"] = sum(int(chosen.rows["n_bytes"][rows].sum()) for rows in cut)
     if recipe.near > 0:
         info["near"] = {"not_compared": chosen.capped}
     info["copies"] = copies_of_others(chosen, [source.name for source in recipe.sources])
@@ -204,18 +206,23 @@ def write_dropped(chosen: Selection) -> None:
             f.write("\t".join(map(str, columns)) + "\n")
 
 
-def write_report(info: dict, chosen: Selection) -> None:
+def write_report(manifest: dict, chosen: Selection) -> None:
     """Write out/report.md: what is printed, and samples of kept documents and of those that each
     rule dropped, so that people can judge the rules."""
-    lines = ["# What became of the input", "", *(f"- {line}" for line in summary(info))]
+    info = manifest["info"]
+    warnings = [f"warning: {one}" for one in (too_small_val(manifest), textless(info)) if one]
+    found = report_samples(chosen)
+    if html := mostly_html([excerpt for *_, excerpt in found["kept"]]):
+        warnings.append(f"warning: {html}")
+        print(f"prepare: warning: {html}")
+    said = [*summary(info), *warnings]
+    lines = ["# What became of the input", "", *(f"- {line}" for line in said)]
     lines += [f"- {name}: {counted(n, 'byte')} lost" for name, n in info["input"]["files"].items()]
     # The shape of what is kept: one text of half the bytes, or a median of ten, shows a fault.
     lengths = chosen.rows["n_bytes"][chosen.fates == KEPT]
     marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
     names = "least, 10 %, median, 90 %, 99 %, most"
     lines.append(f"- bytes per kept document ({names}): {marks}")
-    found = report_samples(chosen)
-    warn_of_html([excerpt for *_, excerpt in found["kept"]])
     for reason, samples in sorted(found.items()):
         lines.append(f"\n## {reason}\n")
         for _, place, detail, excerpt in sorted(samples)[:SHOWN]:
@@ -224,12 +231,13 @@ def write_report(info: dict, chosen: Selection) -> None:
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def warn_of_html(kept: list[str]) -> None:
-    """Print a warning if at least half of a sample of kept texts hold tags of HTML."""
+def mostly_html(kept: list[str]) -> str:
+    """Return a warning if at least half of a sample of kept texts hold tags of HTML, else ""."""
     n_html = sum(HTML_TAG.search(text) is not None for text in kept)
-    if n_html and 2 * n_html >= len(kept):
-        hint = "a model learns to write them; extract the text first, for example with trafilatura"
-        print(f"prepare: warning: {n_html} of {len(kept)} kept documents hold HTML tags: {hint}")
+    if not n_html or 2 * n_html < len(kept):
+        return ""
+    hint = "a model learns to write them; extract the text first, for example with trafilatura"
+    return f"{n_html} of {len(kept)} kept documents hold HTML tags: {hint}"
 
 
 def report_samples(chosen: Selection) -> dict[str, list[tuple[int, str, str, str]]]:
@@ -305,10 +313,8 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     """Return 1, and print why, if a file could not be read, or if a larger fraction of the bytes or
     of the records is lost than max_bad_fraction; if that is above 0, rows without a text count as
     lost records."""
-    files, documents, n_read = info["input"], info["documents"], info["documents"]["read"]
+    files, documents, n_read = info["input"], info["documents"], rows_read(info)
     n_bad = sum(documents["lost"].values()) + documents["dropped"].get("bad_field", 0)
-    for answers in info.get("answers", []):  # a line of answers is one, whatever pairs it gives
-        n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
     n_lost, size = files["lost"], max(1, files["bytes"])
     # At 0 a row without a text is no reason to fail, for it may be meant; a lost byte is.
     too_many = max_bad_fraction > 0 and n_bad > max_bad_fraction * n_read
@@ -326,15 +332,31 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     if n_failed:
         shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
         print(f"prepare: {n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}")
-    n_textless = documents["dropped"].get("bad_field", 0)
-    if n_textless > n_read / 10:  # more than a few odd rows: keys or roles have likely other names
-        few = f"{n_textless:,} of {counted(n_read, 'row')}"
-        hint = "errors.tsv says why of some of them; --text_key gives other names of keys and roles"
-        print(f"prepare: warning: {few} could not be understood; {hint}")
+    if warning := textless(info):
+        print(f"prepare: warning: {warning}")
     if too_many:
         records = f"{n_bad:,} of {counted(n_read, 'record')}"
         print(f"prepare: {records} could not be read; {max_bad_fraction=}")
     return int(not accepted or bool(n_failed and max_bad_fraction < 1))
+
+
+def rows_read(info: dict) -> int:
+    """Return the records that were read. A line of answers is one, whatever pairs it gives."""
+    of_answers = (
+        answers["lines"] - answers["lines_bad"] - answers["pairs"]
+        for answers in info.get("answers", [])
+    )
+    return info["documents"]["read"] + sum(of_answers)
+
+
+def textless(info: dict) -> str:
+    """Return a warning if many rows were not understood, else ""."""
+    n, n_read = info["documents"]["dropped"].get("bad_field", 0), rows_read(info)
+    if n <= n_read / 10:
+        return ""
+    # More than a few odd rows: keys or roles have likely other names.
+    hint = "errors.tsv says why of some of them; --text_key gives other names of keys and roles"
+    return f"{n:,} of {counted(n_read, 'row')} could not be understood; {hint}"
 
 
 def print_report(manifest: dict, seconds: float) -> None:
@@ -342,7 +364,7 @@ def print_report(manifest: dict, seconds: float) -> None:
     for line in summary(manifest["info"]):
         print(f"prepare: {line}")
     print_splits(manifest)
-    if warning := too_small_val(manifest["splits"], manifest["info"]["recipe"]["val_fraction"]):
+    if warning := too_small_val(manifest):
         print(f"prepare: warning: {warning}")
     if manifest["format"] != ROWS_FORMAT:
         for warning in small_sources(manifest):
@@ -351,8 +373,9 @@ def print_report(manifest: dict, seconds: float) -> None:
     print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
 
 
-def too_small_val(splits: dict, val_fraction: float) -> str:
-    """Return a warning with advice if the val split of a manifest has few rows, or few tokens."""
+def too_small_val(manifest: dict) -> str:
+    """Return a warning with advice if the val split has few rows, or few tokens, else ""."""
+    splits, val_fraction = manifest["splits"], manifest["info"]["recipe"]["val_fraction"]
     entry = splits.get("val", {})
     if 0 < entry.get("rows", 0) < FEW_VAL:
         n_rows = sum(splits[name]["rows"] for name in ("train", "val") if name in splits)
@@ -361,11 +384,15 @@ def too_small_val(splits: dict, val_fraction: float) -> str:
     n_val = 0 if "rows" in entry else entry.get("tokens", 0)
     if not 0 < n_val <= LARGE_BLOCK:
         return ""
-    # enough for a window of LARGE_BLOCK, or what a small text can spare
-    n_tokens = sum(one["tokens"] for one in splits.values())
-    share = share_for(1.2 * LARGE_BLOCK, n_tokens)
-    more = f"--val_fraction={share:g} gives it about {share * n_tokens:,.0f}"
-    advice = more if share > val_fraction else "give more text"
+    # Enough for a window of LARGE_BLOCK, or what a small text can spare. Of whole documents nobody
+    # knows how long those will be that a hash takes, so only the ends of documents are reckoned.
+    n_tokens, n_bytes = (sum(one[key] for one in splits.values()) for key in ("tokens", "bytes"))
+    of_ends = n_tokens * manifest["info"].get("cut_bytes", 0) / n_bytes
+    share = share_for(1.2 * LARGE_BLOCK, of_ends or n_tokens)
+    more = f"--val_fraction={share:g} "
+    more += f"gives it about {share * of_ends:,.0f}" if of_ends else "takes more documents"
+    is_more = share > val_fraction and not 0 < share * of_ends <= n_val
+    advice = more if is_more else "give more text"
     needs = f"a run whose block_size is {n_val} or more needs more"
     return f"val has {counted(n_val, 'token')}; {needs}: {advice}"
 

@@ -18,11 +18,12 @@ from groundup.errors import UserError, counted
 from groundup.files.sources import Source
 from groundup.files.splits import (
     SPLITS,
-    are_few,
     are_held_out,
     assign,
     cut_places,
+    least_to_cut,
     shares_of_ends,
+    split_of,
 )
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
@@ -182,7 +183,7 @@ class SourceDocs(NamedTuple):
     units: list[Unit]
     rows: np.ndarray  # (n,) index in Selection.rows, in order
     splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
-    starts: np.ndarray  # of the documents to cut: index in rows; a huge one has several. Or empty
+    cut: np.ndarray  # (k, 2): begin and end in rows of each document to cut; a huge one has several
     ends: tuple[float, float]  # shares of each of those that val and test get
 
 
@@ -190,33 +191,33 @@ def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits.
 
     Pairs of all sources are split together: a prompt may be in several sources, and must not be in
-    two splits. Texts of a source with few documents are cut, each into all splits. That, and what
-    else is unusual about the splits, goes into chosen.split_notes."""
+    two splits. If a few documents are the text of a source, or most of it, each of them is cut into
+    all splits. What became val goes into chosen.split_notes."""
     source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
     rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
     # What no one assigns below is held out: `split_rows` leaves those documents alone.
     splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
-    starts_of = [np.zeros(0, np.int64)] * len(rows_of)
+    cut_of = [np.zeros((0, 2), np.int64)] * len(rows_of)
     if recipe.kind == "preference":
         split_rows("", kept, splits, chosen, recipe)
     else:
         for number, source in enumerate(recipe.sources):
-            starts_of[number] = split_rows(source.name, rows_of[number], splits, chosen, recipe)
+            cut_of[number] = split_rows(source.name, rows_of[number], splits, chosen, recipe)
     parts = []
     for number, (source, rows) in enumerate(zip(recipe.sources, rows_of, strict=True)):
         units = [unit for unit in chosen.units if unit.source == number]
-        starts = starts_of[number]
-        ends = ends_of(rows, starts, chosen, recipe)
-        parts.append(SourceDocs(source, units, rows, splits[rows], starts, ends))
+        cut = cut_of[number]
+        ends = ends_of(rows, cut, chosen, recipe)
+        parts.append(SourceDocs(source, units, rows, splits[rows], cut, ends))
     return parts
 
 
 def split_rows(
     name: str, rows: np.ndarray, splits: np.ndarray, chosen: Selection, recipe: Recipe
 ) -> np.ndarray:
-    """Write into `splits` the split of the documents `rows` of a source. Return the indices in rows
-    at which documents begin that must be cut; none if there are more than a few."""
+    """Write into `splits` the split of the documents `rows` of a source. Return (k, 2) where in
+    `rows` each document begins and ends that must be cut; most often there is none."""
     of_source = f" of source {name}" if name else ""
     if recipe.hold_out:
         held_out = are_held_out(chosen.rows["question"][rows], recipe.hold_out)
@@ -228,60 +229,89 @@ def split_rows(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
         by_prompt=recipe.kind == "preference",
     )  # fmt: skip
-    starts = np.zeros(0, np.int64)
-    if recipe.kind == "text":
-        starts = few_documents(rows, chosen, recipe)
-    if len(starts):
-        splits[rows] = 0  # until their ends are cut off, see `cut_document`
-    if note := split_note(of_source, rows, splits[rows], starts, moved, chosen, recipe):
-        chosen.split_notes.append(note)
-    return starts
+    none = np.zeros((0, 2), np.int64)
+    cut = documents_to_cut(rows, chosen, recipe) if recipe.kind == "text" else none
+    if len(cut):
+        whole = are_whole(cut, len(rows))
+        fractions = recipe.val_fraction, recipe.test_fraction
+        splits[rows[~whole]] = 0  # until their ends are cut off, see `cut_document`
+        splits[rows[whole]] = split_of(chosen.rows["position"][rows[whole]], *fractions)
+    chosen.split_notes += split_notes(
+        of_source, rows, splits[rows] == 1, cut, moved, chosen, recipe
+    )
+    return cut
 
 
-def split_note(
-    of_source: str, rows: np.ndarray, splits: np.ndarray, starts: np.ndarray, moved: bool,
+def split_notes(
+    of_source: str, rows: np.ndarray, in_val: np.ndarray, cut: np.ndarray, moved: bool,
     chosen: Selection, recipe: Recipe,
-) -> str:  # fmt: skip
-    """Return what is unusual about the splits of the documents `rows`, "" if nothing is. moved: one
-    was taken for val, for the hashes picked none."""
+) -> list[str]:  # fmt: skip
+    """Return which part of the documents `rows` became val, and what is unusual about it. moved:
+    one was taken for val, for the hashes picked none."""
     hint = ""
     by_file = recipe.kind == "text" and any(one.txt_split == "file" for one in recipe.sources)
     # Rows and lines have offsets; a document that is a file begins at 0.
     if by_file and not chosen.rows["offset"][rows].any():
         hint = "; if a .txt file holds many documents, --txt_split=blank or line separates them"
-    n_bytes = chosen.rows["n_bytes"][rows]
-    share = n_bytes[splits == 1].sum() / max(1, n_bytes.sum())
-    if len(starts):
-        many = f"{len(starts)} documents{of_source}: the end of each"
-        few = many if len(starts) > 1 else f"1 document{of_source}: its end"
-        ends = zip(("val", "test"), ends_of(rows, starts, chosen, recipe), strict=True)
+    if len(cut):
+        whole = are_whole(cut, len(rows))
+        documents = counted(len(cut), "long document" if whole.any() else "document")
+        its = "the end of each" if len(cut) > 1 else "its end"
+        ends = zip(("val", "test"), ends_of(rows, cut, chosen, recipe), strict=True)
         parts = [f"{split} ({100 * share:.3g} %)" for split, share in ends if share]
-        return f"only {few} becomes {' and '.join(parts)}{hint}"
+        only = "" if whole.any() else "only "
+        note = f"{only}{documents}{of_source}: {its} becomes {' and '.join(parts)}"
+        if whole.any():
+            n_val = int(in_val[whole].sum())
+            note += f"; of the {whole.sum():,} others, val has {n_val:,} whole ones, by a hash"
+        return [note + hint]
+    n_bytes = chosen.rows["n_bytes"][rows]
+    share = n_bytes[in_val].sum() / max(1, n_bytes.sum())
+    notes = [describe_val(of_source, in_val, n_bytes, recipe)]
     if moved:
         wanted = f"fold={recipe.fold}" if recipe.fold else f"val_fraction={recipe.val_fraction}"
         none = f"{wanted} of {counted(len(rows), 'document')}{of_source} picked none"
         taken = f"one is taken for val, {100 * share:.2g} % of the text, and not trained on"
-        return f"warning: {none}, so {taken}{hint}"
+        notes.append(f"warning: {none}, so {taken}{hint}")
     # Documents are picked by number, so a few long ones may be most of the text.
-    if not recipe.fold and share > max(LARGE_VAL, 2 * recipe.val_fraction):
+    elif not recipe.fold and share > max(LARGE_VAL, 2 * recipe.val_fraction):
         what = f"val has {100 * share:.0f} % of the text{of_source}"
-        return f"warning: {what}: few, or long, documents are in it; give more, or shorter ones"
-    return ""
+        many = f"{what}: few, or long, documents are in it; give more, or shorter ones"
+        notes.append(f"warning: {many}")
+    return notes
+
+
+def describe_val(of_source: str, in_val: np.ndarray, n_bytes: np.ndarray, recipe: Recipe) -> str:
+    """Return which whole documents are val, from their bytes (n,)."""
+    what = {"text": "document", "chat": "conversation", "preference": "pair"}[recipe.kind]
+    of_all = f"of {counted(len(in_val), what)}{of_source}"
+    if not in_val.any():
+        return f"val: none {of_all}"
+    size = f"{n_bytes[in_val].sum():,} of {counted(int(n_bytes.sum()), 'byte')}"
+    return f"val: {in_val.sum():,} {of_all}, chosen by a hash; {size}"
 
 
 def ends_of(
-    rows: np.ndarray, starts: np.ndarray, chosen: Selection, recipe: Recipe
+    rows: np.ndarray, cut: np.ndarray, chosen: Selection, recipe: Recipe
 ) -> tuple[float, float]:
-    """Return `shares_of_ends` of the documents that begin at `starts`; of none, the settings."""
-    n_bytes = int(chosen.rows["n_bytes"][rows].sum())
+    """Return `shares_of_ends` of the documents to cut; of none, the settings."""
+    n_bytes = int(chosen.rows["n_bytes"][rows[~are_whole(cut, len(rows))]].sum())
     fractions = recipe.val_fraction, recipe.test_fraction
-    return shares_of_ends(len(starts), n_bytes, *fractions) if len(starts) else fractions
+    return shares_of_ends(len(cut), n_bytes, *fractions) if len(cut) else fractions
 
 
-def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
-    """Return the indices in `rows` at which documents begin, if they are so few that each must be
-    cut. All pieces of a huge document are from one record. Raise UserError where one document
-    should give several folds."""
+def are_whole(cut: np.ndarray, n_rows: int) -> np.ndarray:
+    """Return (n_rows,) bool which rows of a source are of no document to cut, (k, 2)."""
+    whole = np.ones(n_rows, bool)
+    for begin, end in cut.tolist():
+        whole[begin:end] = False
+    return whole
+
+
+def documents_to_cut(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
+    """Return (k, 2) where in `rows` the documents to cut begin and end, by `least_to_cut`. All
+    pieces of a huge document are from one record. Raise UserError where one document should give
+    several folds."""
     # A document begins where the unit, the part or the offset differs from the one before.
     record = np.vstack([
         np.searchsorted(chosen.starts, rows, side="right"),
@@ -293,8 +323,11 @@ def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.nda
         what = f"fold={recipe.fold} needs several documents, and there is one"
         raise UserError(f"prepare: {what}; use txt_split=blank")
     share = 0 if recipe.fold else recipe.val_fraction + recipe.test_fraction
-    n_bytes = chosen.rows["n_bytes"][rows].sum()
-    return starts if share and are_few(len(starts), n_bytes, share) else starts[:0]
+    if not len(starts):
+        return np.zeros((0, 2), np.int64)
+    sizes = np.add.reduceat(chosen.rows["n_bytes"][rows].astype(np.int64), starts)
+    is_cut = sizes >= least_to_cut(sizes, len(sizes), int(sizes.sum()), share)
+    return np.stack([starts, np.append(starts[1:], len(rows))], axis=1)[is_cut]
 
 
 class Piece(NamedTuple):
@@ -306,9 +339,9 @@ class Piece(NamedTuple):
 
 
 def cut_document(k: int, part: SourceDocs, chosen: Selection) -> Iterator[tuple[int, Piece]]:
-    """Yield the pieces of document k of a source that has few, each with the index of its split in
+    """Yield the pieces of document k of those to cut, each with the index of its split in
     SPLITS. Holds one piece: the document may be a file of gigabytes."""
-    begin, end = [*part.starts.tolist(), len(part.rows)][k : k + 2]
+    begin, end = part.cut[k].tolist()
     rows = part.rows[begin:end]
     # Read twice, first for the length.
     length, offset = sum(map(len, chosen.texts(rows))), 0
@@ -360,12 +393,10 @@ def training_texts_of(
     n_bytes = int(chosen.rows["n_bytes"][own].sum())
     if n_bytes > most:  # a sample: the texts of the lowest hashes
         own = own[chosen.rows["key"][own, 1] / 2.0**64 < most / n_bytes]
-    if not len(part.starts):
-        yield from chosen.texts(own)
-        return
-    # Documents that are cut: their ends are of other splits, so only what is before may be seen.
+    # Of documents that are cut only what is before the ends may be seen: they are of other splits.
     wanted = np.isin(part.rows, own)
-    for k in range(len(part.starts)):
+    yield from chosen.texts(part.rows[wanted & are_whole(part.cut, len(wanted))])
+    for k in range(len(part.cut)):
         for split, piece in cut_document(k, part, chosen):
             if split == 0 and wanted[piece.index]:
                 step = most_chars or len(piece.text)
@@ -395,14 +426,16 @@ def write_splits(
     dtype, shards, work = token_dtype(tokenizer.vocab_size), [], chosen.work
     ids = tokenizer.vocab_size, tokenizer.eot_id
     for part in parts:
-        tokens = ids_of(part, chosen, dtype)
+        tokens, next_row = ids_of(part, chosen, dtype), 0
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
-        # A source of few documents: cut each. ShardWriter.begin needs a document's length, so its ids
-        # are collected in a file first; the document may be of gigabytes.
-        numbered = enumerate(tokens)
-        for k in range(len(part.starts)):
+        # Documents that are cut: ShardWriter.begin needs a document's length, so its ids are collected
+        # in a file first; the document may be of gigabytes.
+        numbered, n_bytes = enumerate(tokens), chosen.rows["n_bytes"][part.rows].tolist()
+        for k, (begin, end) in enumerate(part.cut.tolist()):
+            add_whole(range(next_row, begin), part, numbered, writers, n_bytes)
+            next_row = end
             pieces = cut_document(k, part, chosen)
             for split, own in groupby(pieces, key=lambda pair: pair[0]):
                 path = work / f"document_{k}_{split}.tmp"
@@ -412,14 +445,24 @@ def write_splits(
                     while len(block := np.fromfile(f, dtype, 2**20)):
                         writers[split].extend(block)
                 path.unlink()
-        if not len(part.starts):
-            n_bytes = chosen.rows["n_bytes"][part.rows].tolist()
-            for split, of_text, size in zip(part.splits.tolist(), tokens, n_bytes, strict=True):
-                writers[split].add(of_text, size)
+        add_whole(range(next_row, len(part.rows)), part, numbered, writers, n_bytes)
         for writer in writers:
             shards += writer.close()
     weights = {part.source.name: part.source.weight for part in parts if part.source.weight}
     return write_manifest(work / "out", *ids, tokenizer.fingerprint(), shards, info, weights)
+
+
+def add_whole(
+    rows: range, part: SourceDocs, numbered: Iterator, writers: list[ShardWriter], n_bytes: list
+) -> None:
+    """Add the documents at these indices in part.rows to the writers of their splits."""
+    for row in rows:
+        writers[part.splits[row]].add(ids_at(row, numbered), n_bytes[row])
+
+
+def ids_at(index: int, numbered: Iterator) -> np.ndarray:
+    """Return the ids of a document, and go on behind it. numbered: (index, ids) from here on."""
+    return next(ids for i, ids in numbered if i == index)
 
 
 def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer, path: Path) -> int:
@@ -434,7 +477,7 @@ def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer,
     with open(path, "wb") as f:
         for piece in pieces:
             if piece.is_whole:
-                ids = next(ids for i, ids in numbered if i == piece.index)
+                ids = ids_at(piece.index, numbered)
             else:
                 ids = tokenizer.encode_array(piece.text)
             f.write(np.asarray(ids).astype(dtype).data)

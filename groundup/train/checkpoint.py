@@ -231,6 +231,7 @@ def find(
     check_visible(path, config["timeout_s"])
     state = read_state(path / "train_state.pt")  # mapped: no rank reads its tensors here
     check_continues(path, state, config, model_config, data_record)
+    state["changed"] = changed_settings(state["config"], config)  # for the log
     if ranks.rank() == 0:
         print(describe_resume(path, state, config, max_steps), flush=True)
     return path, state
@@ -394,13 +395,21 @@ def check_model(path: Path, wanted: ModelConfig) -> None:
     refuse(differ, f"{text}; use another out_dir, or {START_OVER}")
 
 
+def changed_settings(saved: dict, config: dict) -> dict[str, list]:
+    """Return {key: [before, now]} of the settings that a run which continues has changed."""
+    # init_from is left out because it has no effect: the run has its own weights.
+    keys = sorted(key for key in saved.keys() & config if saved[key] != config[key])
+    return {key: [saved[key], config[key]] for key in keys if key != "init_from"}
+
+
 def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> str:
     """Return what a resumed run prints: the checkpoint, changed settings, whether it is done."""
     # Settings may change, such as the batch size per rank. A person should see which did.
     saved = state["config"]
-    keys = sorted(key for key in saved.keys() & config if saved[key] != config[key])
-    # init_from has a sentence of its own below, because it has no effect.
-    changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
+    changed = [
+        f"{key} {before!r} -> {now!r}"
+        for key, (before, now) in changed_settings(saved, config).items()
+    ]
     # A longer run decays later, so its learning rate jumps back up.
     before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
     after = rate_after(state["step"], config, warmup_of(config, max_steps, state), max_steps)
@@ -410,7 +419,7 @@ def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> st
     text = f"continuing {path} after step {step_of(path)}"
     if changed:
         text += f"; changed: {', '.join(changed)}"
-    if "init_from" in keys:
+    if saved["init_from"] != source:
         text += f"; init_from={source!r} has no effect: a run that continues has its own weights"
     # A run that is complete needs a larger limit.
     if step_of(path) >= max_steps:

@@ -38,6 +38,8 @@ ALONE, CPU = ranks.World(rank=0, local_rank=0, world_size=1), torch.device("cpu"
 SLOW_STEP_S = 10  # seconds
 MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
 # Every line begins with the first three; "tokens" is for log.jsonl only.
+# Settings that say how a run starts or where it lies, not how it trains.
+OF_A_START = ("resume", "resume_from", "overwrite", "out_dir")
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 
 
@@ -176,6 +178,15 @@ class RunLog:
         for line in lines:
             self.print(f"    {line}")
 
+    def note_changes(self, state: Mapping) -> None:
+        """Log the settings that a run which continues has changed. state: of `checkpoint.find`."""
+        changes = {
+            key: both for key, both in state.get("changed", {}).items() if key not in OF_A_START
+        }
+        # A run that is complete trains no step with them.
+        if changes and self.steps_done < self.max_steps:
+            self.write("continue", self.steps_done, {"changes": changes})
+
     def write(self, event: str, step: int, values: Mapping[str, object]) -> None:
         """Append {"event", "step", **values} to log.jsonl. Any thread may call it."""
         if not self.enabled:
@@ -299,6 +310,7 @@ class RunLog:
             result=result_table(events, saved),
             # In another out_dir, because in its own a run that is complete does nothing.
             command=f"{launcher} {name} {out}/config.py --out_dir={out}_again",
+            repeat=repeat_line(events),
             machine=(f"{n} x " if n > 1 else "") + hardware(self.device),
             versions=", ".join(f"{package} {number}" for package, number in versions().items()),
             settings="\n".join(f"{key} = {config[key]!r}" for key in changed),
@@ -454,6 +466,11 @@ def until(lines: Iterable[bytes], step: int) -> list[bytes]:
     return [line for line, event in events if event is None or event["step"] <= step]
 
 
+def is_continue(event: dict | None, step: int) -> bool:
+    """Return whether an event says which settings changed at `step`."""
+    return bool(event) and (event["event"], event["step"]) == ("continue", step)
+
+
 def save_sum(event: dict, lines: Iterable[bytes]) -> str:
     """Return the CRC-32 of a save's event and of the lines before it that a resume there keeps."""
     # Not of later steps: a run trains on while it saves, so the line of step 210 may come first.
@@ -463,6 +480,8 @@ def save_sum(event: dict, lines: Iterable[bytes]) -> str:
 
 def drop_events_after(path: Path, step: int) -> None:
     """Drop the events of `path` after `step`, and what a kill has left of a last line.
+
+    The settings with which an earlier start went on from `step` go too: its steps are dropped.
 
     Other lines that cannot be read are named and stay. Say so if the lines up to the save of `step`
     are not those that were there: a person may have edited them, and plots show it."""
@@ -477,7 +496,7 @@ def drop_events_after(path: Path, step: int) -> None:
     if damaged:
         where = f"{path}:{', '.join(damaged[:5])}"
         print(f"log: {where}: {counted(len(damaged), 'line')} cannot be read; nothing is removed")
-    kept = until(lines, step)
+    kept = [line for line in until(lines, step) if not is_continue(event_of(line), step)]
     for k, event in enumerate(map(event_of, kept)):
         if event and (event["event"], event["step"]) == ("save", step):
             if event.pop("crc32", None) != save_sum(event, kept[:k]):
@@ -497,7 +516,7 @@ CARD = """\
 
 {result}
 
-Made on {machine}, with {versions}. To repeat it:
+Made on {machine}, with {versions}. {repeat}:
 
 ```text
 {command}
@@ -511,6 +530,19 @@ Settings other than the defaults, and the data:
 {data}
 ```
 """
+
+
+def repeat_line(events: list[dict]) -> str:
+    """Return what the card says of its command, which has the run's last settings."""
+    changed = []
+    for event in events:
+        if event["event"] == "continue":
+            each = (f"{key} {was!r} -> {now!r}" for key, (was, now) in event["changes"].items())
+            changed.append(f"at step {event['step']:,}: {', '.join(each)}")
+    if not changed:
+        return "To repeat it"
+    text = f"Settings changed {'; '.join(changed)}"
+    return f"{text}; so the command below does not repeat this run"
 
 
 def summary(events: list[dict], max_steps: int) -> str:

@@ -331,7 +331,7 @@ def test_optional_keys_are_found_in_any_capitals_and_a_file_without_them_is_told
     out = capsys.readouterr().out
     assert "no text under 'ask?', 'reply?' (keys Question, Answer)" in out
     assert f"1 of 2 files could not be read: {faq}" in out
-    assert "warning: no text in 20 of 21 rows; where is their text?" in out
+    assert "warning: 20 of 21 rows could not be understood; errors.tsv says why" in out
 
 
 def test_an_optional_key_that_no_row_of_a_source_has_is_told(tmp_path, tok, capsys):

@@ -329,6 +329,18 @@ def test_a_color_is_a_run_and_a_style_of_lines_a_key():
     assert [text.get_text() for text in legend.get_texts()] == [run.name for run in runs]
 
 
+def test_references_differ_and_millions_of_tokens_have_short_labels():
+    pytest.importorskip("matplotlib")
+    names = ["a", "b", "reference x", "reference y"]
+    runs = [run_of(name, *[train(s * 20_000_000, loss=1.0 + k) for s in (1, 2)]) for k, name in enumerate(names)]
+    figure = plot.draw(plot.panels_of("loss", runs, 0.0), names, plot.X_LABELS["tokens"])
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert len({line.get_color() for line in axes.lines}) == 4
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert "20M" in labels and all(len(label) <= 5 for label in labels)
+
+
 def test_values_that_stand_alone_are_seen():
     """A run of one step, and a value between two that are not finite."""
     pytest.importorskip("matplotlib")
