@@ -642,7 +642,8 @@ class DDP:
         # skipped a block: what is current already is left alone.
         lowest = bucket.index - PREFETCH
         # When activation checkpointing runs a block again in backward, the buckets below _next have
-        # left, and this rank may have updated one that another has not. (In forward _next is 0.)
+        # left. With overlap_step="backward" and ZeRO-1 this rank may have updated one that another
+        # has not: a fetch here would meet none there. (In forward _next is 0.)
         lowest = max(lowest, self._next)
         for other in reversed(self.buckets[lowest:]):
             self._begin_refresh(other)

@@ -349,8 +349,8 @@ if __name__ == "__main__":
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
 
         # forward and backward
-        # (M,) sums over the step's pairs, as in `metric_names`: the first is the loss
-        sums = torch.zeros(len(metric_names(config)), device=torch_device)
+        # (M,) this rank's share of the means over the step's pairs, in the order of `metric_names`
+        shares = torch.zeros(len(metric_names(config)), device=torch_device)
         kl = None
         if loss == "kto":
             kl = estimate_kl(model, other_answers, table)
@@ -368,7 +368,7 @@ if __name__ == "__main__":
             # ddp averages over the ranks
             micro_loss = losses.sum() * (world_size / pairs_per_step)
             scaler.scale(micro_loss).backward()  # full buckets are sent from inside this call
-            sums += metrics.sum(1) / pairs_per_step
+            shares += metrics.sum(1) / pairs_per_step
             n_tokens_seen += batch.x.numel()  # padding too
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
@@ -381,7 +381,7 @@ if __name__ == "__main__":
         stopping = ddp.stopping
         if step % log_every == 0 or last or stopping:
             # .tolist() waits for the device, so the time below is real
-            means = named(ranks.all_reduce_sum(sums.clone()).tolist(), config)
+            means = named(ranks.all_reduce_sum(shares.clone()).tolist(), config)
             pairs_per_s = log.steps_since_line() * pairs_per_step / log.seconds()
             values = {"loss": means.pop("loss"), "lr": lr, "grad_norm": grad_norm.item()}
             values |= {"skipped": int(ddp.skipped[0]), "pairs_per_s": pairs_per_s}
@@ -390,7 +390,7 @@ if __name__ == "__main__":
             n_tokens_of_all = ranks.all_reduce_sum(n_tokens_seen).item()
             log.train(step, values | means, n_tokens_of_all)
             n_tokens_seen.zero_()
-            check_finite(step, ddp.skipped, sums[0], batches, saver)
+            check_finite(step, ddp.skipped, shares[0], batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():

@@ -90,7 +90,7 @@ class Tokenizer(TextTokenizer):
             inside = encode_spans(self.engine, "a", engines.INSIDE)[0]
             self.foreign_template = self.encode("a") != inside
         self.template_settings = dict(self.config.get("chat_template_kwargs") or {})
-        self.recent_ids = lru_cache(maxsize=RECENT)(self._ids)
+        self.recent_ids = lru_cache(maxsize=RECENT)(self._ids)  # remembers those of recent texts
         self.turn_end_id = self._find_turn_end()
         self.stop_ids |= {self.turn_end_id} - {-1}
 

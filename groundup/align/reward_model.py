@@ -296,7 +296,7 @@ def load(
     if not is_reward_model(directory):
         raise UserError(f"reward: {directory} holds no reward model; reward.py trains one")
     model = huggingface.build(RewardModel, huggingface.load_config(directory), dtype)
-    huggingface.load_on_ranks(huggingface.load_weights, model, directory)
+    huggingface.load_on_rank_0_or_all(huggingface.load_weights, model, directory)
     ranks.broadcast_weights(model)
     return model.to(device).eval()
 
@@ -306,12 +306,12 @@ def load(
 
 def load_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
     """Load the weights that a new run starts from, as huggingface.load_start does."""
-    huggingface.load_on_ranks(read_start, model, source, n_known, tokenizer)
+    huggingface.load_on_rank_0_or_all(read_start, model, source, n_known, tokenizer)
 
 
 def load_resumed(model: RewardModel, path: Path, trained: dict) -> None:
     """Load the weights of a checkpoint to continue it. trained: of its training state."""
-    huggingface.load_on_ranks(load_weights, model, path, trained)
+    huggingface.load_on_rank_0_or_all(load_weights, model, path, trained)
 
 
 def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:

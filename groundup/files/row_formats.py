@@ -764,7 +764,7 @@ def one_of_a_tree(row: dict) -> list[dict]:
 
 
 def two_answers(prompt_key: str, row: dict) -> Pair:
-    """Return the pair of two answers to a text_key, or to the turns under it.
+    """Return the pair of two answers to the text of a text_key, or to the turns under it.
 
     The prompt is put in front of each, unless the chosen answer repeats it."""
     asked = asked_turns(prompt_key, row)

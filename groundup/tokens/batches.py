@@ -87,7 +87,7 @@ class Batches:
 
     def count_targets(self, step: int) -> int:
         """Return the targets of a step (from 0) over all ranks, computed without communication."""
-        # Each rank computes the samples of all ranks: their order is a function of numbers.
+        # Each rank computes the samples of all ranks: their order is a function of the samples' numbers.
         samples = np.arange(self.position(step), self.position(step + 1))
         sources, starts = self.order.starts_of(samples)
         return int(self.corpus.count_targets(sources, starts).sum())
@@ -306,8 +306,8 @@ def changed_entry(saved: dict[str, list], now: dict[str, list], step: int) -> st
     for record in (saved, now):
         begun = [stage for stage in record["stages"] if stage[0] < max(step, 1)]
         # a source that comes later has the quota 0 until then: cut it off, to compare equal
-        stages.append([[first, np.trim_zeros(quotas, "b")] for first, quotas in begun])
-    used = max(len(quotas) for _, quotas in stages[0])
+        stages.append([[first, np.trim_zeros(samples, "b")] for first, samples in begun])
+    used = max(len(samples) for _, samples in stages[0])
     if saved["data"][:used] != now["data"][:used]:
         return "data"  # other texts, or another tokenizer
     return "" if stages[0] == stages[1] else "stages"

@@ -13,7 +13,7 @@
 Both sides of a pair have the same prompt, up to the opened turn of the assistant. An answer is what
 sft.py learns of it: the ids that the renderer marks, with those that end the turn. Left out: a pair
 whose longer side does not fit in block_size, and one whose row says that an answer was cut off. A
-row may have a number `margin`: how much better the chosen answer is, on any scale.
+row may have a number `margin`, for reward.py: how much better the chosen answer is, on any scale.
 
 dpo.py --loss=kto learns from single answers, good or bad. A row is a conversation with `label`
 (trl) or `kto_tag` (LLaMA-Factory), true or false, 1 or 0, about its last answer; or a pair, which
@@ -95,11 +95,10 @@ def usable_pair(row: object) -> turns.Pair:
     """Return the pair in a row of any format. Raise BadRow if it cannot be trained on."""
     try:
         pair = row_formats.read_pair(row)
-    # The reader's reason is a sentence about this row. Rows are counted by shorter ones: a row that
-    # was understood has one, of any other the sentence becomes the detail.
     except UselessRow as problem:
-        raise BadRow(problem.reason) from None
+        raise BadRow(problem.reason) from None  # "equal answers" and the like, to count rows under
     except BadRow as problem:
+        # a sentence about this one row: count it as STRANGE, with the sentence as the detail
         raise BadRow(STRANGE, problem.reason) from None
     if problem := turns.pair_problem(row, pair):
         raise BadRow(problem)
@@ -269,7 +268,7 @@ class LengthSampler(Sampler):
         self.pairs_per_step = pairs_per_step
         self.source_number = source
         # a loader asks for the same stretch again and again; for kto there are two loaders
-        self.sorted = lru_cache(maxsize=8)(self._sorted)
+        self.order_of_stretch = lru_cache(maxsize=8)(self._order_of_stretch)
 
     def starts_of(self, numbers: np.ndarray) -> np.ndarray:
         numbers = np.asarray(numbers, dtype=np.int64)
@@ -285,11 +284,12 @@ class LengthSampler(Sampler):
         for begin in np.unique(begins):
             in_stretch = begins == begin
             end = int(ends[in_stretch][0])
-            pairs[in_stretch] = self.sorted(int(begin), end)[numbers[in_stretch] - begin]
+            pairs[in_stretch] = self.order_of_stretch(int(begin), end)[numbers[in_stretch] - begin]
         return pairs
 
-    def _sorted(self, begin: int, end: int) -> np.ndarray:
-        """Return the pairs for the numbers of a stretch, (end - begin,) int64."""
+    def _order_of_stretch(self, begin: int, end: int) -> np.ndarray:
+        """Return the pairs for the numbers of a stretch, (end - begin,) int64: sorted by length, cut
+        into steps, and the steps in a seeded order."""
         pairs = super().starts_of(np.arange(begin, end))
         pairs = pairs[np.argsort(self.columns[pairs], kind="stable")]
         first = begin - begin % self.pairs_per_step  # of the step that it begins with

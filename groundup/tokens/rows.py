@@ -70,8 +70,8 @@ class RowReader:
         # of those that are too long: the block_size that each needs
         self.needs: dict[str, list[int]] = defaultdict(list)
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
+        self.named: set[str] = set()  # reasons with details that `places` has: they are named once
         self.notes: list[str] = []  # what else people should know
-        self.named: set[str] = set()  # those reasons, with the details
         # Rows by their keys that hold content and are not read
         self.unread: Counter[str] = Counter()
         self.n_read = 0

@@ -219,7 +219,7 @@ def find(
 ) -> tuple[Path | None, dict]:
     """Return the checkpoint of out_dir to continue and its training state. All ranks call it.
 
-    It locks out_dir and removes what a kill has left of a save.
+    If a run has begun there it locks out_dir and removes what a kill has left of a save.
 
     data_record: what decides the samples of a step and what is learned of them; a run that
     continues must have the same. A new run has None and {"step": 0}. The state's tensors are
@@ -241,7 +241,7 @@ def find(
 def choose(config: dict) -> Path | None:
     """Return the checkpoint that the settings ask to continue, None for a new run.
 
-    Before that lock out_dir, and `repair` what a killed run has left there."""
+    If a run has begun there, lock out_dir before, and `repair` what a kill has left."""
     check_resume_settings(config)
     out, resume, step = Path(config["out_dir"]), resume_mode(config), config["resume_from"]
 
@@ -251,7 +251,7 @@ def choose(config: dict) -> Path | None:
     used = bool(run_files(out))
     path = None
     if resume == "never":
-        # The run that is there is deleted. The user says so, and this run does not start from it.
+        # The run that is there is deleted: the user must say so, and not start from it.
         text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
         refuse(used and not config["overwrite"], text)
         source = config["init_from"]
@@ -291,7 +291,7 @@ def check_resume_settings(config: dict) -> None:
     given = any(word.startswith("--out_dir=") for word in sys.argv)
     for path in map(Path, sys.argv[1:]):
         is_run = path.name == "config.py" and made_by_a_run(path) and step_dirs(path.parent)
-        # else another override file gives it
+        # does this file give the out_dir, and not another override file?
         named = is_run and f"out_dir = {out!r}\n" in path.read_text(encoding="utf-8")
         moved = named and path.parent.resolve() != Path(out).resolve()
         text = f"{path} has out_dir={out!r}; to continue the run beside it"
@@ -366,7 +366,8 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
     if differ and set(differ) <= {"data", "stages"}:
         key = changed_entry(saved, now, step)
         differ = [key] if key else []
-    if {"pack", "seed", "block_size", "val_fraction"} & set(differ):  # they lay out the same rows
+    # These change how the same corpus is laid out, and `data` and `stages` with it: name them alone.
+    if {"pack", "seed", "block_size", "val_fraction"} & set(differ):
         differ = [key for key in differ if key not in ("data", "stages")]
     details = []
     for key in differ:
@@ -673,6 +674,7 @@ class Saver:
     def _write(self, step: int, model: Transformer, copied: dict[str, dict]) -> None:
         """Write a checkpoint, then note it in the log and update links."""
         final = step_path(self.out_dir, step)
+        # A generator: each rank sends or receives only once it is read.
         rank_states = self._exchange_rank_states(copied["rank_state"])
         problem = "a mistake in the code"  # what the others hear if another error leaves the try
         try:
@@ -683,8 +685,7 @@ class Saver:
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
-            # On the other ranks this sends their state. Rank 0 has received all of them, or after an
-            # error receives what is still sent.
+            # Here the other ranks send. Rank 0 has received all, or receives the rest after an error.
             for _ in rank_states:
                 pass
             problem = ranks.gather_objects(problem, self.group)[0]

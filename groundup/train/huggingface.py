@@ -604,7 +604,7 @@ def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) ->
 
 def load_resumed(model: Transformer, path: Path) -> None:
     """Load the weights of a checkpoint to continue it."""
-    load_on_ranks(load_weights, model, path)
+    load_on_rank_0_or_all(load_weights, model, path)
 
 
 def load_start(model: Transformer, init_dir: Path, n_known: int, tokenizer: TextTokenizer) -> None:
@@ -612,12 +612,12 @@ def load_start(model: Transformer, init_dir: Path, n_known: int, tokenizer: Text
     # The common case needs no second model.
     same_rows = load_config(init_dir).vocab_size == model.cfg.vocab_size == n_known
     if same_rows and not is_adapter(init_dir):
-        load_on_ranks(load_weights, model, init_dir)
+        load_on_rank_0_or_all(load_weights, model, init_dir)
     else:
-        load_on_ranks(load_with_new_rows, model, init_dir, n_known, tokenizer)
+        load_on_rank_0_or_all(load_with_new_rows, model, init_dir, n_known, tokenizer)
 
 
-def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> None:
+def load_on_rank_0_or_all(load: Callable[..., None], model: Transformer, *args: Any) -> None:
     """Call load(model, *args) on rank 0: DDP(model) will send the weights to the others.
 
     With FSDP it is called on all ranks, because each reads its own rows."""
