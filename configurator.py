@@ -383,7 +383,7 @@ def parse_number(text: str) -> float | None:
 
 
 def script_of(config_file: Path) -> str:
-    """Return the script that `write_config` names in a file, such as sft.py; "" if there is none."""
+    """Return the script that `write_config` names in a file, such as sft.py, or ""."""
     if not config_file.is_file():
         return ""
     with open(config_file, encoding="utf-8", errors="replace") as file:

@@ -18,7 +18,7 @@ COMPILE_S = 120  # at most; it takes a second
 
 
 def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Return the compiled file as a library; None without a C compiler (that knows OpenMP, if used).
+    """Return the compiled file as a library; None without a compiler that knows the flags.
 
     Compiling takes a second, so the library is kept in ~/.cache/groundup (XDG_CACHE_HOME)."""
     compilers = map(shutil.which, ("gcc", "clang", "cc"))  # the first of them that is installed

@@ -28,8 +28,8 @@ from typing import TextIO
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # Curly quotes, and the comma and full stop of which Unicode knows no narrow form
 ASCII_MARKS = str.maketrans("\u201c\u201d\u2018\u2019\u3001\u3002", "\"\"'',.")
-# Curly quotes; the marks , : ; = . and the numbers of Chinese typing, which are as wide as a letter.
-# A comma has two forms there, and so has a full stop.
+# Curly quotes; the marks , : ; = . and the numbers of Chinese typing, which are as wide as a
+# letter. A comma has two forms there, and so has a full stop.
 WIDE = re.compile(
     "[\uff0d\uff0e.0-9]*[\uff10-\uff19][\uff0d\uff0e.0-9\uff10-\uff19]*"
     "|[\u201c\u201d\u2018\u2019\uff0c\u3001\uff1a\uff1b\uff1d\u3002\uff0e]"

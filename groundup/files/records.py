@@ -90,8 +90,8 @@ def suffix_of(path: str) -> str:
 
 def container(path: str, head: bytes, txt_split: str) -> str:
     """Return how to read a file, from its first bytes and, where these cannot tell, its name:
-    parquet, csv, tsv, json (an array, or values over several lines), jsonl, or the txt_split of plain
-    text."""
+    parquet, csv, tsv, json (an array, or values over several lines), jsonl, or the txt_split of
+    plain text."""
     suffix = suffix_of(path)
     # the mark and white space that may stand before anything, \x1e from RFC 7464
     head = head.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\n\r\x1e")
@@ -744,7 +744,7 @@ class JsonStream:
 
     def _opening(self) -> str:
         """Return a pattern of how the element at hand begins: of the white space before it if that
-        has a line end, of its brackets and first key if it has any. "" if any text could begin so."""
+        has a line end, of its brackets and first key if it has any. "" if any text may begin so."""
         found = self.OPENING.match(self.text, self.pos)
         if not found:
             return ""

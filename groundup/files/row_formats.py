@@ -330,7 +330,7 @@ NO_VALUE = (None, "", [])
 
 
 def rename(row: dict, answers: bool = False) -> dict:
-    """Return a row under the usual names of its keys, or of its answers, unless it has these, too."""
+    """Return a row under the usual names of its keys, or of its answers, if they are other ones."""
     keys = usual_keys(tuple(row), answers)
     return dict(zip(keys, row.values(), strict=True)) if keys else row
 
@@ -581,7 +581,7 @@ def turns_of_answer(value: object) -> list[dict] | None:
 def without_space(question_key: str, said: str, row: dict) -> str:
     """Return what is said without the space before it, if the question is an open dialogue.
 
-    That is a text such as "...Assistant:"; in the answer " Yes" the space only follows the colon."""
+    That is a text such as "...Assistant:". In the answer " Yes" the space follows the colon."""
     is_text = said.startswith(" ") and isinstance(row[first_key(question_key)], str)
     opened = is_text and turns.OPEN_DIALOGUE.fullmatch(text(question_key, row))
     return said.removeprefix(" ") if opened else said

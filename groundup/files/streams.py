@@ -450,7 +450,8 @@ def sound_bytes(raw: bytes, codec: str, width: int, line_end: bytes) -> tuple[in
     """Return how many bytes are whole lines in which no byte is missing, and what is wrong with
     the next one, "" if nothing is. After a lost byte a line end stands where no character begins,
     or the text ends within a character."""
-    # Two tests, for a text with a byte lost is a text of other characters, nearly all of them valid.
+    # Two tests, for a text with a byte lost is a text of other characters, nearly all of them
+    # valid.
     bad, problem = len(raw), ""
     place = raw.find(line_end)
     while place >= 0 and place % width == 0:

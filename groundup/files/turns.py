@@ -51,7 +51,8 @@ class Pair(NamedTuple):
 # ---- what a row says about learning from it --------------------------------------------------
 
 # Flags of a turn, or of a part of one, that say whether to learn from it: prepare.py's, OpenAI's
-# and axolotl's, ms-swift's, LLaMA-Factory's, xtuner's, StepFun's. 0 and false mean no; null means nothing.
+# and axolotl's, ms-swift's, LLaMA-Factory's, xtuner's, StepFun's. 0 and false mean no; null means
+# nothing.
 WEIGHTS = ("learn", "weight", "train", "training", "loss", "loss_scale", "loss_weight")
 WEIGHTS += ("output_with_loss", "loss_mask")
 ROW_WEIGHTS = ("weight", "train", "loss_scale", "loss_weight")  # evaluate.py writes a loss, too
@@ -328,7 +329,7 @@ def role_of(turn: dict) -> str:
 
 
 def naming(found: list[dict]) -> str:
-    """Return the text_key to try for turns, "" if keys are known. The longest texts are contents."""
+    """Return the text_key to try for turns, "" if keys are known. The longest are contents."""
     if exchange_keys(found):
         return ""
     lengths: Counter[str] = Counter()
@@ -640,7 +641,8 @@ def trim_chat(messages: list[dict]) -> list[dict]:
     return messages[: last + 1]
 
 
-# Control characters and those of no width, which `clean` removes; tab and line ends are white space.
+# Control characters and those of no width, which `clean` removes; tab and line ends are white
+# space.
 CONTROLS = "\0-\x08\x0b-\x1f\x7f\u200b-\u200d\u2060\ufeff"
 INVISIBLE = re.compile(f"[{CONTROLS}]")
 VISIBLE = re.compile(rf"[^\s{CONTROLS}]")

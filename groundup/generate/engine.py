@@ -426,8 +426,8 @@ class Engine:
             request, size = sample.request, self.prompt_row(sample.request)
             if request in reading:  # another sample reads this very prompt
                 continue
-            # What need not be read where the cache has it: all of a prompt that another sample read;
-            # else not the last token, for its logits, and nothing if all are to be scored
+            # What need not be read where the cache has it: all of a prompt that another sample
+            # read; else not the last token, for its logits, and nothing if all are to be scored
             is_read, ids = request.logits is not None, request.ids
             if not is_read:
                 ids = ids[:-1] if request.params.prompt_logprobs < 0 else []

@@ -157,7 +157,7 @@ def joined_sha256(sums: list[str]) -> str:
 
 
 def add_digests(entries: list[dict], inputs: list[Input], digests: list[list]) -> None:
-    """Fill in the sha256 of the files that were read. digests: (name, sha256) of parts, in order."""
+    """Fill in the sha256 of the files that were read. digests: (name, sha256) by part."""
     sums: dict[str, list[str]] = {}
     for name, sha256 in digests:
         sums.setdefault(name, []).append(sha256)

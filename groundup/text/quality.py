@@ -186,7 +186,7 @@ def parse_bounds(text: str) -> Bounds | None:
 
 
 def named_values(setting: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (part, name, value) of each part of 'name=value, name=value'; value "" if it has none."""
+    """Yield (part, name, value) of each part of 'name=value, name'; value "" if there is none."""
     for part in filter(None, map(str.strip, setting.split(","))):
         name, _, value = map(str.strip, part.partition("="))
         yield part, name, value

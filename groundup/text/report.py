@@ -403,8 +403,8 @@ def small_sources(manifest: dict) -> list[str]:
     few = {name: n for name, n in train.items() if n <= 2 * LARGE_BLOCK and len(train) > 1}
     how = "make one source of several ('name: files, other files')"
     return [
-        f"{counted(n, 'training token')} of {name}: a run whose block_size is {(n + 1) // 2} or more"
-        f" needs more; {how}"
+        f"{counted(n, 'training token')} of {name}: a run whose block_size is {(n + 1) // 2} or "
+        f"more needs more; {how}"
         for name, n in few.items()
     ]
 

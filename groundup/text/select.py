@@ -430,8 +430,8 @@ def write_splits(
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
-        # Documents that are cut: ShardWriter.begin needs a document's length, so its ids are collected
-        # in a file first; the document may be of gigabytes.
+        # Documents that are cut: ShardWriter.begin needs a document's length, so its ids are
+        # collected in a file first; the document may be of gigabytes.
         numbered, n_bytes = enumerate(tokens), chosen.rows["n_bytes"][part.rows].tolist()
         for k, (begin, end) in enumerate(part.cut.tolist()):
             add_whole(range(next_row, begin), part, numbered, writers, n_bytes)

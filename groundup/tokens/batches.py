@@ -87,7 +87,8 @@ class Batches:
 
     def count_targets(self, step: int) -> int:
         """Return the targets of a step (from 0) over all ranks, computed without communication."""
-        # Each rank computes the samples of all ranks: their order is a function of the samples' numbers.
+        # Each rank computes the samples of all ranks: their order is a function of the samples'
+        # numbers.
         samples = np.arange(self.position(step), self.position(step + 1))
         sources, starts = self.order.starts_of(samples)
         return int(self.corpus.count_targets(sources, starts).sum())

@@ -368,8 +368,8 @@ def load_rows(data: Sequence[ChatRows], numbers: np.ndarray) -> Batch:
 
 
 FEW = 1000  # conversations: fewer do not share rows, for they would make a handful of steps
-# Conversations that a run sees at least, counting repetitions: 20 steps of config/sft.py's 128. Of a
-# hundred, 10 and 20 epochs had 98.4 % of the tokens right in questions worded otherwise.
+# Conversations that a run sees at least, counting repetitions: 20 steps of config/sft.py's 128. Of
+# a hundred, 10 and 20 epochs had 98.4 % of the tokens right in questions worded otherwise.
 SEEN = 2500
 
 

@@ -288,8 +288,8 @@ class LengthSampler(Sampler):
         return pairs
 
     def _order_of_stretch(self, begin: int, end: int) -> np.ndarray:
-        """Return the pairs for the numbers of a stretch, (end - begin,) int64: sorted by length, cut
-        into steps, and the steps in a seeded order."""
+        """Return the pairs for the numbers of a stretch, (end - begin,) int64: sorted by length,
+        cut into steps, and the steps in a seeded order."""
         pairs = super().starts_of(np.arange(begin, end))
         pairs = pairs[np.argsort(self.columns[pairs], kind="stable")]
         first = begin - begin % self.pairs_per_step  # of the step that it begins with

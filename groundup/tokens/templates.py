@@ -14,9 +14,9 @@ transformers runs it, in Jinja's sandbox. Four things are added:
 4. The date that a template writes is fixed: it does not change while a run goes on.
 
 Calls of tools come as text in the form of our own models; a template that knows tools reads them in
-OpenAI's form, with ids that Mistral's templates take. Thoughts come as text, too, <think>...</think>
-before an answer; a template that has a form of its own for them gets them under its key or as a
-part of the content.
+OpenAI's form, with ids that Mistral's templates take. Thoughts come as text, too:
+<think>...</think> before an answer. A template that has a form of its own for them gets them under
+its key or as a part of the content.
 """
 
 import itertools

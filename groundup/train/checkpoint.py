@@ -366,7 +366,8 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
     if differ and set(differ) <= {"data", "stages"}:
         key = changed_entry(saved, now, step)
         differ = [key] if key else []
-    # These change how the same corpus is laid out, and `data` and `stages` with it: name them alone.
+    # These change how the same corpus is laid out, and `data` and `stages` with it: name them
+    # alone.
     if {"pack", "seed", "block_size", "val_fraction"} & set(differ):
         differ = [key for key in differ if key not in ("data", "stages")]
     details = []
@@ -685,7 +686,8 @@ class Saver:
         except (OSError, RuntimeError, SafetensorError, UserError) as error:
             problem = reason_of(error)
         finally:
-            # Here the other ranks send. Rank 0 has received all, or receives the rest after an error.
+            # Here the other ranks send. Rank 0 has received all, or receives the rest after an
+            # error.
             for _ in rank_states:
                 pass
             problem = ranks.gather_objects(problem, self.group)[0]

@@ -167,7 +167,7 @@ def check_number(values: dict, key: str, path: Path, whole: bool = False) -> Non
 
 
 def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
-    """Return rope_theta and the scaling of rotary positions: linear, Llama 3.1's, YaRN's or None."""
+    """Return rope_theta and the scaling of positions: linear, Llama 3.1's, YaRN's or None."""
     # transformers 4 has rope_theta beside rope_scaling, transformers 5 both in rope_parameters.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
     if not isinstance(rope, dict):

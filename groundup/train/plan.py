@@ -192,7 +192,8 @@ def describe(
         f"parameters  {table['total']:,}: {counts}",
         f"trained     {trained['total']:,} ({config['trainable']})",
         f"batch       {batch}",
-        f"tokens      {tokens:,} in {counted(config['max_steps'], 'step')}, {ratio:.1f} per parameter",
+        f"tokens      {tokens:,} in {counted(config['max_steps'], 'step')}, "
+        f"{ratio:.1f} per parameter",
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all, "
         f"{str(dtype).removeprefix('torch.')} on {device.type}",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
