@@ -115,6 +115,7 @@ ROLES = usual_names(
 CALLERS = ("function_call", "tool_call")  # roles of turns that are calls and nothing else
 
 ROLE_KEYS = ("role", "from")
+SPEAKER_KEYS = ("speaker", "who", "author", "sender", "by")  # to be proposed as the role's key
 CONTENT_KEYS = ("content", "value", "text", "parts")
 CALL_KEYS = ("tool_calls", "function_call")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -337,8 +338,9 @@ def naming(found: list[dict]) -> str:
         lengths.update({key: len(text) for key, text in turn.items() if isinstance(text, str)})
     texts = sorted(lengths, key=lambda key: lengths[key])
     # A known key is what it is called. Of the others the longest is the content; a role is short.
+    role = next((key for key in (*ROLE_KEYS, *SPEAKER_KEYS) if key in texts), "")
+    texts = [key for key in texts if key != role]
     content = next((key for key in texts if key in CONTENT_KEYS), texts[-1] if texts else "KEY")
-    role = next((key for key in texts if key in ROLE_KEYS), "")
     role = role or next((key for key in texts if key != content), "KEY")
     # only what must be said
     names = [] if role in ROLE_KEYS else [f"role={role}"]

@@ -25,10 +25,10 @@ DOMAIN_COLUMNS = {
 FIGURES = {
     "exact_match": "exact match",
     "rouge_l": "ROUGE-L",
-    "bleu_13a": "BLEU (13a)",
-    "bleu_13a_n": "answers with BLEU (13a)",
-    "bleu_zh": "BLEU (zh)",
-    "bleu_zh_n": "answers with BLEU (zh)",
+    "bleu_13a": "BLEU (13a), of 100",
+    "bleu_13a_n": "answers in BLEU (13a)",
+    "bleu_zh": "BLEU (zh), of 100",
+    "bleu_zh_n": "answers in BLEU (zh)",
     "self_stop": "stops on its own",
     "empty": "empty answers",
     "mean_tokens": "tokens per answer",
@@ -237,6 +237,8 @@ def figures_of(task: str, found: dict) -> dict[str, object]:
                 figures[f"{name}, {measure}, %"] = 100 * of[measure]
         return figures
     for key, of in found.items():
+        if key == "left_out" and of:  # {reason: how many}
+            figures["left out"] = sum(of.values())
         if key == "interval" and of:
             of = tuple(of)  # in a JSON file it is a list
         # Questions, answers and notes are no figures; an error stands beside its figure.

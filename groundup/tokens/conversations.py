@@ -392,7 +392,8 @@ class ChatCorpus(RowCorpus):
         """Return a line on what was chosen because conversations are few, and which settings change
         that. [] if nothing was. config: settings. epochs: of the run."""
         chosen, usual = [], self.usual_epochs(config["max_epochs"])
-        if config["max_steps"] and usual > 3:  # perhaps a config file's
+        # max_steps may be a config file's. Of several sources the epochs of each stand above.
+        if config["max_steps"] and usual > 3 and len(self.train) == 1:
             seen = f"max_steps={config['max_steps']} shows each {epochs:.1f} times"
             would = f"--max_steps=0 does {config['epochs'] or usual:.0f} times"
             chosen.append(f"{seen}; {would} (--epochs sets this)")

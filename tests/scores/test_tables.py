@@ -61,8 +61,8 @@ def test_figures_have_names_that_people_know_and_their_errors():
     found |= {"exact_match": 0.5, "exact_match_se": 0.25, "self_stop": 1.0}
     lines = tables.describe("generation", found).splitlines()
     assert [re.split("  +", line) for line in lines[1:]] == [
-        ["BLEU (13a)", "12.5000"],
-        ["answers with BLEU (13a)", "4"],
+        ["BLEU (13a), of 100", "12.5000"],
+        ["answers in BLEU (13a)", "4"],
         ["ROUGE-L", "0.3700"],
         ["exact match", "0.5000 +- 0.2500"],
         ["stops on its own", "1.0000"],
