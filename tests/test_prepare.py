@@ -442,7 +442,7 @@ def test_a_few_long_documents_give_their_ends_whatever_rows_stand_beside_them(
         assert own == [row for row in rows if plain_split(row, 0.08, 0.04) == split]
         assert len(found[split]) == len(own) + 3
     note = "3 long documents: the end of each becomes val (8 %) and test (4 %); of the"
-    note += f" {n_rows} others, val has {len(of_rows['val'])} whole ones, by a hash"
+    note += f" {n_rows} others, a hash chose {len(of_rows['val'])} for val"
     assert note in capsys.readouterr().out
     assert note in (tmp_path / "out" / "report.md").read_text("utf-8")
 

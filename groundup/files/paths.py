@@ -70,6 +70,11 @@ def list_directory(top: str) -> list[str]:
             where = shown_name(folder)
             if folder == top:
                 hint = "give the files that it was made of, or its train.jsonl or val.jsonl"
+                if "val.jsonl" not in names:
+                    hint = (
+                        "its texts are stored as tokens only; give text files, to evaluate a model"
+                    )
+                    hint += " some that it was not trained on"
                 what = f"{where} is a directory that prepare.py made, not raw data"
                 raise UserError(f"data: {what}; {hint}")
             print(f"data: {where} is left out: prepare.py made it")

@@ -263,7 +263,7 @@ def split_notes(
         note = f"{only}{documents}{of_source}: {its} becomes {' and '.join(parts)}"
         if whole.any():
             n_val = int(in_val[whole].sum())
-            note += f"; of the {whole.sum():,} others, val has {n_val:,} whole ones, by a hash"
+            note += f"; of the {whole.sum():,} others, a hash chose {n_val:,} for val"
         return [note + hint]
     n_bytes = chosen.rows["n_bytes"][rows]
     share = n_bytes[in_val].sum() / max(1, n_bytes.sum())
