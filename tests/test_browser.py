@@ -14,6 +14,7 @@ from test_sample import save_run
 from test_serve import serving
 
 from groundup.generate.engine import Token
+from groundup.generate.server import Job
 from groundup.generate.tools import ToolTurn
 from groundup.tokens.pairs import usable_pair
 
@@ -115,23 +116,32 @@ def answers(server, monkeypatch):
     """answers(piece, piece...): what every model writes from now on, slowly if there are many. -> what became of it."""
     seen = []
 
+    # The engine hears of nothing.
+    monkeypatch.setattr(Job, "add", lambda job, requests: job.requests.extend(requests))
+
     def set_answer(*pieces):
-        async def events(model, job, _began):
+        async def events(job):
             (request,) = job.requests
-            sample = SimpleNamespace(request=request, index=0)
+            model, sample = job.model, SimpleNamespace(request=request, index=0)
             seen.append({"model": model.name, "prompt": model.tokenizer.decode(request.ids), "n": 0})
             mine = seen[-1]
+            logprobs = {65: -0.5, 66: -1.5, 67: -3.0}
+            end = Token(next(iter(request.params.stop_ids)), "", "stop", {0: 0.0}, is_end=True)
             for piece in pieces:
                 if isinstance(piece, ToolTurn):
-                    yield sample, (piece, request)
+                    yield sample, end, (piece, request)
                     continue
-                logprobs = {65: -0.5, 66: -1.5, 67: -3.0}
-                yield sample, Token(65, piece.replace("MODEL", model.name), "", logprobs)
+                yield sample, Token(65, piece.replace("MODEL", model.name), "", logprobs), None
                 mine["n"] += 1
                 await asyncio.sleep(0.02 if len(pieces) > 20 else 0)
-            yield sample, Token(next(iter(request.params.stop_ids)), "", "stop", {0: 0.0}, is_end=True)
+            yield sample, end, None
 
-        monkeypatch.setattr(server[1], "events", events)
+        running = {}  # {job: what it draws}
+
+        async def token(job):
+            return await anext(running.setdefault(job, events(job)))
+
+        monkeypatch.setattr(server[1], "token", token)
         return seen
 
     return set_answer
