@@ -47,7 +47,6 @@ class Generated(NamedTuple):
 
 
 ENDS = Generated._fields[1:]  # in a row of answers, beside its text
-ROW_KEYS = {*Question._fields, "answer", *ENDS}
 
 
 def evaluate_generation(

@@ -68,9 +68,8 @@ NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for thi
 START_OVER = "start over with --resume=never --overwrite=True"
 
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
-HIDDEN = re.compile(
-    r"\.(latest|best2?|step_\d+)\.(tmp|old)\d*"
-)  # left by a kill, see make_room_beside
+# HIDDEN are the names of `make_room_beside`, which a kill may leave.
+HIDDEN = re.compile(r"\.(latest|best2?|step_\d+)\.(tmp|old)\d*")
 OWN_FILES = re.compile(
     r"(config\.py|log\.jsonl|reference\.safetensors|README\.md)(\.tmp)?|events\.out\.tfevents.*"
     rf"|latest|best2?|step_\d+|{HIDDEN.pattern}"
@@ -222,8 +221,8 @@ def find(
     If a run has begun there it locks out_dir and removes what a kill has left of a save.
 
     data_record: what decides the samples of a step and what is learned of them; a run that
-    continues must have the same. A new run has None and {"step": 0}. The state's tensors are
-    mapped from a file: drop them once they are loaded."""
+    continues must have the same. A new run has None and {"step": 0}. The state also has `changed`,
+    see changed_settings. Its tensors are mapped from a file: drop them once they are loaded."""
     path = choose(config)
     if path is None:
         return None, {"step": 0}
@@ -231,7 +230,7 @@ def find(
     check_visible(path, config["timeout_s"])
     state = read_state(path / "train_state.pt")  # mapped: no rank reads its tensors here
     check_continues(path, state, config, model_config, data_record)
-    state["changed"] = changed_settings(state["config"], config)  # for the log
+    state["changed"] = changed_settings(state["config"], config)
     if ranks.rank() == 0:
         print(describe_resume(path, state, config, max_steps), flush=True)
     return path, state
@@ -408,10 +407,7 @@ def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> st
     """Return what a resumed run prints: the checkpoint, changed settings, whether it is done."""
     # Settings may change, such as the batch size per rank. A person should see which did.
     saved = state["config"]
-    changed = [
-        f"{key} {before!r} -> {now!r}"
-        for key, (before, now) in changed_settings(saved, config).items()
-    ]
+    changed = [f"{key} {was!r} -> {now!r}" for key, (was, now) in state["changed"].items()]
     # A longer run decays later, so its learning rate jumps back up.
     before = rate_after(state["step"], saved, state["warmup_steps"], state["max_steps"])
     after = rate_after(state["step"], config, warmup_of(config, max_steps, state), max_steps)
@@ -847,7 +843,11 @@ def point(link: Path, target: Path | None) -> None:
     temp = make_room_beside(link, "tmp")
     # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
-    temp.replace(link)
+    try:
+        temp.replace(link)
+    except OSError:
+        temp.unlink()
+        raise
 
 
 def discard(path: Path) -> None:

@@ -438,7 +438,7 @@ def test_a_directory_is_read_without_prepared_ones_and_links_to_what_is_in_it(tm
     assert f"{data}/old is left out: prepare.py made it" in capsys.readouterr().out
     assert find_files(f"{data}/0.txt,{data}/a.txt") == [str(data / "a.txt")]
     assert find_files(str(data / "old" / "train.jsonl"))
-    with pytest.raises(UserError, match="is a directory that prepare.py made, not raw data"):
+    with pytest.raises(UserError, match="made, not raw data; its texts are stored as tokens only"):
         find_files(str(data / "old"))
 
 
