@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import runpy
 import select
 import shutil
@@ -318,6 +319,21 @@ def test_commands_of_a_chat(runs, tuned):
     assert ended.code == 0 and ended.out == printable("".join(text + "\n" for text in (first, second, third)))
     for words in ("temperature is 0", "system message is set", "forgotten", "/reset"):
         assert words in ended.err
+
+
+@pytest.mark.parametrize("word", ["/exit", "/quit", " /quit ", "／exit"])
+def test_words_that_end_a_chat(runs, word):
+    ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=5", said=lines(word, "never asked"))
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+
+
+def test_help_in_a_chat_names_its_commands_and_each_exists(runs):
+    ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=5", said=lines("/help"))
+    assert (ended.code, ended.out, ended.err.count("\n")) == (0, "", 1)
+    named = re.findall(r"/\w+", ended.err)
+    assert set(named) == {"/reset", "/system", "/temp", "/help", "/exit", "/quit"}
+    ended = run(runs, "--init_from=tuned/chat", said=lines(*(name + " 1" for name in named)))
+    assert ended.code == 0 and "no command" not in ended.err
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import MAX_TURNS, Tools
 
 COMMANDS = (
-    "/reset forgets the conversation; /system TEXT; /temp NUMBER; /exit; Ctrl-C stops an answer."
+    "/reset forgets the conversation; /system TEXT; /temp NUMBER; /help shows this; "
+    "/exit or /quit; Ctrl-C stops an answer."
 )
 
 
@@ -100,8 +101,8 @@ class Chat:
 
 
 def converse(chat: Chat) -> None:
-    """Read messages and print answers until /exit, the end of the input or a Ctrl-C between
-    answers."""
+    """Read messages and print answers until /exit, /quit, the end of the input or a Ctrl-C
+    between answers."""
     terminal = sys.stdin.isatty()
     # None: as the terminal has it
     sys.stdin.reconfigure(encoding=None if terminal else "utf-8", errors="replace")
@@ -117,11 +118,11 @@ def converse(chat: Chat) -> None:
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if message.strip() == "/exit":
-            return
         # A line like /name is a command, whether there is such a one or not, also with the slash of
         # Chinese typing. /usr/bin is none.
         command = re.fullmatch(r"\s*[/\uff0f]([^\s/]+)(?:\s+(.*))?", message)
+        if command and command[1] in ("exit", "quit"):
+            return
         try:
             if command:
                 handle_command(chat, command[1], (command[2] or "").strip())
@@ -145,6 +146,8 @@ def handle_command(chat: Chat, command: str, argument: str) -> None:
             raise UserError(f"chat: /temp needs a number, got {argument!r}") from None
         chat.params = dataclasses.replace(chat.params, temperature=temperature)
         note(f"The temperature is {temperature:g}.")
+    elif command == "help":
+        note(COMMANDS)
     else:
         note(f"There is no command /{command}. {COMMANDS}")
 
