@@ -748,8 +748,12 @@ def test_resume_says_what_it_continues_and_what_changed(run, tmp_path, capsys):
     assert run("--max_steps=4", "--learning_rate=0.5") == 0
     text = capsys.readouterr().out
     assert "step_000002 after step 2; changed: learning_rate 0.01 -> 0.5, max_steps 2 -> 4" in text
-    assert run("--max_steps=4", "--learning_rate=0.5") == 0
-    assert "max_steps=4 is reached: raise it to train these weights on, or start over with" in capsys.readouterr().out
+    assert run("--max_steps=4", "--learning_rate=0.25") == 0
+    text = capsys.readouterr().out
+    said = "step_000004: the run is finished, max_steps=4 is reached; without effect: learning_rate 0.5 -> 0.25; to"
+    assert f"{said} train these weights on raise it; else give another out_dir, or start over with --resume=" in text
+    assert "continuing" not in text and "saved in" not in text
+    assert text.splitlines()[-1].startswith(f"nothing was left to train in {tmp_path / 'out'} (summary: ")
     assert len(losses(tmp_path / "out")) == 4
 
 

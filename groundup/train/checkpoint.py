@@ -414,15 +414,17 @@ def describe_resume(path: Path, state: dict, config: dict, max_steps: int) -> st
     if before != after and state["step"] < max_steps:
         changed.append(f"so the next learning rate {before:.3g} -> {after:.3g}")
     source = config["init_from"]
+    is_done = step_of(path) >= max_steps
     text = f"continuing {path} after step {step_of(path)}"
+    if is_done:
+        text = f"{path}: the run is finished, max_steps={max_steps} is reached"
     if changed:
-        text += f"; changed: {', '.join(changed)}"
+        text += f"; {'without effect' if is_done else 'changed'}: {', '.join(changed)}"
     if saved["init_from"] != source:
         text += f"; init_from={source!r} has no effect: a run that continues has its own weights"
-    # A run that is complete needs a larger limit.
-    if step_of(path) >= max_steps:
+    if is_done:
         limit = "epochs or max_steps" if "epochs" in config else "it"
-        text += f"; max_steps={max_steps} is reached: raise {limit} to train these weights on, or "
+        text += f"; to train these weights on raise {limit}; else give another out_dir, or "
         text += f"{START_OVER}, from {source} as it is now" if source else START_OVER
     return text
 

@@ -291,7 +291,9 @@ class RunLog:
         if saved and not stopped:
             card = f" (summary: {out}/README.md)" if made_by_a_run(out / "README.md") else ""
             next_command += f" --init_from={shlex.quote(str(out))}"
-            self.print(f"saved in {out}{card}; next: {next_command}")
+            has_trained = self.step > self.steps_done
+            what = "saved in" if has_trained else "nothing was left to train in"
+            self.print(f"{what} {out}{card}; next: {next_command}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
         """Write README.md: how well, on what data, where, and how to repeat it."""

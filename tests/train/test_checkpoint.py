@@ -1011,8 +1011,10 @@ def test_what_a_resume_says(begun: Path, capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().out == f"continuing {begun}/step_000003 after step 3\n"
     find(begun, init_from="second", resume="must", max_steps=3)
     text = capsys.readouterr().out
-    assert "after step 3; changed: resume 'auto' -> 'must'; init_from='second' has no effect" in text
-    assert "max_steps=3 is reached: raise it" in text and text.endswith("from second as it is now\n")
+    assert "max_steps=3 is reached; without effect: resume 'auto' -> 'must'; init_from='second' has no effect" in text
+    assert "train these weights on raise it" in text and text.endswith("from second as it is now\n")
+    find(begun, resume="must")
+    assert "after step 3; changed: resume 'auto' -> 'must'" in capsys.readouterr().out
 
 
 def test_a_longer_run_says_how_its_learning_rate_jumps(begun: Path, capsys) -> None:
