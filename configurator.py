@@ -141,7 +141,8 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
     """Return the checked values that an override file sets. It can use the values of `config`."""
     # An argument that is no flag is taken for an override file. Many a row of JSON is Python, too.
     if not path.endswith(".py"):
-        hint = "an override file ends in .py; settings are written --key=value, --data=rows.jsonl"
+        hint = "an override file ends in .py; settings are written --key=value, without spaces"
+        hint += " except in quotes: --key='a b'"
         if path[:1] in DASHES:
             hint = "a setting begins with two hyphens, --, not with a dash"
         raise UserError(f"config: cannot use {path!r}: {hint}")
@@ -149,7 +150,9 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         source = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"config: cannot read {path!r}: {reason}") from None
+        similar = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.py")), n=1)
+        meant = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise UserError(f"config: cannot read {path!r}: {reason}{meant}") from None
 
     # What looks like a setting must be one, or a misspelt key would change nothing.
     found, names = {}, run_file(path, source, config)
@@ -193,12 +196,14 @@ def parse_flag(flag: str, keys: Mapping) -> tuple[str, object]:
         meant = nearest(key.lstrip("-"), keys)
         hint = f"; did you mean {meant!r}?" if meant else HELP
         if flag == f"--{key}" and key in keys:
-            hint = f"; write --{key}=VALUE"
+            hint = f", without spaces: --{key}=VALUE"
         raise UserError(f"config: cannot read {flag!r}; settings are written --key=value{hint}")
     # Text needs no quotes. Other values are Python literals; what is none has the wrong type, which
     # `checked` reports.
     if type(keys.get(key)) is str:
-        if key not in TEXTS and re.fullmatch(r"""(['"]).*\1""", text):
+        # curly ones are of a word processor, or of a Chinese file name
+        is_quoted = re.fullmatch(r"""(['"]).*\1|[\u201c\u2018].*[\u201d\u2019'"]""", text)
+        if key not in TEXTS and is_quoted and not os.path.exists(text):
             raise UserError(f"config: {flag} has quotes that no shell took off; leave them out")
         return key, as_utf8(text) if key in TEXTS else text
     try:

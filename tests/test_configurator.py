@@ -260,7 +260,7 @@ def test_all_unknown_keys_are_named(override):
 
 def test_a_value_behind_a_space_and_dashes_of_a_text_program():
     for argv in (["--max_steps", "5"], ["--max_steps"]):
-        assert mistake(argv).endswith("settings are written --key=value; write --max_steps=VALUE")
+        assert mistake(argv).endswith("settings are written --key=value, without spaces: --max_steps=VALUE")
     for flag in ("\u2014max_steps=5", "\u2013-max_steps=5", "\uff0d\uff0dmax_steps=5", "\u2212max_steps=5"):
         assert "begins with two hyphens, --, not with a dash" in mistake([flag])
 
@@ -282,10 +282,28 @@ def test_a_rank_that_a_launcher_gives_twice(monkeypatch):
 
 
 def test_quotes_that_no_shell_took_off():
-    """As cmd.exe and the lists of a container's arguments leave them."""
-    for quoted in ("'out/x'", '"out/x"'):
+    """As cmd.exe, the lists of a container's arguments and word processors leave them."""
+    for quoted in ("'out/x'", '"out/x"', "“out/x”", "‘out/x’", "“out/x\""):
         assert f"--out_dir={quoted} has quotes that no shell took off" in mistake([f"--out_dir={quoted}"])
     assert resolve(KEYS, ["--prompt='a'"])["prompt"] == "'a'"
+    assert resolve(KEYS, ["--prompt=“a”"])["prompt"] == "“a”"
+
+
+def test_a_name_may_have_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "“红楼梦”").mkdir()
+    assert changed(["--out_dir=“红楼梦”"]) == {"out_dir": "“红楼梦”"}
+    assert changed(["--out_dir=“红楼梦”.txt"]) == {"out_dir": "“红楼梦”.txt"}
+
+
+def test_a_misspelt_override_file_is_guessed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/shakespeare.py").touch()
+    said = "cannot read 'config/shakespear.py': No such file or directory; did you mean 'config/shakespeare.py'?"
+    assert said in mistake(["config/shakespear.py"])
+    assert mistake(["config/zzz.py"]).endswith("No such file or directory")
+    assert mistake(["nowhere/shakespeare.py"]).endswith("No such file or directory")
 
 
 def test_a_number_is_named_as_it_was_written():
