@@ -571,7 +571,7 @@ def refused(run, capsys, *flags: str) -> str:
         ("--max_epochs=many", "max_epochs has 'many'; write '4'"),
         ("--max_epochs=0.001", "with max_epochs='0.001' the data end after step"),
         ("--pack=True", "is not packed for block_size=32; run: python prepare.py "),
-        ("--out_dir=", "out_dir='' is not a directory"),
+        ("--out_dir=", "out_dir='' is not a directory; name a new one"),
         ("--out_dir=pretrain.py", "is not a directory"),
     ],
 )

@@ -49,6 +49,10 @@ def find_files(input: str, setting: str = "") -> list[str]:
         ]
         if not files:
             hint = "give files, directories or globs, separated by commas"
+            if "://" in part:
+                hint = f"nothing is downloaded from here; first: curl -LO {part}"
+            elif matched:
+                hint = "the directory holds no data"
             named = f" in --{setting}" if setting else ""
             raise UserError(f"data: no file matches {part!r}{named}; {hint}")
         found += files
@@ -71,10 +75,8 @@ def list_directory(top: str) -> list[str]:
             if folder == top:
                 hint = "give the files that it was made of, or its train.jsonl or val.jsonl"
                 if "val.jsonl" not in names:
-                    hint = (
-                        "its texts are stored as tokens only; give text files, to evaluate a model"
-                    )
-                    hint += " some that it was not trained on"
+                    hint = "its texts are stored as tokens only; give text files. The loss on its"
+                    hint += " val split is in README.md of the run that was trained on it"
                 what = f"{where} is a directory that prepare.py made, not raw data"
                 raise UserError(f"data: {what}; {hint}")
             print(f"data: {where} is left out: prepare.py made it")

@@ -198,8 +198,8 @@ def check_numbers(config: dict) -> None:
         wrong = isinstance(value, int | float) and value < least
         refuse(wrong, f"{key} must be at least {least}, got {value}")
     val, test, hold_out = (config[k] for k in ("val_fraction", "test_fraction", "hold_out"))
-    what = f"val_fraction={val} and test_fraction={test} must leave something for train"
-    refuse(val + test >= 1, what)
+    sizes = f"val_fraction={val} and test_fraction={test}"
+    refuse(val + test >= 1, f"{sizes} must leave something for train (0.1 is a tenth)")
     refuse(hold_out >= 1, f"hold_out must be from 0 to below 1, got {hold_out}")
     near, fold = config["near"], re.fullmatch(r"(\d+)/(\d+)", config["fold"])
     refuse(near > 1 or -1 < near < 0, f"near must be from 0 (off) to 1, or -1, got {near}")

@@ -44,7 +44,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from configurator import script_of, write_config
-from groundup.errors import UserError, before_exit, reason_of, refuse, say
+from groundup.errors import UserError, before_exit, listed, reason_of, refuse, say
 from groundup.files import disk
 from groundup.files.disk import housekeeping, make_room_beside, sync
 from groundup.files.untrusted import check_zip, is_inside, read_json
@@ -181,7 +181,14 @@ def why_no_model(path: Path, key: str) -> str:
     hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?([\w-]+/[\w.-]+)", str(path))
     if hub and not path.parent.exists():
         return f"no such directory; a model of the hub first: hf download {hub[1]} --local-dir=DIR"
-    return "no such directory"
+    if str(path) in ("scratch", "resume"):  # nanoGPT's words
+        text = "pretrain.py begins or continues the run in out_dir, sample.py takes the newest run"
+        return f"no such directory; leave {key} out: {text}"
+    if "," in str(path):
+        text = "evaluate.py with --out=A.json for the first, then --beside=A.json for the second"
+        return f"no such directory; it is one model. To compare two: {text}"
+    runs = sorted(str(run) for run in Path("out").glob("[!.]*") if step_dirs(run))
+    return f"no such directory; the runs here: {listed(runs) or 'none yet'}"
 
 
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
@@ -283,7 +290,8 @@ def check_resume_settings(config: dict) -> None:
     refuse(deletes, "overwrite=True deletes what is there; it needs resume='never' or resume_from")
     refuse(step and is_new, f"resume_from={step} continues a run; leave resume='never' out")
     is_file = os.path.exists(out) and not os.path.isdir(out)
-    refuse(not out or is_file, f"out_dir={out!r} is not a directory")
+    text = f"out_dir={out!r} is not a directory; name a new one, such as out/mine"
+    refuse(not out or is_file, text)
 
     # The out_dir in the config.py of a run that was moved or copied names the old place, and a
     # relative one names another place in each working directory: a new run would begin there.

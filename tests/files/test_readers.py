@@ -437,6 +437,11 @@ def test_find_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_files("e.txt, d,e.txt") == ["e.txt", *tree]
     assert find_files("*.txt") == ["e.txt"]
     assert find_files("d/**/*.txt") == sorted(tree)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no file matches .*empty'; the directory holds no data"):
+        find_files(str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="nothing is downloaded from here; first: curl -LO https://example.com/a.txt"):
+        find_files("https://example.com/a.txt")
     with pytest.raises(UserError, match=r"no file matches 'f/\*.txt'"):
         find_files("e.txt,f/*.txt")
     with pytest.raises(UserError, match="no file matches 'e.txt，d' in --val_data; .*separated by commas"):

@@ -111,7 +111,7 @@ def test_data_dir(spec: str, stages: list[Stage]) -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("", "'' in data_dir='' is not 'path' or 'path=weight above 0'"),
+        ("", "data_dir is empty; give --data_dir=PATH"),
         ("a=1,,b=1", "'' in data_dir="),
         ("a=1,b=zero", "'b=zero' in data_dir="),
         ("a=1,b=0", "'b=0' in data_dir="),

@@ -1140,7 +1140,7 @@ def test_a_gguf_file_names_its_converter(tmp_path: Path) -> None:
     assert f"python tools/from_gguf.py {tmp_path}/m.gguf DIR" in error_line(checkpoint.resolve, tmp_path / "m.gguf")
 
 
-def test_init_from_that_names_nothing(tmp_path: Path) -> None:
+def test_init_from_that_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("", encoding="utf-8")
     for name in ("Qwen/Qwen3-0.6B", "https://huggingface.co/Qwen/Qwen3-0.6B"):
@@ -1152,6 +1152,15 @@ def test_init_from_that_names_nothing(tmp_path: Path) -> None:
     assert "no such directory" in error_line(checkpoint.resolve, tmp_path / "没有")
     assert f"teacher='{tmp_path}/no': no such" in error_line(lambda: checkpoint.resolve(f"{tmp_path}/no", "teacher"))
     assert "is a file" in error_line(checkpoint.resolve, tmp_path / "file")
+    monkeypatch.chdir(tmp_path)
+    assert error_line(checkpoint.resolve, "latest").endswith("no such directory; the runs here: none yet")
+    save(tmp_path / "out" / "mine", 1)
+    save(tmp_path / "out" / "two", 1)
+    assert error_line(checkpoint.resolve, "mine").endswith("no such directory; the runs here: out/mine, out/two")
+    for word in ("scratch", "resume"):  # as in nanoGPT
+        assert "leave init_from out: pretrain.py begins or continues" in error_line(checkpoint.resolve, word)
+    said = error_line(checkpoint.resolve, "out/mine,out/two")
+    assert "it is one model. To compare two: evaluate.py with --out=A.json for the first" in said
     assert "holds no checkpoint" in error_line(checkpoint.resolve, tmp_path / "empty")
     assert "config.json: No such file" in error_line(huggingface.load_config, tmp_path / "empty")
 
