@@ -6,7 +6,8 @@ python evaluate.py --init_from=out/demo --score=rows.jsonl --out=scored.jsonl  #
 torchrun --standalone --nproc_per_node=8 evaluate.py ...                       # ranks share it
 
     task              data                                                  file in groundup/scores
-    perplexity        texts: 'name=files,name=files', or files              domains.py
+    perplexity        texts that the model was not trained on:              domains.py
+                      'name=files,name=files', or files
     mmlu cmmlu ceval  directory of .csv files; mmlu_text etc. score the     choices.py
                       texts of the answers instead of their letters
     generation        conversations; the last answer is the reference       text_metrics.py
@@ -331,6 +332,10 @@ if __name__ == "__main__":
     where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"
     if world.is_main:
         tell(f"{loaded.directory or judge}: {where}", out)
+        if "perplexity" in wanted:
+            texts = parse_domains(wanted["perplexity"])
+            if warning := domains.warn_of_training_texts(texts, loaded.directory):
+                tell(warning, out)
     begin, results = time.perf_counter(), {}
     if score:
         score_rows(loaded, config, world.is_main)

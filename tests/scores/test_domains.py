@@ -11,6 +11,8 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+import prepare
+from configurator import defaults_of, is_key, write_config
 from groundup.errors import UserError
 from groundup.scores import domains
 from groundup.scores.domains import (
@@ -19,6 +21,7 @@ from groundup.scores.domains import (
     document_losses,
     evaluate_domains,
     parse_domains,
+    warn_of_training_texts,
     windows,
 )
 from groundup.tokens.engines import PATTERNS
@@ -201,6 +204,30 @@ def test_names_of_domains(tmp_path):
         ("zh", ["a.txt", "b.txt"]), ("code", ["code.jsonl"]), ("news.tar", ["news.tar.json.gz"]),
         ("poems", ["a.txt", "b.txt"]), ("x=y", ["x=y.txt"]),
     ]  # fmt: skip
+
+
+def test_texts_that_a_run_was_trained_on_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "new"):
+        Path(f"{name}.txt").write_text(name * 500, encoding="utf-8")
+    defaults = defaults_of(prepare.__file__)
+    config = {"input": "a.txt,b.txt", "out_dir": "data/mine", "vocab_size": 384, "workers": 1, "val_fraction": 0.1}
+    assert prepare.main({key: defaults[key] for key in defaults if is_key(key, defaults[key])} | config) == 0
+    step = tmp_path / "out/run/step_000001"
+    step.mkdir(parents=True)
+
+    def warning(spec: str) -> str:
+        return warn_of_training_texts(parse_domains(spec), step)
+
+    assert warning("a.txt") == ""  # not a run of ours
+    (tmp_path / "same.txt").write_bytes((tmp_path / "b.txt").read_bytes())
+    write_config({"data_dir": "0: data/gone=1; 5: data/gone=1,data/mine=2"}, "out/run/config.py", "python pretrain.py x")
+    assert warning("new.txt") == ""
+    said = "trained on most of a.txt (data/mine was made of it), so the loss is too low; that of the val"
+    assert warning("new.txt,a.txt") == f"warning: this model was {said} split is in out/run/README.md"
+    assert "most of b.txt, same.txt (" in warning("x=b.txt,same.txt")
+    write_config({"data_dir": "data/mine"}, "out/run/config.py", "python sft.py x")
+    assert warning("a.txt") == ""
 
 
 def test_specifications_that_are_refused(tmp_path):
