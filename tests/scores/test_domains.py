@@ -221,7 +221,8 @@ def test_texts_that_a_run_was_trained_on_are_named(tmp_path, monkeypatch):
 
     assert warning("a.txt") == ""  # not a run of ours
     (tmp_path / "same.txt").write_bytes((tmp_path / "b.txt").read_bytes())
-    write_config({"data_dir": "0: data/gone=1; 5: data/gone=1,data/mine=2"}, "out/run/config.py", "python pretrain.py x")
+    stages = "0: data/gone=1; 5: data/gone=1,data/mine=2"
+    write_config({"data_dir": stages}, "out/run/config.py", "python pretrain.py x")
     assert warning("new.txt") == ""
     said = "trained on most of a.txt (data/mine was made of it), so the loss is too low; that of the val"
     assert warning("new.txt,a.txt") == f"warning: this model was {said} split is in out/run/README.md"
