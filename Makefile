@@ -57,12 +57,13 @@ demo: $(VENV)/core
 	$(PREPARE) --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5' --out_dir=data/demo --vocab_size=6144 \
 		--pattern=zh
 	@echo 'the Chinese text of the demo is small: a warning that it is seen 6 times is expected'
-	$(PY) pretrain.py config/demo.py $(call begin,demo,demo)
+	$(PY) pretrain.py config/demo.py --sample_prompts='One|晚上' $(call begin,demo,demo)
 	$(PY) sample.py --init_from=out/demo --prompt='One evening' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PY) sample.py --init_from=out/demo --prompt='晚上' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PREPARE) --input='docs: python-docs, rules=length=..120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
 		--out_dir=data/demo_chat --tokenizer_dir=data/demo
-	$(PY) sft.py config/demo_sft.py --epochs=2.2 $(call begin,demo demo_chat,demo_sft)
+	$(PY) sft.py config/demo_sft.py --epochs=2.2 --sample_prompts='$(QUESTION)|len 有什么用？' \
+		$(call begin,demo demo_chat,demo_sft)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=groundup/demo/questions.jsonl --temperature=0
 	@echo 'next: make serve, to talk to it in the browser; make demo-chat or make demo-tools, to train it on'
 
@@ -88,6 +89,8 @@ demo-tools: demo
 			--temperature=0 || exit; \
 	done
 
+REAL_QUESTIONS := What does the method str.isidentifier do?|tkinter.messagebox.showwarning 这个函数有什么用？
+
 # The last call prints the three models side by side.
 SCORE_REAL = $(PY) evaluate.py --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
 REAL_SCORES = data/real_scores
@@ -98,7 +101,7 @@ demo-real: $(VENV)/real
 	$(PREPARE) --input=python-docs --kind=chat --hold_out=0.05 --out_dir=data/real_chat --tokenizer_dir=out/smollm2
 	@echo 'the published model answers the validation questions: its ROUGE-L and BLEU, some minutes without output'
 	$(SCORE_REAL) --init_from=out/smollm2 --out=$(REAL_SCORES)_before.json >/dev/null
-	$(PY) sft.py config/real_sft.py $(call begin,real_chat,real_sft)
+	$(PY) sft.py config/real_sft.py --sample_prompts='$(REAL_QUESTIONS)' $(call begin,real_chat,real_sft)
 	rm -rf out/real_merged
 	$(PY) tools/merge.py --init_from=out/real_sft --out_dir=out/real_merged
 	@echo 'the tuned model answers the same questions'

@@ -2,7 +2,7 @@ r"""What `make demo` trains, on two idle CPU cores in two and a half minutes.
 
     python prepare.py --out_dir=data/demo --vocab_size=6144 --pattern=zh \
         --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5'
-    python pretrain.py config/demo.py
+    python pretrain.py config/demo.py --sample_prompts='One evening'
 
 It learns from this repository's own stories and knowledge in English and Chinese, and from the
 prose of Python's documentation. The Chinese text is small: the warning that it is seen six times is
@@ -26,4 +26,3 @@ eval_every = 60
 eval_steps = 16
 save_every = 60
 log_every = 20
-sample_prompts = "One|\u665a\u4e0a"  # in the evening

@@ -2,7 +2,7 @@ r"""The chat model of `make demo`, two idle CPU cores, a minute and a half.
 
     python prepare.py --input='docs: python-docs, rules=length=..120; en: demo-en; zh: demo-zh' \
         --kind=chat --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
-    python sft.py config/demo_sft.py --epochs=2.2
+    python sft.py config/demo_sft.py --epochs=2.2 --sample_prompts='What is len for?'
     python evaluate.py --init_from=out/demo_sft --tasks=generation \
         --data=groundup/demo/questions.jsonl                                    # 30 unseen ones
 
@@ -24,5 +24,3 @@ eval_steps = 0
 eval_new_tokens = 64
 log_every = 20
 save_every = 100  # with each evaluation, so that the best one is kept
-# what is len for?
-sample_prompts = "What does the method list.append do?|len \u6709\u4ec0\u4e48\u7528\uff1f"

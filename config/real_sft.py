@@ -1,11 +1,12 @@
 r"""`make demo-real`, two CPU cores, three minutes: SmolLM2-135M-Instruct learns by adapters.
 
-    python sft.py config/real_sft.py
+    python sft.py config/real_sft.py --sample_prompts='What does the method str.isidentifier do?'
     python sft.py config/real_sft.py --data=chat.jsonl --out_dir=out/faq --max_steps=0 \
         --epochs=5 --sample_prompts='Hello'                     # with conversations of your own
 
-It learns to answer questions about Python as its documentation does. The two questions, one of them
-in Chinese, are in no training data; they are answered before the first step and after the last.
+It learns to answer questions about Python as its documentation does. The two questions of `make
+demo-real`, one of them in Chinese, are in no training data; they are answered before the first step
+and after the last.
 """
 
 out_dir = "out/real_sft"
@@ -21,6 +22,3 @@ max_steps = 40
 eval_steps = 0
 eval_new_tokens = 64
 log_every = 10
-_english = "What does the method str.isidentifier do?"
-_chinese = "tkinter.messagebox.showwarning 这个函数有什么用？"
-sample_prompts = f"{_english}|{_chinese}"
