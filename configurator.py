@@ -150,8 +150,9 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         source = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        similar = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.py")), n=1)
-        meant = f"; did you mean {similar[0]!r}?" if similar else ""
+        there = {other.stem: str(other) for other in Path(path).parent.glob("*.py")}
+        similar = difflib.get_close_matches(Path(path).stem, there, n=1)
+        meant = f"; did you mean {there[similar[0]]!r}?" if similar else ""
         raise UserError(f"config: cannot read {path!r}: {reason}{meant}") from None
 
     # What looks like a setting must be one, or a misspelt key would change nothing.

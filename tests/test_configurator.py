@@ -299,10 +299,12 @@ def test_a_name_may_have_quotes(tmp_path, monkeypatch):
 def test_a_misspelt_override_file_is_guessed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").mkdir()
-    (tmp_path / "config/shakespeare.py").touch()
+    for name in ("config/shakespeare.py", "config/ppo.py", "model.py"):
+        (tmp_path / name).touch()
     said = "cannot read 'config/shakespear.py': No such file or directory; did you mean 'config/shakespeare.py'?"
     assert said in mistake(["config/shakespear.py"])
-    assert mistake(["config/zzz.py"]).endswith("No such file or directory")
+    for other in ("config/zzz.py", "config/nope.py", "mine.py"):
+        assert mistake([other]).endswith("No such file or directory")
     assert mistake(["nowhere/shakespeare.py"]).endswith("No such file or directory")
 
 
