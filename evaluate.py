@@ -154,8 +154,8 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
     for task, source in wanted.items():
         if task == "perplexity":
             read += [file for domain in parse_domains(source) for file in domain.files]
-        elif task == "preference":
-            read += judging.files_of_pairs(source)
+        elif task in ("preference", "generation"):
+            read += judging.files_of_rows(source)
         else:
             read += find_files(source, "data")
         if task in choices.TASKS:
