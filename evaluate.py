@@ -155,8 +155,8 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
     for task, source in wanted.items():
         if task == "perplexity":
             read += [file for domain in parse_domains(source) for file in domain.files]
-        elif task == "preference":
-            read += judging.files_of_pairs(source)
+        elif task in ("preference", "generation"):
+            read += judging.files_of_rows(source)
         else:
             read += find_files(source, "data")
         if task in choices.TASKS:
@@ -191,8 +191,8 @@ def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
     judged = wanted.keys() & ({"preference"} if config["judge"] else set(JUDGED))
     others = wanted.keys() - set(JUDGED)
     if "preference" in wanted and config["init_from"]:  # which may be either
-        path = checkpoint.resolve(config["init_from"])
-        if not reward_model.is_reward_model(path):
+        path = checkpoint.resolve(config["init_from"], rewards=True)
+        if not huggingface.is_reward_model(path):
             judged, others = judged - {"preference"}, others | {"preference"}
     if judged and others:
         what = f"{min(judged)} measures a reward model, {min(others)} a language model"
@@ -219,14 +219,14 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
         return Loaded(device, dtype)
     wants_rewards = kind == "reward model"
     directory = config["init_from"] or checkpoint.newest_run(rewards=wants_rewards)
-    directory = checkpoint.resolve(directory)
+    directory = checkpoint.resolve(directory, rewards=True)
     if wants_rewards:
         refuse(config["reference"], f"reference is of a language model, {directory} gives rewards")
         model = reward_model.load(directory, device, dtype)
         tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
         return Loaded(device, dtype, directory, tokenizer, model)
     what = f"holds a reward model, which is for the tasks {' and '.join(JUDGED)}"
-    refuse(reward_model.is_reward_model(directory), f"{directory} {what}")
+    refuse(huggingface.is_reward_model(directory), f"{directory} {what}")
     cfg = huggingface.load_config(directory)
     tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
     tokenizer = tokenizer.with_template_settings(config["chat_template_kwargs"])

@@ -153,7 +153,7 @@ def report(log: RunLog, step: int, scores: dict[str, float]) -> None:
 
 def score_files(torch_device: torch.device, torch_dtype: torch.dtype) -> None:
     """Write the rows of the files in `score` to `out`, with the rewards of their answers."""
-    init_dir = checkpoint.resolve(init_from)
+    init_dir = checkpoint.resolve(init_from, rewards=True)
     model = reward_model.load(init_dir, torch_device, torch_dtype)
     tokenizer = Tokenizer.load(init_dir)
     settings = rows.common_settings(score)  # of sample.py; None if there are conversations only
@@ -195,7 +195,9 @@ if __name__ == "__main__":
 
     # ---- the checkpoint to start from; n_known: token ids that its weights were trained with
     # padded: transformers looks for the padding
-    init_dir, tokenizer, n_known, model_config = open_start(config, adapt=reward_model.padded)
+    init_dir, tokenizer, n_known, model_config = open_start(
+        config, adapt=reward_model.padded, rewards=True
+    )
 
     # ---- data
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)

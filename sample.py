@@ -230,9 +230,6 @@ if __name__ == "__main__":
     tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory)).with_template_settings(
         chat_template_kwargs
     )
-    if reward_model.is_reward_model(directory):
-        what = f"{directory} is a reward model, which writes no text"
-        raise UserError(f"sample: {what}; give another init_from")
     cfg = huggingface.load_config(directory)
     params = sampling_params(config, tokenizer, cfg.vocab_size)
     talk = choose_chat(chat, directory, tokenizer)

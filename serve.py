@@ -26,7 +26,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from configurator import configure
-from groundup.align.reward_model import is_reward_model
 from groundup.errors import UserError
 from groundup.files.paths import shown_name
 from groundup.generate.tools import Tools, check_template
@@ -74,11 +73,7 @@ def directories(value: str) -> dict[str, Path]:
     if not all(map(all, pairs)) or len(dict(pairs)) < len(pairs):
         what = "must be a directory or NAME=DIR,NAME=DIR with names that differ"
         raise UserError(f"serve: init_from={value!r} {what}")
-    found = {name: checkpoint.resolve(path) for name, path in pairs}
-    for directory in filter(is_reward_model, found.values()):
-        what = f"{directory} is a reward model, which writes no text"
-        raise UserError(f"serve: {what}; give another init_from")
-    return found
+    return {name: checkpoint.resolve(path) for name, path in pairs}
 
 
 def bind(host: str, port: int) -> socket.socket:

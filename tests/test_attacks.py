@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import saved
 
-from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.files import readers, records, streams, untrusted
 from groundup.tokens import templates
@@ -58,7 +57,7 @@ def forged(good, tmp_path) -> Path:
 def opened(step_dir: Path) -> None:
     """Open all that a checkpoint holds, as training, sampling and scoring do."""
     directory = checkpoint.resolve(step_dir)
-    reward_model.is_reward_model(directory)
+    huggingface.is_reward_model(directory)
     tokenizer = Tokenizer.load(directory)
     tokenizer.encode("Hello world, it's 2024!\n\n" + "a" * 100)
     if tokenizer.turn_end_id >= 0:

@@ -533,7 +533,31 @@ def test_preference_on_a_directory_of_prepare_py_is_on_its_val(run, base, tmp_pa
                    f"--out={tmp_path}/pairs/val.jsonl")  # fmt: skip
     assert "would be written over what is read" in error
     _, error = run("--tasks=generation", f"--data={tmp_path}/pairs")
-    assert "not raw data; give the files that it was made of, or its train.jsonl or val.jsonl" in error
+    assert "pairs was prepared with kind='preference', not 'chat'" in error
+
+
+def test_questions_of_a_prepared_directory_are_its_validation_split(run, base, tmp_path):
+    """With the tokens of a tokenizer in it or without, and beside a file; check_files refused it."""
+    rows = [{"messages": [{"role": "user", "content": f"What is {k} + {k}?"},
+                          {"role": "assistant", "content": str(2 * k)}]} for k in range(12)]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    keys = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
+    settings = {"input": str(tmp_path / "chats.jsonl"), "kind": "chat", "val_fraction": 0.3, "workers": 1}
+    for name, tokenizer_dir in (("bare", ""), ("tokens", str(base / "model"))):
+        more = {"out_dir": str(tmp_path / name), "tokenizer_dir": tokenizer_dir}
+        assert prepare.main(keys | settings | more) == 0
+    n_val = len((tmp_path / "bare" / "val.jsonl").read_text("utf-8").splitlines())
+    shown = []
+    for data in ("bare", "tokens", "bare/val.jsonl"):
+        flags = ["--tasks=generation", f"--data={tmp_path / data}", "--max_new_tokens=4"]
+        printed, error = run(*flags, f"--init_from={base}/model")
+        assert not error, error
+        shown.append([line for line in printed.splitlines() if line.startswith(("n ", "answers"))])
+        assert str(n_val) in printed
+    assert shown[0] == shown[1] == shown[2]
+    both = f"--data={tmp_path / 'bare'},{tmp_path / 'chats.jsonl'}"
+    printed, error = run("--tasks=generation", both, "--max_new_tokens=4", f"--init_from={base}/model")
+    assert not error and str(n_val + 12) in printed
 
 
 def test_a_reward_model_whose_tokenizer_has_no_padding(run, base, tmp_path):

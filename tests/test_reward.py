@@ -28,7 +28,7 @@ from groundup.errors import UserError
 from groundup.files.answer_files import read_settings, settings_path, write_settings
 from groundup.scores import rows as scored_rows
 from groundup.tokens.pairs import PairBatch, PairCorpus
-from groundup.train import huggingface
+from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, set_trainable
@@ -406,6 +406,41 @@ def test_a_reward_model_goes_on_as_a_start_and_a_language_model_scores_nothing(r
 
 
 # ---- scoring files --------------------------------------------------------------------------------------------------
+
+
+WRITERS = {  # flags besides init_from; of evaluate.py see test_evaluate.py
+    "sft.py": [], "dpo.py": [], "rl.py": ["--reward=x.py:f"], "pretrain.py": ["--data_dir={base}/data"],
+    "sample.py": [], "serve.py": [], "tools/merge.py": ["--out_dir={out}/m"], "tools/tour.py": [],
+    "tools/to_gguf.py": ["--out={out}/m.gguf"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", WRITERS)
+def test_what_writes_text_refuses_a_reward_model_in_one_line(script, run, base, tmp_path, monkeypatch):
+    """With what it started from, if it is a run of ours."""
+    rm = tmp_path / "rm"
+    assert run(f"--out_dir={rm}", "--max_steps=1") == 0
+    folders = {"base": base, "out": tmp_path}
+    flags = [f"--init_from={rm}", *(flag.format_map(folders) for flag in WRITERS[script])]
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    with pytest.raises(UserError) as caught:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    said = str(caught.value)
+    assert "a reward model, which" in said and "score.weight" not in said
+    assert f"--init_from={base / 'model'} is what it started from" in said
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_reward_model_of_others_is_refused_too_and_where_one_is_wanted_it_is_taken(base, tmp_path):
+    reward_model.write_model(tmp_path / "rm", random_model(base), Tokenizer.load(base / "model"))
+    with pytest.raises(UserError, match="rm is a reward model, which writes no text; give another teacher$"):
+        checkpoint.resolve(tmp_path / "rm", "teacher")
+    assert checkpoint.resolve(tmp_path / "rm", rewards=True) == tmp_path / "rm"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "rm").rename(tmp_path / "run" / "step_000001")
+    (tmp_path / "run" / "config.py").write_text("init_from = = 3")  # a person was here
+    with pytest.raises(UserError, match="give another init_from$"):
+        checkpoint.resolve(tmp_path / "run" / "step_000001")
 
 
 def talk(question: str, answer: str) -> dict:

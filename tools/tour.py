@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure, defaults_of
-from groundup.align.reward_model import is_reward_model
 from groundup.errors import refuse
 from groundup.train import checkpoint
 from model import ModelConfig, RMSNorm, Transformer
@@ -93,7 +92,5 @@ if __name__ == "__main__":
     source = checkpoint.resolve(config["init_from"]) if config["init_from"] else None
     what = "vocab_size is that of a tokenizer; give it, for example --vocab_size=4096"
     refuse(source is None and not config["vocab_size"], what)
-    what = f"{source} is a reward model, without lm_head; give the checkpoint it began with"
-    refuse(source is not None and is_reward_model(source), what)
     cfg = choose_architecture(config, source, 0)
     print(table(rows_of(cfg, config["batch_size"], config["block_size"]), cfg.n_layer))

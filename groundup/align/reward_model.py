@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.files.untrusted import read_json
 from groundup.tokens import engines
 from groundup.tokens.pairs import PairBatch
 from groundup.tokens.templates import opened_thoughts
@@ -265,20 +264,11 @@ def write_model(
     save_weights(directory / "model.safetensors", stored)
 
 
-def is_reward_model(directory: str | Path) -> bool:
-    """Return whether a directory holds a reward model, of ours or of transformers."""
-    path = Path(directory) / "config.json"
-    names = read_json(path).get("architectures") if path.exists() else None
-    if not isinstance(names, list):
-        return False
-    return any(str(name).endswith("ForSequenceClassification") for name in names)
-
-
 def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
     """Return the directory of the reward model that the setting `key` names. Raise UserError if
     there is none, or if its tokenizer is not `tokenizer`."""
-    directory = checkpoint.resolve(name, key)  # of a run the newest checkpoint
-    if not is_reward_model(directory):
+    directory = checkpoint.resolve(name, key, rewards=True)  # of a run the newest checkpoint
+    if not huggingface.is_reward_model(directory):
         raise UserError(f"reward: {key}={name!r} holds no reward model; reward.py trains one")
     # It reads the ids that the policy has drawn.
     if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
@@ -293,7 +283,7 @@ def load(
     """Return the reward model of a directory, in eval mode. All ranks call it.
 
     dtype: of its matrix products."""
-    if not is_reward_model(directory):
+    if not huggingface.is_reward_model(directory):
         raise UserError(f"reward: {directory} holds no reward model; reward.py trains one")
     model = huggingface.build(RewardModel, huggingface.load_config(directory), dtype)
     huggingface.load_on_rank_0_or_all(huggingface.load_weights, model, directory)
@@ -316,7 +306,7 @@ def load_resumed(model: RewardModel, path: Path, trained: dict) -> None:
 
 def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
     """Copy the weights of a reward model, or of a language model, whose head is not used."""
-    if is_reward_model(source):
+    if huggingface.is_reward_model(source):
         huggingface.load_weights(model, source)
     else:
         huggingface.load_with_new_rows(model, source, n_known, tokenizer)

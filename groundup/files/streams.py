@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from groundup.errors import UserError
 from groundup.files import encodings
 from groundup.files.encodings import Verdict
-from groundup.files.paths import shown_name
+from groundup.files.paths import shown_name, unpacked_name
 from groundup.files.untrusted import LFS_POINTER, POINTER_HINT, regular_size
 
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
@@ -41,15 +41,26 @@ PACKED = {  # by suffix: first bytes, the command that unpacks it, what tar need
     "zst": (b"\x28\xb5\x2f\xfd", "zstd -d --long=31 {name}", "--zstd -xf"),
 }
 MAGIC = tuple(magic for magic, _, _ in PACKED.values())
+ZIP, OLE = b"PK\x03\x04", b"\xd0\xcf\x11\xe0"  # the second is of Office up to 2003
+# Documents in one of these, by suffix: their first bytes are alike, and their files unpacked are no
+# use. Text may have such a name, too: many programs write tables as .xls.
+SHEET = "a spreadsheet; save it as CSV: libreoffice --headless --convert-to csv {name}"
+SLIDES = "slides; save them as PDF: libreoffice --headless --convert-to pdf {name}, then pdftotext"
+WORDS = "a document; write it as text: libreoffice --headless --convert-to txt {name}"
+PANDOC = "a document; write it as text: pandoc -t plain {name} -o {name}.txt"
+DOCUMENTS = dict.fromkeys(".xlsx .xlsm .xlsb .xls .ods .numbers".split(), SHEET)
+DOCUMENTS |= dict.fromkeys(".pptx .ppt .odp .key".split(), SLIDES)
+DOCUMENTS |= {".doc": WORDS, ".pages": "a document of Pages; export it as text"}
+DOCUMENTS |= dict.fromkeys(".docx .odt .epub".split(), PANDOC)
 # First bytes: what it is, and what to do. Read as text, any of these would give documents of noise.
 NOT_TEXT = {
-    b"PK\x03\x04": "a zip archive; unpack it: unzip {name}",
+    ZIP: "a zip archive; unpack it: unzip {name}",
     b"WARC/": "a web archive; write its texts as JSON lines, as with warcio and trafilatura",
     b'<doc id="': "pages of WikiExtractor; run it with --json, and let the names end in .jsonl",
     b"{\\rtf": "RTF; write it as text: pandoc -t plain {name}",
     b"\x04\x22\x4d\x18": "packed with lz4; unpack it: lz4 -d {name}",
     b"\x1f\x9d": "packed with compress; unpack it: uncompress {name}",
-    b"\xd0\xcf\x11\xe0": "an old file of Office; write it as text, as with LibreOffice",
+    OLE: "an old file of Office; write it as text: libreoffice --headless --convert-to txt {name}",
     b"PK\x05\x06": "an empty zip archive",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it: 7z x {name}",
     b"Rar!\x1a\x07": "a rar archive; unpack it: unrar x {name}",
@@ -247,9 +258,12 @@ def no_text(head: bytes, path: str, compression: str) -> str:
         return f"a tar archive; unpack it: tar {flags} {name}"
     if compression and head.startswith(MAGIC):  # unpacking at any depth would let bombs through
         return f"packed twice; unpack it once: {unpack.format(name=name)}"
-    is_zip = head.startswith(b"PK\x03\x04")
-    if is_zip and (head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype"):
-        return f"a zip archive of a document; write it as text: pandoc -t plain {name}"
+    if head.startswith((ZIP, OLE)):
+        what = DOCUMENTS.get(os.path.splitext(unpacked_name(path))[1], "")
+        if not what and (head[30:49] == b"[Content_Types].xml" or head[30:38] == b"mimetype"):
+            what = PANDOC
+        if what:
+            return what.format(name=name)
     for magic, what in NOT_TEXT.items():
         if head.startswith(magic):
             return what.format(name=name)

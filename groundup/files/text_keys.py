@@ -62,6 +62,23 @@ def parse_names(text_key: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((name, tuple(key.split("."))) for name, key in pairs)
 
 
+def with_given(problem: str, text_key: str) -> str:
+    """Return what is wrong with a row that `renamed` returned. The text_key that it tells to write
+    also gets the names of the user's, so that it can be typed as it stands."""
+    if not text_key:
+        return problem
+    given = [f"{name}={'.'.join(path)}" for name, path in parse_names(text_key)]
+    known = {name for name, _ in parse_names(text_key)}
+
+    def whole(told: re.Match) -> str:
+        new = [piece for piece in told[1].split(",") if piece not in given]
+        # several keys may mean one role
+        new = [piece for piece in new if piece.partition("=")[0] not in known - set(OF_ROLES)]
+        return f"--text_key='{','.join([*given, *new])}'"
+
+    return re.sub("--text_key='([^']*)'", whole, problem)
+
+
 def refuse_wide_marks(text_key: str) -> None:
     """Raise UserError for a comma or = of Chinese typing, which no published key has."""
     for wide, narrow in (("\uff0c", ","), ("\uff1d", "=")):

@@ -12,7 +12,9 @@ from torch import Tensor
 from tokenizer import Tokenizer
 
 SPACES = " \t\r\n"
-MAX_SPACES = 32  # in a row: some models write them without end
+# Some models write spaces without end. Between two symbols a line break, of two characters at most,
+# and its indentation have room; none stands before the object.
+MAX_SPACES, MAX_BREAK = 32, 2
 MAX_DEPTH = 100  # of objects and lists in each other
 
 # A grammar of JSON. What a text still lacks is a stack of symbols. The next character replaces the
@@ -45,7 +47,7 @@ RULES = {
 # The first item of a list, or its end
 RULES["L"] = {char: lacks + "I" for char, lacks in RULES["V"].items()} | {"]": ""}
 WHOLE_NUMBERS = ("Z", "Q", "G", "W")  # these may end before any character
-OPEN, BETWEEN = "KNMLI", "OKNMLIV:"  # symbols of an open object or list; where spaces may stand
+OPEN, BETWEEN = "KNMLI", "KNMLIV:"  # symbols of an open object or list; where spaces may stand
 
 
 class State(NamedTuple):
@@ -66,7 +68,8 @@ def advance(state: State, char: str) -> State | None:
         return None
     symbol = lacks[0]
     if char in SPACES and symbol in BETWEEN:
-        return State(lacks, n_spaces + 1) if n_spaces < MAX_SPACES else None
+        most = MAX_BREAK if char in "\r\n" else MAX_SPACES
+        return State(lacks, n_spaces + 1) if n_spaces < most else None
     new = RULES.get(symbol, {symbol: ""}).get(char)
     if new is None:
         return None

@@ -87,7 +87,7 @@ def paths_of(data: str) -> list[str]:
     return [part.strip() for part in data.split(",") if part.strip()]
 
 
-def files_of_pairs(data: str) -> list[str]:
+def files_of_rows(data: str) -> list[str]:
     """Return the files that `data` names, of a directory of prepare.py its own. Raise UserError."""
     found: list[str] = []
     for path in paths_of(data):

@@ -23,7 +23,7 @@ from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import split_over_ranks
 from groundup.text import clean
 from groundup.tokens.conversations import ChatReader
-from groundup.tokens.rows import read_source
+from groundup.tokens.rows import paths_of, read_source
 from groundup.tokens.templates import opened_thoughts
 from model import Transformer
 from tokenizer import Tokenizer
@@ -88,8 +88,8 @@ def evaluate_generation(
 def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, list[str]]:
     """Return (questions, {reason: how many are left out}, places of the first of these)."""
     found, left_out, places = [], Counter(), []
-    for part in filter(None, map(str.strip, data.split(","))):
-        source = read_source(part, ChatReader(), 0.0)
+    for path in paths_of(data):
+        source = read_source(path, ChatReader(), 0.0)
         left_out += source.reader.dropped
         places += source.reader.places
         # A prepared directory has a validation split; of a file all conversations count.

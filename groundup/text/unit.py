@@ -314,6 +314,7 @@ class Judge:
             missing = text_keys.missing_keys(row, text_key)
             row = text_keys.renamed(row, text_key)
             item, problem = self.chat_item(row) if kind == "chat" else self.pair_item(row)
+            problem = text_keys.with_given(problem, text_key)
             if missing and problem.startswith(("unknown format", "another kind")):
                 problem = missing
         if problem:

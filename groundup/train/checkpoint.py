@@ -43,7 +43,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from configurator import script_of, write_config
+from configurator import defaults_of, script_of, write_config
 from groundup.errors import UserError, before_exit, listed, reason_of, refuse, say
 from groundup.files import disk
 from groundup.files.disk import housekeeping, make_room_beside, sync
@@ -139,10 +139,11 @@ def check_bytes(step_dir: Path) -> None:
 
 
 @ranks.on_rank_0
-def resolve(directory: str | Path, key: str = "init_from") -> Path:
+def resolve(directory: str | Path, key: str = "init_from", rewards: bool = False) -> Path:
     """Return the model directory that is meant: itself, or a run's newest checkpoint.
 
-    key: the setting that names it. Its checksums are compared. All ranks call it; rank 0 reads."""
+    key: the setting that names it. rewards: it may be a reward model. Its checksums are compared.
+    All ranks call it; rank 0 reads."""
     path = Path(directory)
     if not str(directory):
         fail(f"{key}: give the run, checkpoint or Hugging Face directory to start from")
@@ -164,7 +165,22 @@ def resolve(directory: str | Path, key: str = "init_from") -> Path:
     for part in unchecked:
         if (part / "checksums.json").exists():
             check_bytes(part)
+    if huggingface.is_reward_model(path) and not rewards:
+        how = f"give another {key}"
+        if start := start_of(path):
+            how = f"--{key}={start} is what it started from"
+        fail(f"{path} is a reward model, which writes no text; {how}")
     return path
+
+
+def start_of(path: Path) -> str:
+    """Return the init_from of the run that wrote a checkpoint, "" if it is unknown."""
+    settings = path.parent / "config.py"
+    if not STEP_NAME.fullmatch(path.name) or not settings.exists():
+        return ""
+    with suppress(SyntaxError, ValueError):  # a person may have edited it
+        return defaults_of(settings).get("init_from", "")
+    return ""
 
 
 def why_no_model(path: Path, key: str) -> str:

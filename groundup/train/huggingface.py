@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -369,6 +370,15 @@ def is_adapter(directory: str | Path) -> bool:
     return Path(directory, ADAPTER_CONFIG).exists()
 
 
+def is_reward_model(directory: str | Path) -> bool:
+    """Return whether a directory holds a reward model, of ours or of transformers."""
+    path = Path(directory) / "config.json"
+    names = read_json(path).get("architectures") if path.exists() else None
+    if not isinstance(names, list):
+        return False
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
 def config_path(directory: str | Path) -> Path:
     return Path(directory, ADAPTED_CONFIG if is_adapter(directory) else "config.json")
 
@@ -381,6 +391,8 @@ def base_of(directory: str | Path) -> Path:
         fail(f"{directory} is an adapter on the adapter {path}; merge that with tools/merge.py")
     if not name or not (path / "config.json").exists():
         what = f"base_model_name_or_path={name!r} is no model directory; write there where it is"
+        if re.fullmatch(r"[\w-]+/[\w.-]+", name) and not path.parent.exists():
+            what += f", after: hf download {name} --local-dir=DIR"
         fail(f"{Path(directory, ADAPTER_CONFIG)}: {what}")
     return path
 

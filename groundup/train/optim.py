@@ -340,9 +340,9 @@ def check_schedule(config: Mapping, max_steps: int) -> None:
     peak, warmup = config["learning_rate"], config["warmup_steps"]
     min_lr = config.get("min_lr", 0.0)  # rl has none
     rises = min_lr > peak and config["schedule"] != "constant"
-    refuse(rises, f"{min_lr=} is above learning_rate={peak}, the peak; lower min_lr, to 0.0 say")
+    refuse(rises, f"{min_lr=} is above learning_rate={peak}, the peak; add --min_lr=0")
     text = f"warmup_steps={warmup:g} is longer than the run, {max_steps=}"
-    how = "give --warmup_steps=0, or a share of the run below 1"
+    how = f"add --warmup_steps={max_steps // 10}"
     refuse(warmup >= 1 and warmup > max_steps, f"{text}; {how}")
 
 

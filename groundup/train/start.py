@@ -22,13 +22,16 @@ class Start(NamedTuple):
 
 
 def open_start(
-    config: dict, *data: str, adapt: Callable[[Tokenizer], Tokenizer] = lambda tokenizer: tokenizer
+    config: dict,
+    *data: str,
+    adapt: Callable[[Tokenizer], Tokenizer] = lambda tokenizer: tokenizer,
+    rewards: bool = False,
 ) -> Start:
     """Return what the settings of a trainer begin with. Raise UserError if they do not suit it.
 
     data: the data, if they may decide the date that a template writes. adapt: changes the tokenizer
-    for this stage."""
-    init_dir = checkpoint.resolve(config["init_from"])
+    for this stage. rewards: it may be a reward model."""
+    init_dir = checkpoint.resolve(config["init_from"], rewards=rewards)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(init_dir)))
     # The date is that of the run that continues, else of init_from, else of the data, else today.
     begins = checkpoint.resume_mode(config) == "never"

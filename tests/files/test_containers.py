@@ -74,6 +74,8 @@ def arrow() -> bytes:
     return out.getvalue()
 
 
+ZIPPED = b"PK\x03\x04" + b"\1" * 26 + b"docProps/app.xml" + b"\0" * 99
+OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 99
 OTHERS = {
     "a.tar": (lambda _: tar_of("w"), "a tar archive; unpack it: tar -xf "),
     "a.tar.gz": (lambda _: tar_of("w:gz"), "a tar archive; unpack it: tar -xzf "),
@@ -94,6 +96,17 @@ OTHERS = {
     "wiki_00": (lambda _: b'<doc id="1" url="u" title="T">\nT\n</doc>\n', "run it with --json"),
     "a.docx": (lambda _: b"PK\x03\x04" + b"\1" * 26 + b"[Content_Types].xml", "pandoc -t plain"),
     "a.epub": (lambda _: b"PK\x03\x04" + b"\1" * 26 + b"mimetypeapplication", "pandoc -t plain"),
+    "made_by_openpyxl.xlsx": (lambda _: ZIPPED, "a spreadsheet; save it as CSV: libreoffice "),
+    "a.xlsm": (lambda _: ZIPPED, "a spreadsheet; save it as CSV: "),
+    "a.XLS": (lambda _: OLD_OFFICE, "a spreadsheet; save it as CSV: "),
+    "a.ods": (lambda _: b"PK\x03\x04" + b"\1" * 26 + b"mimetype", "a spreadsheet; save it as CSV"),
+    "a.numbers": (lambda _: ZIPPED, "a spreadsheet; save it as CSV: "),
+    "a.doc": (lambda _: OLD_OFFICE, "a document; write it as text: libreoffice "),
+    "a.odt": (lambda _: b"PK\x03\x04" + b"\1" * 26 + b"mimetype", "pandoc -t plain "),
+    "other.docx": (lambda _: ZIPPED, "a document; write it as text: pandoc -t plain "),
+    "a.pptx": (lambda _: ZIPPED, "slides; save them as PDF: libreoffice "),
+    "a.ppt": (lambda _: OLD_OFFICE, "slides; save them as PDF: libreoffice "),
+    "old_without_a_suffix": (lambda _: OLD_OFFICE, "an old file of Office; write it as text: "),
     "a.rtf": (lambda _: b"{\\rtf1\\ansi a text}", "pandoc -t plain"),
     "a.txt.lz4": (lambda _: b"\x04\x22\x4d\x18" + b"text", "packed with lz4; unpack it: lz4 -d "),
     "a.jsonl.gz": (lambda _: gzip.compress(gzip.compress(b"text")), "packed twice; unpack it once"),
@@ -117,6 +130,13 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert said in report.places[0][3]
     assert report.lost_bytes == report.n_bytes == len(raw)
     assert readers.work_units(str(path), "line", 10) == [(0, None)]
+
+
+@pytest.mark.parametrize("name", ["table.xls", "notes.doc", "slides.key", "table.numbers"])
+def test_text_under_the_name_of_a_document_is_read(tmp_path: Path, name: str) -> None:
+    """Programs write tables and web pages as .xls and .doc."""
+    (tmp_path / name).write_text("a\tb\n1\t2\n")
+    assert read(tmp_path / name, Report())
 
 
 # ---- compression -------------------------------------------------------------------------------

@@ -528,7 +528,7 @@ CHATS = {
     ),
     "turns of unknown roles": (
         {"messages": [{"role": "Customer", "content": "2 + 2?"}, a("4")]},
-        "prepare.py --text_key='user=Customer' or 'assistant=Customer' reads it; names",
+        "prepare.py --text_key='ROLE=Customer' reads it, with user or assistant for ROLE; names",
         [],
     ),
     "a thread under another key": (

@@ -38,10 +38,11 @@ def test_what_is_accepted_is_what_json_loads_takes():
         made = {"k": value(rng, 3)}
         text = json.dumps(made, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
         if rng.random() < 0.7:
-            i, new = rng.randrange(len(text)), rng.choice([*'"{}],:0e.-\\\nu', ""])
+            i, new = rng.randrange(len(text)), rng.choice([*'"{}],:0e.-\\\tu', ""])
             text = text[:i] + new + text[i + rng.randrange(2) :]
         try:
             fits = isinstance(json.loads(text, parse_constant=lambda name: 1 / 0), dict)
+            fits &= text[0] == "{"  # no space before it
         except (ValueError, ZeroDivisionError):
             fits = False
         state = state_after(text)
@@ -55,6 +56,20 @@ def test_what_is_accepted_is_what_json_loads_takes():
 @pytest.mark.parametrize("text", ["[1]", "1", '"a"', "{}{}", "{} ", "a{}", "{" + " " * 40 + "}", '{"a":' + "[" * 101])
 def test_what_is_no_object_of_bounded_size_does_not_fit(text):
     assert state_after(text) is None
+
+
+@pytest.mark.parametrize("text", [" {", "\n{", "\t", '{"a":\n\n\n1}', '{\n  \n"a":1}', '{"a\n":1}'])
+def test_spaces_that_mean_nothing_do_not_fit(text):
+    """Before the object, and empty lines: a model may write them until its limit."""
+    assert state_after(text) is None
+
+
+@pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_usual_layouts_fit(indent, line_end):
+    text = json.dumps({"a": [{"b": {"c": [1, {}]}}], "d": "e\n"}, indent=indent).replace("\n", line_end)
+    state = state_after(text)
+    assert state is not None and not state.lacks
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 1.5, "top_p": 0.9}, {"top_k": 5}])
@@ -82,12 +97,12 @@ def test_an_untrained_model_writes_json(how):
 
 
 def test_the_second_draw_has_the_probabilities_of_those_that_fit():
-    """{ is half as likely as a space, letters take most: of those that fit, one third."""
-    tokenizer = train(["ab {"] * 9, vocab_size=384)
+    """Behind {, a quote is half as likely as a space, letters take most: of those that fit, one third."""
+    tokenizer = train(['ab {"'] * 9, vocab_size=384)
     net = random_model(tiny_config(vocab_size=tokenizer.vocab_size, block_size=32), 1)
-    brace, space, a = (tokenizer.encode_token(char)[0] for char in (b"{", b" ", b"a"))
+    brace, quote, space, a = (tokenizer.encode_token(char)[0] for char in (b"{", b'"', b" ", b"a"))
     logits = torch.full((tokenizer.vocab_size,), -30.0)
-    logits[brace], logits[space], logits[a] = 0.0, 0.693147, 3.0
+    logits[[brace, quote]], logits[space], logits[a] = 0.0, 0.693147, 3.0
     net.lm_head.weight.data.zero_()
     hidden = torch.ones(net.cfg.n_embd)
     net.lm_head.weight.data[:] = logits[:, None] * hidden / net.cfg.n_embd
@@ -96,7 +111,8 @@ def test_the_second_draw_has_the_probabilities_of_those_that_fit():
     for layer in net.layers:  # the residual stream alone, a vector of ones
         for p in layer.parameters():
             p.data.zero_()
-    params = SamplingParams(max_new_tokens=1, n=200, json_object=True)
+    params = SamplingParams(max_new_tokens=2, n=200, json_object=True)
     found = generate(net, tokenizer, [[a]], params)[0].completions
-    share = sum(one.ids[0] == brace for one in found) / 200
-    assert {one.ids[0] for one in found} == {brace, space} and abs(share - 1 / 3) < 0.12
+    share = sum(one.ids[1] == quote for one in found) / 200
+    assert {one.ids[0] for one in found} == {brace}
+    assert {one.ids[1] for one in found} == {quote, space} and abs(share - 1 / 3) < 0.12

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -491,6 +492,33 @@ def test_prepare_keeps_what_the_trainers_keep(tmp_path, tok):
             assert ours == theirs, row
             kept[kind, ours] = kept.get((kind, ours), 0) + 1
     assert len(kept) == 4 and min(kept.values()) > 10
+
+
+TALK = [{"who": "Ann", "says": "How much is 2 + 2, please?"}, {"who": "Bot", "says": "It is 4."}]
+
+
+@pytest.mark.parametrize(("kind", "row", "text_key"), [
+    ("chat", {"talk": TALK}, ""),
+    ("chat", {"talk": TALK}, "messages=talk"),
+    ("chat", {"talk": TALK}, "content=says,messages=talk"),
+    ("chat", {"ask": "2 + 2?", "reply": "4"}, "answer=reply"),
+    ("preference", {"ask": "2 + 2?", "good": "4", "bad": "5"}, "question=ask"),
+])  # fmt: skip
+def test_the_text_key_of_a_hint_can_be_typed_as_it_stands(tmp_path, kind, row, text_key):
+    """Each hint repeats what was given; only KEY and ROLE are for the user to replace."""
+    path = write_rows(tmp_path / "a.jsonl", [row])
+    blanks = {"answer=KEY": "answer=reply", "question=KEY": "question=ask", "chosen=KEY": "chosen=good",
+              "rejected=KEY": "rejected=bad", "ROLE=Ann": "user=Ann", "ROLE=Bot": "assistant=Bot"}  # fmt: skip
+    for _ in range(4):
+        try:
+            run(tmp_path / "out", input=path, kind=kind, text_key=text_key, val_fraction=0.0, near=0.0)
+            break
+        except UserError as error:
+            pieces = re.search("--text_key='([^']*)'", str(error))[1].split(",")
+        given = text_key.split(",") if text_key else []
+        assert pieces[: len(given)] == given
+        text_key = ",".join(blanks.get(piece, piece) for piece in pieces)
+    assert manifest_of(tmp_path / "out")["splits"]["train"]["rows"] == 1
 
 
 def test_text_key_gives_other_names_to_the_keys_of_rows(tmp_path):

@@ -138,6 +138,21 @@ def test_mistakes_are_one_line_and_leave_nothing(run: Path) -> None:
     assert os.listdir(full) == ["notes"]
 
 
+@pytest.mark.parametrize(("base", "more"), [
+    ("org/Model-1B", "after: hf download org/Model-1B --local-dir=DIR"),
+    ("/gone/model", ""),
+    ("", ""),
+])  # fmt: skip
+def test_an_adapter_without_its_base_says_where_to_write_it(tmp_path, monkeypatch, base, more):
+    """In peft's own the base is often a name of the hub."""
+    monkeypatch.chdir(tmp_path)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": base}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"={base!r} is no model directory; write there where it is") as caught:
+        checkpoint.resolve(tmp_path)
+    assert str(caught.value).endswith(more or "where it is")
+
+
 def test_no_room_leaves_nothing(run: Path) -> None:
     out, (soft, hard) = run.parent / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))

@@ -4,6 +4,8 @@ arithmetic.
 
 import contextlib
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import ddp
+from configurator import defaults_of
 from groundup.errors import UserError
 from groundup.train.optim import (
     Optimizer,
@@ -269,8 +272,8 @@ SCHEDULE = {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_steps": 0.05, "schedu
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"min_lr": 0.01}, "min_lr=0.01 is above learning_rate=0.001, the peak; lower min_lr"),
-    ({"warmup_steps": 11.0}, "warmup_steps=11 is longer than the run, max_steps=10; give --warmup_steps=0, or a share"),
+    ({"min_lr": 0.01}, "min_lr=0.01 is above learning_rate=0.001, the peak; add --min_lr=0$"),
+    ({"warmup_steps": 11.0}, "warmup_steps=11 is longer than the run, max_steps=10; add --warmup_steps=1$"),
     ({"min_lr": 0.01, "schedule": "constant"}, ""),
     ({"warmup_steps": 10.0}, ""),
     ({"warmup_steps": 0.999}, ""),
@@ -278,6 +281,21 @@ SCHEDULE = {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_steps": 0.05, "schedu
 def test_settings_of_the_learning_rate_that_contradict_each_other(changes, says):
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         check_schedule(SCHEDULE | changes, 10)
+
+
+CONFIGS = sorted(Path("config").glob("*.py"))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=[path.stem for path in CONFIGS])
+@pytest.mark.parametrize("max_steps", [1, 5, 20])
+def test_a_shortened_run_needs_at_most_one_addition_which_is_named(config, max_steps):
+    """Each file of config/ with --max_steps=5, say, and with what the error tells to add."""
+    settings = {"learning_rate": 1.0, "warmup_steps": 0.03, "schedule": "cosine"} | defaults_of(config)
+    try:
+        check_schedule(settings, max_steps)
+    except UserError as error:
+        key, value = re.search(r"; add --(\w+)=([\d.]+)$", str(error)).groups()
+        check_schedule(settings | {key: float(value)}, max_steps)
 
 
 def test_decay_fraction_of_wsd():
