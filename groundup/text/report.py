@@ -334,11 +334,13 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         needed = 1.05 * max(n_lost / size, n_bad / max(1, n_read)) + 1e-6  # 5 % above, for rounding
         ways = f"mend them, or accept the loss with --max_bad_fraction={min(1.0, needed):.2g}"
         hint = "accepted" if accepted else f"errors.tsv says where; {ways}"
-        print(f"prepare: {what}, {places}; {hint}")
+        warning = "" if accepted else "warning: "
+        print(f"prepare: {warning}{what}, {places}; {hint}")
     n_failed, names = info["n_failed"], info["failed"]
     if n_failed:
         shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
-        print(f"prepare: {n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}")
+        what = f"{n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}"
+        print(f"prepare: warning: {what}; errors.tsv says why")
     if warning := textless(info):
         print(f"prepare: warning: {warning}")
     if too_many:

@@ -174,9 +174,7 @@ class Counts:
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     unread: Counter[str] = field(default_factory=Counter)  # rows by keys that are not read
-    optional: Counter[str] = field(
-        default_factory=Counter
-    )  # rows by keys with ? that they have; "": all
+    optional: Counter[str] = field(default_factory=Counter)  # rows by key with ? (of "": all)
     shown: dict[str, str] = field(default_factory=dict)  # the first problems, with their places
     digests: list[list] = field(default_factory=list)  # (file, sha256) of each part read
 
