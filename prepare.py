@@ -325,8 +325,11 @@ def make_out_dir(
     state = "done" if why else "up to date"
     longest = report.longest_block(manifest) if recipe.kind == "text" else LARGEST_BLOCK
     following = next_command(recipe.kind, out_dir, config["tokenizer_dir"], longest)
-    print(f"prepare: {out_dir} is {state}, with report.md; next: {following}")
-    return report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
+    # What is missing comes before the next command, which ends what most people read.
+    status = report.exit_status(manifest["info"], len(files), config["max_bad_fraction"])
+    lacking = " without what could not be read" if status else ""
+    print(f"prepare: {out_dir} is {state}{lacking}, with report.md; next: {following}")
+    return status
 
 
 if __name__ == "__main__":

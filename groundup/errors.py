@@ -78,6 +78,11 @@ def printable(text: str, keep: str = "") -> str:
     return CONTROL.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
+def one_line(text: str) -> str:
+    """Return a model's text on one line, as it is: newlines become \\n, as repr() has them."""
+    return printable(text).replace("\n", r"\n")
+
+
 @functools.cache
 def say(line: str) -> None:
     """Print a line once, on rank 0, to standard error: standard output may be data."""

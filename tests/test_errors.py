@@ -391,3 +391,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path):
         time.sleep(0.05)
     agent.kill()
     agent.communicate(timeout=10)
+
+
+def test_a_models_text_on_one_line_shows_its_newlines():
+    assert errors.one_line("\n a\r\n\n b\x1b") == r"\n a\r\n\n b\x1b"

@@ -991,9 +991,13 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
     for said in ("done", "up to date"):
         assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
         out = capsys.readouterr().out
-        assert f"out is {said}, with report.md; next: " in out and " are lost, in 2 of 4 files: " in out
-        assert f"{source}/latin.txt (7 bytes)" in out and f"{source}/torn.jsonl.gz (" in out
-        assert f"prepare: 2 of 4 files could not be read: {source}/broken.txt, {source}/latin.txt" in out
+        before, following = out.split(f"out is {said} without what could not be read, with report.md; next: ")
+        lost, failed = before.splitlines()[-3:-1]  # right before the next command
+        assert following.startswith("python pretrain.py ") and "warning" not in following
+        assert lost.startswith("prepare: warning: ") and " are lost, in 2 of 4 files: " in lost
+        assert f"{source}/latin.txt (7 bytes)" in lost and f"{source}/torn.jsonl.gz (" in lost
+        names = f"{source}/broken.txt, {source}/latin.txt"
+        assert failed == f"prepare: warning: 2 of 4 files could not be read: {names}; errors.tsv says why"
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]
     assert [row.split("\t")[3] for row in rows] == ["unreadable_file", "bad_encoding", "truncated_file"]
     assert len(sum(read_back(tmp_path / "out").values(), [])) > 60  # of the torn file, too

@@ -613,7 +613,7 @@ def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expecte
     assert header.split(" | ") == [f"{name:40}" for name in ("question", "expected")] + ["answer"]
     for i, (row, line) in enumerate(zip(rows, lines, strict=True)):
         question, expected, _, right = (cell.strip() for cell in line.split(" | "))
-        assert question == " ".join(row["question"].split())
+        assert question == row["question"].replace("\n", "\\n")
         assert (expected, right) == ("不对", "wrong") if i == 2 else right == "right"
     assert summary == f"{n - 1} of {n} answers are the expected ones"
 
@@ -675,7 +675,8 @@ def test_texts_that_a_model_continues_are_printed_without_a_file_for_them(runs, 
     assert ended.code == 0
     for text, line in zip(("猫", "a\nb", "c"), ended.out.splitlines(), strict=True):
         (answer,) = texts(directory, text, max_new_tokens=9, temperature=0)
-        assert line == printable(" ".join(text.split()) + "  ->  " + " ".join(answer.split()))
+        shown = f"{text}  ->  {answer}".replace("\n", "\\n")  # else nobody sees where a line ends
+        assert line == printable(shown)
 
 
 def test_a_conversation_that_ends_with_its_answer_is_answered_from_what_precedes(runs, tuned, tmp_path):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.align.rewards import Rewards, Rollout
-from groundup.errors import counted
+from groundup.errors import counted, one_line
 from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes, row_length
 from groundup.generate.sampling import SamplingParams
@@ -469,8 +469,7 @@ def show(drawn: Sequence[Rollout], rewards: Sequence[float]) -> list[str]:
     """Return a line for each answer: its reward, the question and the answer, shortened."""
     lines = []
     for answer, reward in zip(drawn, rewards, strict=False):  # drawn: the first ones
-        question = " ".join(answer.prompt.messages[-1]["content"].split())
-        text = " ".join(answer.text.split())
+        question, text = one_line(answer.prompt.messages[-1]["content"]), one_line(answer.text)
         figure = f"{reward:8.3f}" if answer.finished else "     cut"
         lines.append(f"{figure}  {question:.60} -> {text:.100}")
     return lines

@@ -33,9 +33,14 @@ TRUSTED = {
     "cp949": "cp949 euc_kr",
 }
 CODECS = {name: codec for codec, names in TRUSTED.items() for name in names.split()}
-# The part of a codec in which no character has a byte below 0x80. After a lost byte such a text has
-# an odd byte before the next ASCII character or line end, so the loss is always a decoding error.
-STRICT = {"gb18030": "gb2312", "cp949": "euc_kr", "euc_jis_2004": "euc_jis_2004"}
+# The part of a codec in which no character has a letter of ASCII as its second byte. A lost byte
+# leaves no letter alone there: it leaves an odd byte before the next ASCII character or line end,
+# which is a decoding error, or forms a character with a letter. Such a text is not STRICT any more.
+STRICT = {"cp949": "euc_kr", "euc_jis_2004": "euc_jis_2004"}
+# The same of GB18030: ASCII, characters of two bytes, of four bytes with digits in them.
+STRICT_GB18030 = re.compile(
+    rb"(?:[\0-\x7f]++|(?:[\x81-\xfe][\x80-\xfe])++|(?:[\x81-\xfe][0-9]){2})*+"
+)
 # Elsewhere the second byte may be one of @ to ~, and after a loss it stands alone beside wide
 # characters, as the A in a text where only half of a comma is left; in Shift-JIS as a kana of half
 # width.
@@ -417,7 +422,6 @@ class Decoder:
         self.mixed = verdict.mixed
         self.own = verdict.own
         self.hint = verdict.hint
-        self.strict = STRICT.get(self.other, "")
         self.stray = STRAY_IN.get(self.other, STRAY)
         # Of the last line that told: ASCII lines are the same in both.
         self.name = self.other if verdict.mostly else "utf-8"
@@ -447,26 +451,31 @@ class Decoder:
     def decode_other(self, raw: bytes) -> str:
         """Return the text of a line in the other encoding. Raise UnicodeDecodeError, also where a
         byte was lost."""
-        if self.strict:
-            try:
-                text = raw.decode(self.strict)
-                # Python's gb2312 has another dash and dot.
-                return raw.decode(self.other) if self.other == "gb18030" else text
-            except UnicodeDecodeError:
-                pass
         text = raw.decode(self.other)
         if self.other not in TRUSTED:
             return text
-        odd = (found for found in ALONE.finditer(text) if found[0] not in self.own)
-        if self.strict == "gb2312":
-            odd = itertools.chain(odd, filter(ate_a_letter, GLUED.finditer(text)))
-        if found := next(odd, None) or self.stray.search(text):
+        odd = self.stray.finditer(text)
+        if not self.shows_losses(raw):
+            alone = (found for found in ALONE.finditer(text) if found[0] not in self.own)
+            odd = itertools.chain(alone, odd)
+            if self.other == "gb18030":
+                odd = itertools.chain(odd, filter(ate_a_letter, GLUED.finditer(text)))
+        if found := next(odd, None):
             place = len(text[: found.start()].encode(self.other))
             where = f"before {found[0]!r}, byte {place + 1} of the line"
             how = f"convert the file: iconv -f {self.other.replace('_', '-')} -t UTF-8"
             why = f"it looks as if a byte was lost {where}; if the line is right, {how}"
             raise LostByte(self.other, raw, place, place + 1, why)
         return text
+
+    def shows_losses(self, raw: bytes) -> bool:
+        """Return whether a lost byte would show in a line otherwise than by a letter alone."""
+        if self.other == "gb18030":
+            return STRICT_GB18030.fullmatch(raw) is not None
+        try:
+            return self.other in STRICT and bool(raw.decode(STRICT[self.other]))
+        except UnicodeDecodeError:
+            return False
 
     def reads(self, raw: bytes) -> bool:
         """Return whether a line is valid in the other encoding, if that has several bytes."""

@@ -185,9 +185,11 @@ def value_at(value: object, path: tuple[str, ...]) -> object:
 
 
 def found_optional(row: object, text_key: str) -> list[str]:
-    """Return the keys with ? in a text_key under which a row has a value."""
+    """Return the keys with ? in a text_key under which a row has a value; before them "" if the
+    row has any keys, and is not a text."""
     names = [name for name in parse_text_key(text_key) if name.optional]
-    return [".".join(name.path) for name in names if value_at(row, name.path) is not None]
+    found = [".".join(name.path) for name in names if value_at(row, name.path) is not None]
+    return ["", *found] if isinstance(row, dict) else []
 
 
 def own_key(row: dict, key: str) -> str:

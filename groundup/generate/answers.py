@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from groundup.errors import UserError, counted, json_fault, naming
+from groundup.errors import UserError, counted, json_fault, naming, one_line
 from groundup.files import records, streams
 from groundup.files.answer_files import check_settings, continued_text, conversation_of
 from groundup.files.disk import lock
@@ -255,10 +255,6 @@ def shortened(text: str) -> str:
     while width_of(text) > LONGEST - 3:
         text = text[:-1]
     return text + "..."
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def context_ended(

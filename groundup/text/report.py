@@ -15,7 +15,7 @@ import numpy as np
 
 from groundup.errors import UserError, counted
 from groundup.files import turns
-from groundup.files.row_formats import describe_unread
+from groundup.files.row_formats import COLUMNS, describe_unread
 from groundup.files.splits import FEW_VAL, more_rows_for_val, share_for
 from groundup.files.text_keys import parse_text_key
 from groundup.text import answer_pairs
@@ -142,14 +142,21 @@ def summarize(
 
 
 def absent_keys(counts: Counts, recipe: Recipe) -> list[str]:
-    """Return a warning for each source of texts whose text_key has keys with ? that no row has."""
+    """Return a warning for each source of texts whose text_key has keys with ? that no row has.
+
+    If all have ?, they are keys of several layouts, so those of a known layout may be absent."""
     warnings = []
     for source in recipe.sources if recipe.kind == "text" else ():
         names = parse_text_key(source.text_key) if source.text_key else ()
         of_source, prefix = (f" of {source.name}", f"{source.name}: ") if source.name else ("", "")
-        keys = [".".join(name.path) for name in names if name.optional]
+        of_layouts = COLUMNS if all(name.optional for name in names) else ()
+        keys = [
+            ".".join(name.path)
+            for name in names
+            if name.optional and name.path[0] not in of_layouts
+        ]
         absent = [f"{key}?" for key in keys if f"{prefix}{key}" not in counts.optional]
-        if absent:
+        if absent and prefix in counts.optional:  # it has rows, not only texts
             warnings.append(f"warning: text_key{of_source}: no row has {', '.join(absent)}")
     return warnings
 
@@ -327,11 +334,13 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         needed = 1.05 * max(n_lost / size, n_bad / max(1, n_read)) + 1e-6  # 5 % above, for rounding
         ways = f"mend them, or accept the loss with --max_bad_fraction={min(1.0, needed):.2g}"
         hint = "accepted" if accepted else f"errors.tsv says where; {ways}"
-        print(f"prepare: {what}, {places}; {hint}")
+        warning = "" if accepted else "warning: "
+        print(f"prepare: {warning}{what}, {places}; {hint}")
     n_failed, names = info["n_failed"], info["failed"]
     if n_failed:
         shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
-        print(f"prepare: {n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}")
+        what = f"{n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}"
+        print(f"prepare: warning: {what}; errors.tsv says why")
     if warning := textless(info):
         print(f"prepare: warning: {warning}")
     if too_many:

@@ -174,7 +174,7 @@ class Counts:
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     unread: Counter[str] = field(default_factory=Counter)  # rows by keys that are not read
-    optional: Counter[str] = field(default_factory=Counter)  # rows by keys with ? that they have
+    optional: Counter[str] = field(default_factory=Counter)  # rows by key with ? (of "": all)
     shown: dict[str, str] = field(default_factory=dict)  # the first problems, with their places
     digests: list[list] = field(default_factory=list)  # (file, sha256) of each part read
 
@@ -246,7 +246,7 @@ class Item(NamedTuple):
     part: int = 0  # which part of the unit it is from
     is_chat: bool = False  # a text: made of a chat, where a short answer is a good one
     unread: tuple[str, ...] = ()  # keys of the row that hold content and are not read
-    optional: tuple[str, ...] = ()  # keys with ? in text_key that the row has
+    optional: tuple[str, ...] = ()  # of text_keys.found_optional
 
     @property
     def compared(self) -> str:

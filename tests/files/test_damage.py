@@ -313,6 +313,20 @@ def test_rare_characters_and_letters_of_the_text_are_kept(tmp_path: Path, line: 
         assert [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split="line")] == lines
 
 
+@pytest.mark.parametrize("rare", ["\U0001f604", "\u00f6", "\U0001f604\U0001f604 \u0219", "\u5803"])
+def test_a_letter_beside_rare_characters_that_hold_none_is_kept(tmp_path: Path, rare: str) -> None:
+    """An emoji has digits for second bytes in GB18030, so no lost byte of it leaves a letter alone."""
+    line = f"DNA的 X射线，{rare}，第n行很好。"
+    lines = [*PAGES["gb18030"], line, *PAGES["gb18030"]]
+    (tmp_path / "a.txt").write_bytes("\n".join(lines).encode("gb18030"))
+    assert [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split="line")] == lines
+    raw, decoder = line.encode("gb18030"), encodings.Decoder(encodings.Verdict("gb18030"))
+    for place in range(len(raw)):
+        if raw[place] >= 0x80:
+            with pytest.raises(UnicodeDecodeError):
+                decoder.decode(raw[:place] + raw[place + 1 :])
+
+
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
 def test_utf16_a_surrogate_costs_a_line_and_a_lost_byte_the_rest(tmp_path: Path, encoding: str) -> None:
     lines = [f"{k}: {SAMPLES['gb18030']} \U0001f600" for k in range(300)]
@@ -498,7 +512,7 @@ def test_kana_tell_japanese_whatever_the_detector_says_first(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("line", "letter", "byte"), [("剂量为每天〇mg/(kg﹒d)体重。", "d", 21), ("棑棈后h内服用药物", "h", 7)]
+    ("line", "letter", "byte"), [("剂量为每天〇mg/(kg﹒d)体重。", "d", 21), ("镕基后h内服用药物", "h", 7)]
 )
 def test_what_looks_like_a_lost_byte_is_said_as_that(tmp_path: Path, line: str, letter: str, byte: int) -> None:
     """Python's words were that a byte cannot be decoded, which is not so: the heuristic may be wrong."""

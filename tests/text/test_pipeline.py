@@ -352,6 +352,26 @@ def test_an_optional_key_that_no_row_of_a_source_has_is_told(tmp_path, tok, caps
     assert "no row has a.b?" in (tmp_path / "c/report.md").read_text("utf-8")
 
 
+def test_keys_of_several_layouts_need_not_all_occur(tmp_path, tok, capsys):
+    """The text_key of docs/data.md for files of any layout warned of those that a corpus lacks."""
+    page = (ROOT / "docs/data.md").read_text("utf-8")
+    (union,) = re.findall(r"all of these, and texts under `text` \| `--text_key='(.*)'` \|", page)
+    texts = pieces(12)
+    a = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts[:6]])
+    talks = [{"messages": [{"role": "user", "content": text}]} for text in texts[6:]]
+    b, c = write_rows(tmp_path / "b.jsonl", talks), tmp_path / "c.txt"
+    c.write_text(pieces(13)[12], "utf-8")
+    settings = {"tokenizer_dir": tok, "val_fraction": 0.0}
+    for k, files in enumerate((f"{a},{b},{c}", f"{b},{c}", f"texts: {a}; talks: {b}")):
+        assert run(tmp_path / f"out{k}", input=files, text_key=union, **settings) == 0
+        assert "warning: text_key" not in capsys.readouterr().out
+    assert run(tmp_path / "out", input=f"{b},{c}", text_key=f"{union},titel?", **settings) == 0
+    assert "warning: text_key: no row has titel?\n" in capsys.readouterr().out  # no layout has it
+    sources = {"input": f"pages: {c}; talks: {b}, text_key=messages.content"}
+    assert run(tmp_path / "pages", text_key="body?", **sources, **settings) == 0
+    assert "warning: text_key" not in capsys.readouterr().out  # pages has no rows
+
+
 # ---- conversations and pairs -----------------------------------------------------------------
 
 
