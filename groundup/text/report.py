@@ -217,12 +217,11 @@ def write_report(manifest: dict, chosen: Selection) -> None:
     """Write out/report.md: what is printed, and samples of kept documents and of those that each
     rule dropped, so that people can judge the rules."""
     info = manifest["info"]
-    warnings = [f"warning: {one}" for one in (too_small_val(manifest), textless(info)) if one]
+    said = [*summary(info), *warnings_of(manifest)]
     found = report_samples(chosen)
     if html := mostly_html([excerpt for *_, excerpt in found["kept"]]):
-        warnings.append(f"warning: {html}")
+        said.append(f"warning: {html}")
         print(f"prepare: warning: {html}")
-    said = [*summary(info), *warnings]
     lines = ["# What became of the input", "", *(f"- {line}" for line in said)]
     lines += [f"- {name}: {counted(n, 'byte')} lost" for name, n in info["input"]["files"].items()]
     # The shape of what is kept: one text of half the bytes, or a median of ten, shows a fault.
@@ -341,8 +340,6 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         shown = ", ".join(names[:3]) + (f" and {n_failed - 3} more" if n_failed > 3 else "")
         what = f"{n_failed} of {counted(n_inputs, 'file')} could not be read: {shown}"
         print(f"prepare: warning: {what}; errors.tsv says why")
-    if warning := textless(info):
-        print(f"prepare: warning: {warning}")
     if too_many:
         records = f"{n_bad:,} of {counted(n_read, 'record')}"
         print(f"prepare: {records} could not be read; {max_bad_fraction=}")
@@ -373,13 +370,16 @@ def print_report(manifest: dict, seconds: float) -> None:
     for line in summary(manifest["info"]):
         print(f"prepare: {line}")
     print_splits(manifest)
-    if warning := too_small_val(manifest):
-        print(f"prepare: warning: {warning}")
-    if manifest["format"] != ROWS_FORMAT:
-        for warning in small_sources(manifest):
-            print(f"prepare: warning: {warning}")
+    for line in warnings_of(manifest):
+        print(f"prepare: {line}")
     megabytes = manifest["info"]["bytes"]["read"] / 1e6
     print(f"prepare: {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
+
+
+def warnings_of(manifest: dict) -> list[str]:
+    """Return warnings about splits and sources that are small, and rows that were not understood."""
+    found = [too_small_val(manifest), *small_sources(manifest), textless(manifest["info"])]
+    return [f"warning: {warning}" for warning in found if warning]
 
 
 def too_small_val(manifest: dict) -> str:

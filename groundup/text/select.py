@@ -198,16 +198,15 @@ def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
     rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
     # What no one assigns below is held out: `split_rows` leaves those documents alone.
     splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
-    cut_of = [np.zeros((0, 2), np.int64)] * len(rows_of)
-    if recipe.kind == "preference":
-        split_rows("", kept, splits, chosen, recipe)
+    if recipe.kind == "preference":  # of which none is cut
+        cuts = [split_rows("", kept, splits, chosen, recipe)] * len(rows_of)
     else:
-        for number, source in enumerate(recipe.sources):
-            cut_of[number] = split_rows(source.name, rows_of[number], splits, chosen, recipe)
+        pairs = zip(recipe.sources, rows_of, strict=True)
+        cuts = [split_rows(one.name, rows, splits, chosen, recipe) for one, rows in pairs]
     parts = []
-    for number, (source, rows) in enumerate(zip(recipe.sources, rows_of, strict=True)):
+    for number, source in enumerate(recipe.sources):
         units = [unit for unit in chosen.units if unit.source == number]
-        cut = cut_of[number]
+        rows, cut = rows_of[number], cuts[number]
         ends = ends_of(rows, cut, chosen, recipe)
         parts.append(SourceDocs(source, units, rows, splits[rows], cut, ends))
     return parts
@@ -229,8 +228,7 @@ def split_rows(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
         by_prompt=recipe.kind == "preference",
     )  # fmt: skip
-    none = np.zeros((0, 2), np.int64)
-    cut = documents_to_cut(rows, chosen, recipe) if recipe.kind == "text" else none
+    cut = documents_to_cut(rows, chosen, recipe)
     if len(cut):
         whole = are_whole(cut, len(rows))
         fractions = recipe.val_fraction, recipe.test_fraction
@@ -309,9 +307,11 @@ def are_whole(cut: np.ndarray, n_rows: int) -> np.ndarray:
 
 
 def documents_to_cut(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
-    """Return (k, 2) where in `rows` the documents to cut begin and end, by `least_to_cut`. All
-    pieces of a huge document are from one record. Raise UserError where one document should give
-    several folds."""
+    """Return (k, 2) where in `rows` the documents to cut begin and end, by `least_to_cut`: none of
+    conversations or pairs. All pieces of a huge document are from one record. Raise UserError where
+    one document should give several folds."""
+    if recipe.kind != "text" or not len(rows):
+        return np.zeros((0, 2), np.int64)
     # A document begins where the unit, the part or the offset differs from the one before.
     record = np.vstack([
         np.searchsorted(chosen.starts, rows, side="right"),
@@ -323,8 +323,6 @@ def documents_to_cut(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.
         what = f"fold={recipe.fold} needs several documents, and there is one"
         raise UserError(f"prepare: {what}; use txt_split=blank")
     share = 0 if recipe.fold else recipe.val_fraction + recipe.test_fraction
-    if not len(starts):
-        return np.zeros((0, 2), np.int64)
     sizes = np.add.reduceat(chosen.rows["n_bytes"][rows].astype(np.int64), starts)
     is_cut = sizes >= least_to_cut(sizes, len(sizes), int(sizes.sum()), share)
     return np.stack([starts, np.append(starts[1:], len(rows))], axis=1)[is_cut]

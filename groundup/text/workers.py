@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def worker_pool(n_workers: int, work: Path) -> Iterator[Callable[..., Iterator[A
     """Yield a function (function, units, what it does) that works in so many processes, up to 1 in
     this one, see `with_progress`. Raise WorkerLost if one of them was killed."""
     if n_workers <= 1:
-        yield partial(with_progress, map)
+        yield lambda function, units, what: with_progress(map(function, units), units, what)
         return
     spawn = multiprocessing.get_context("spawn")
     watched, lifeline = spawn.Pipe(duplex=False)
@@ -39,7 +38,9 @@ def worker_pool(n_workers: int, work: Path) -> Iterator[Callable[..., Iterator[A
     # wait for their units.
     with pool, lifeline:
         try:
-            yield partial(with_progress, partial(in_order, pool))
+            yield lambda function, units, what: with_progress(
+                in_order(pool, function, units), units, what
+            )
         except BrokenProcessPool:
             hint = "run again, with fewer workers if memory was short; what is done is kept"
             raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None
@@ -54,12 +55,11 @@ def in_order(pool: ProcessPoolExecutor, function: Callable, units: list[Unit]) -
         yield futures.popleft().result()
 
 
-def with_progress(run: Callable, function: Callable, units: list[Unit], what: str) -> Iterator[Any]:
-    """Yield function(unit) of every unit, in order, and show how much of the input they are of.
-    run: like `map`."""
+def with_progress(results: Iterator[Any], units: list[Unit], what: str) -> Iterator[Any]:
+    """Yield the result of every unit, in order, and show how much of the input they are of."""
     sizes = [sum(part.size for part in unit.parts) for unit in units]
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None) as progress:
-        for size, result in zip(sizes, run(function, units), strict=True):
+        for size, result in zip(sizes, results, strict=True):
             yield result
             progress.update(size)
 

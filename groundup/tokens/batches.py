@@ -164,7 +164,7 @@ class Corpus:
         val_starts(data)                 where the samples of validation data start
         targets_of(source, starts)       (n,) int64: how many targets each of these samples has,
                                          where a loss is a mean over tokens (pretrain.py, sft.py)
-        by_source(max_epochs)       {number of a source: most epochs}, from paths or names
+        numbers_of(path)                 numbers of the sources that max_epochs names so
     """
 
     few_val = False
@@ -179,14 +179,8 @@ class Corpus:
     ) -> Mixture:
         """Return the order of samples. Raise UserError if max_epochs ends it before max_steps."""
         samplers = [self.sampler(k, seed, samples_per_step) for k in range(len(self.train))]
-        # max_epochs: '4', for all sources, or 'data/a=2,data/b=8'
-        epochs: dict[int, float] = {}
-        if number := parse_number(max_epochs):
-            epochs = dict.fromkeys(range(len(samplers)), number)
-        elif max_epochs:
-            epochs = self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"))
         limits = [math.inf] * len(samplers)  # in samples of each source
-        for k, most in epochs.items():
+        for k, most in self.most_epochs(max_epochs).items():
             limits[k] = max(1, int(most * samplers[k].per_epoch))
         # the settings count steps, the order counts samples
         stages = [(step * samples_per_step, weights) for step, weights in self.stages]
@@ -197,6 +191,21 @@ class Corpus:
             ends = f"with {max_epochs=} the data end after step {last} of {max_steps}"
             raise UserError(f"data: {ends}; {fewer}raise max_epochs")
         return order
+
+    def most_epochs(self, max_epochs: str) -> dict[int, float]:
+        """Return {number of a source: epochs} of '4', for all sources, or 'data/a=2,data/b=8'."""
+        if number := parse_number(max_epochs):
+            return dict.fromkeys(range(len(self.train)), number)
+        found: dict[int, float] = {}
+        weights = parse_weights(max_epochs, max_epochs, "max_epochs") if max_epochs else {}
+        for path, most in weights.items():
+            if most is None:  # a path, or a word, without a number
+                raise UserError(f"data: max_epochs has {path!r}; write '4' or 'data/a=2,data/b=8'")
+            for k in self.numbers_of(path):
+                if k in found:
+                    raise UserError(f"data: max_epochs names {self.names[k]} twice")
+                found[k] = most
+        return found
 
     def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return (n,) int64: how many targets of each of these samples are trained on."""
@@ -418,20 +427,14 @@ class TextCorpus(Corpus):
             return Sampler(data.n_rows, seed, source)
         return window_sampler(data.n_tokens, self.block_size, seed, source, self.names[source])
 
-    def by_source(self, max_epochs: dict[str, float | None]) -> dict[int, float]:
-        found = {}
-        for path, value in max_epochs.items():
-            if value is None:
-                raise UserError(f"data: max_epochs has {path!r}; write '4' or 'data/a=2,data/b=8'")
-            for source in self.by_path.get(path) or sources_of(path, "train"):
-                named = f"max_epochs names {source}"
-                if source not in self.sources:
-                    raise UserError(f"data: {named}, which data_dir does not name")
-                number = self.sources.index(source)
-                if number in found:
-                    raise UserError(f"data: {named}, twice")
-                found[number] = value
-        return found
+    def numbers_of(self, path: str) -> list[int]:
+        numbers = []
+        # a path that data_dir does not name itself may be a source of one that it names
+        for source in self.by_path.get(path) or sources_of(path, "train"):
+            if source not in self.sources:
+                raise UserError(f"data: max_epochs names {source}, which data_dir does not name")
+            numbers.append(self.sources.index(source))
+        return numbers
 
     def size(self, data: TokenData) -> str:
         return f"{data.n_tokens:,}"

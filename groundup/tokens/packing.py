@@ -12,7 +12,7 @@ import numpy as np
 
 from groundup.tokens.mixture import hash_words, permute
 from groundup.tokens.token_files import FORMAT, TokenData, file_sha256, token_dtype
-from groundup.tokens.token_writer import SHARD_TOKENS, block_sums, write_npy, write_record
+from groundup.tokens.token_writer import SHARD_TOKENS, file_sums, write_npy, write_record
 
 # ---- which document is in which row ----------------------------------------------------------
 
@@ -147,7 +147,7 @@ def pack_source(
         rows = packed_rows(data, starts, packing, span, row_tokens)
         file, sums = f"{name}_{k:05d}.npy", f"{name}_{k:05d}.crc.npy"
         write_npy(data.dir / file, rows.ravel())
-        write_npy(data.dir / sums, block_sums(rows.ravel()))
+        write_npy(data.dir / sums, file_sums(data.dir / file))
         shards.append({"file": file, "sums": sums, "tokens": rows.size})
         files += [file, sums]
     return {

@@ -340,15 +340,12 @@ class RowCorpus(Corpus):
     def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
         return Sampler(self.train[source].n_rows, seed, source)
 
-    def by_source(self, max_epochs: dict[str, float | None]) -> dict[int, float]:
-        found = {}
-        for name, value in max_epochs.items():
-            known = self.names if name in self.names else self.paths
-            if name not in known or value is None:
-                paths = ", ".join(self.paths)
-                raise UserError(f"data: max_epochs has {name!r}; write path=number, of: {paths}")
-            found[known.index(name)] = value
-        return found
+    def numbers_of(self, path: str) -> list[int]:
+        known = self.names if path in self.names else self.paths
+        if path not in known:
+            paths = ", ".join(self.paths)
+            raise UserError(f"data: max_epochs has {path!r}; write path=number, of: {paths}")
+        return [known.index(path)]
 
     def report(self) -> list[str]:
         """Return lines for people: the content of each source, and what was left out."""

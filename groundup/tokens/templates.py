@@ -224,7 +224,7 @@ class ChatTemplate:
         self.markers = self._find_markers(source, list(specials), list(words), strips or {})
         self.closing = self._find_closing()
         self.thoughts_key = self._find_thoughts_key(source)
-        self.opens_thoughts = self._find_opened_thoughts()
+        self.opens_thoughts = bool(opened_thoughts(self.trial(TRIAL[0], opens=True)))
 
     def _find_markers(
         self,
@@ -235,10 +235,8 @@ class ChatTemplate:
     ) -> Markers:
         """Return the markers among the added tokens: those that the template writes."""
         system = {"role": "system", "content": "c"}
-        rendered = ""
-        for talk, prompt in ((TRIAL, False), (TRIAL[:1], True), ([system, *TRIAL], False)):
-            with suppress(UserError):
-                rendered += self.text(RenderInput(talk, opens=prompt))
+        rendered = self.trial(*TRIAL) + self.trial(TRIAL[0], opens=True)
+        rendered += self.trial(system, *TRIAL)
         # "\n\n" and "user" may be added tokens, too: they are no markers
         words = [word for word in words if re.search(r"\w", word) and re.search(r"\W", word)]
         words = [word for word in words if word in source or word in rendered]
@@ -254,32 +252,24 @@ class ChatTemplate:
                 return closing[-1].text if closing else ""
             return ""
         said = {"role": "assistant", "content": BEGIN}
-        with suppress(UserError):
-            after = self.text(RenderInput([TRIAL[0], said])).partition(BEGIN)[2]
-            found = re.match(rf"(?s:.*?)(?:{self.markers.name.pattern})+", after)
-            return found[0] if found else ""
-        return ""
+        after = self.trial(TRIAL[0], said).partition(BEGIN)[2]
+        found = re.match(rf"(?s:.*?)(?:{self.markers.name.pattern})+", after)
+        return found[0] if found else ""
 
     def _find_thoughts_key(self, source: str) -> str:
         """Return the key of thoughts that are not written as they are when they come as text."""
         probe = PROBES["assistant"]
         text = {"role": "assistant", "content": f"<think>\n{probe}\n</think>\n\nb"}
+        as_text = self.trial(TRIAL[0], text)
         for key in (*THOUGHT_KEYS, AS_PARTS):
             if (key if key != AS_PARTS else "thinking") not in source:
                 continue
-            with suppress(UserError):
-                as_text = self.text(RenderInput([TRIAL[0], text]))
-                written = self.text(RenderInput([TRIAL[0], put_thoughts(TRIAL[1], key, probe)]))
-                # a template that writes a list of parts as it is writes the names in it
-                is_list = written.count("thinking") > as_text.count("thinking")
-                if probe in written and written != as_text and not is_list:
-                    return key
+            written = self.trial(TRIAL[0], put_thoughts(TRIAL[1], key, probe))
+            # a template that writes a list of parts as it is writes the names in it
+            is_list = written.count("thinking") > as_text.count("thinking")
+            if as_text and probe in written and written != as_text and not is_list:
+                return key
         return ""
-
-    def _find_opened_thoughts(self) -> bool:
-        with suppress(UserError):
-            return bool(opened_thoughts(self.text(RenderInput(TRIAL[:1], opens=True))))
-        return False
 
     def with_thoughts(self, message: dict) -> dict:
         """Return a message with its thoughts as the template takes them."""
@@ -390,6 +380,12 @@ class ChatTemplate:
         except self.errors as error:
             refuses = "the chat template refuses this conversation"
             raise UserError(f"tokenizer: {refuses}: {error}") from None
+
+    def trial(self, *messages: dict, opens: bool = False) -> str:
+        """Return `text` of a short conversation, "" if the template refuses it."""
+        with suppress(UserError):
+            return self.text(RenderInput(list(messages), opens=opens))
+        return ""
 
     def answer(self, text: str, talk: RenderInput, i: int) -> Span:
         """Return where the answer of message i stands in `text`.

@@ -80,15 +80,8 @@ def write_record(path: Path, record: dict) -> None:
     write_json(path, record | {"crc32": record_sum(record)})
 
 
-def block_sums(tokens: np.ndarray) -> np.ndarray:
-    """Return the CRC-32 of each block of token ids, uint32."""
-    size = BLOCK_BYTES // tokens.itemsize  # tokens in a block
-    blocks = [tokens[k : k + size] for k in range(0, len(tokens), size)]
-    return np.array([zlib.crc32(block) for block in blocks], np.uint32)
-
-
 def file_sums(path: Path) -> np.ndarray:
-    """Return the CRC-32 of each block of a file of token ids, as `block_sums`."""
+    """Return the CRC-32 of each block of a file of token ids, uint32."""
     with open(path, "rb") as f:
         f.seek(len(npy_header(np.dtype("u1"), 0)))  # the header is no part of a block
         blocks = iter(lambda: f.read(BLOCK_BYTES), b"")
