@@ -371,6 +371,23 @@ def test_the_context_before_scaling_is_that_of_the_config_unless_said(tmp_path: 
     torch.testing.assert_close(logits_of(huggingface.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3, LINEAR])
+@pytest.mark.parametrize("beside", ["absent", 4])
+@pytest.mark.parametrize("within", ["absent", 8])
+@pytest.mark.parametrize("words", ["rope_parameters", "rope_scaling"])
+def test_the_context_before_scaling_may_stand_beside_the_other_settings(
+    tmp_path: Path, scaling: dict, beside: object, within: object, words: str
+) -> None:
+    """Phi-3's place for it, which transformers 5 asks first; a config of another family may have it there too."""
+    key = "original_max_position_embeddings"
+    hf_llama(rope_parameters=scaling | {"rope_theta": 1e4}).save_pretrained(tmp_path)
+    rope = {name: value for name, value in (scaling | {key: within}).items() if value != "absent"}
+    places = {"rope_parameters": "absent", "rope_theta": 1e4, key: beside}
+    edit_config(tmp_path, **places | {words: rope | {"rope_theta": 1e4}})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(huggingface.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
+
+
 def test_settings_of_rotary_positions_that_are_not_read_are_named(tmp_path: Path, capsys) -> None:
     """DeepSeek-R1-0528-Qwen3-8B has attn_factor, which transformers passes over too."""
     hf_llama(rope_parameters=YARN | {"rope_theta": 1e4}).save_pretrained(tmp_path)
