@@ -6,6 +6,7 @@ and 4 gloo processes.
 """
 
 import copy
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -575,3 +576,14 @@ def test_start_step_after_resuming() -> None:
     parallel.n_updates = 5
     grads = noise(model, ranks.World(0, 0, 1), 0)[0]
     assert relative(send(model, parallel, grads)["a"], grads["a"]) > 0.1
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 1, 2**31, 2**32, 1_790_000_000_123_456_789, 2**63 - 1])
+def test_any_seed_that_the_setting_may_have(seed: int) -> None:
+    model, hook = Matrices(), powersgd(2, seed=seed)
+    ddp.DDP(model, hook=hook)
+    basis = hook.state_dict()["a"]["basis"]
+    assert torch.linalg.matrix_rank(basis) == 2
+    if -(2**31) <= seed < 2**31:  # as torch draws from the seed and the name, side by side
+        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(b"a"))
+        assert torch.equal(basis, torch.randn(basis.shape, generator=generator))

@@ -190,8 +190,11 @@ def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
     if unread := [key for key in rope if key not in known]:
         what = f"rotary positions are computed without {listed(unread)}"
         say(f"checkpoint: warning: {path}: {what}")
-    # as transformers, if nothing is said about the context before scaling
-    rope = {"original_max_position_embeddings": hf["max_position_embeddings"]} | rope
+    # The context before scaling may stand outside of them, as in Phi-3, which then comes first. If
+    # nothing is said, it is the whole context. transformers 5 does the same.
+    key = "original_max_position_embeddings"
+    check_number(hf, key, path)
+    rope = rope | {key: hf.get(key) or rope.get(key) or hf["max_position_embeddings"]}
     scaling = {key: rope[key] for key in keys if rope.get(key) is not None}
     if missing := [key for key in ROPE_NEEDS[kind] if key not in scaling]:
         raise wrong(path, f"rope_type={kind!r} without {listed(missing)}")

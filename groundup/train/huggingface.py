@@ -213,18 +213,25 @@ def open_safetensors(path: Path) -> Any:
         fail(f"cannot read {path}: {why}")
 
 
+def read_index(directory: Path) -> dict[str, str]:
+    """Return {tensor: file} of the index of a directory's shards, {} if it has none."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists() or (directory / "model.safetensors").exists():
+        return {}
+    # A name with a folder could point anywhere on this machine.
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(map(is_name, shards.values())):
+        fail(f"{index} is damaged: weight_map must name files of its directory")
+    return shards
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Return the files of a directory's weights: an adapter's, one, or the shards of an index."""
     if is_adapter(directory):
         return [directory / ADAPTER_WEIGHTS]
-    paths = [directory / "model.safetensors"]
-    index = directory / "model.safetensors.index.json"
-    if index.exists() and not paths[0].exists():
-        # weight_map is {tensor: file}. A name with a folder could point anywhere on this machine.
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(map(is_name, shards.values())):
-            fail(f"{index} is damaged: weight_map must name files of its directory")
+    if shards := read_index(directory):
         return [directory / shard for shard in sorted(set(shards.values()))]
+    paths = [directory / "model.safetensors"]
     if not paths[0].exists():  # a copy without the index
         paths = sorted(directory.glob("model-*-of-*.safetensors")) or paths
     return paths
@@ -232,15 +239,22 @@ def weight_files(directory: Path) -> list[Path]:
 
 def open_weights(directory: Path) -> dict[str, Stored]:
     """Return the weights by our names, of an adapter its own. Only headers are read."""
-    tensors = {}
-    # The index is not asked further: check_fit finds what is missing.
+    tensors: dict[str, Stored] = {}
+    index = {} if is_adapter(directory) else read_index(directory)
     for path in weight_files(directory):
         with open_safetensors(path) as file:
             for name in file.keys():
+                # A shard may hold an old copy of what the index takes from another one. What the
+                # index does not name is used: check_fit finds what is missing or too much.
+                if index.get(name, path.name) != path.name:
+                    continue
                 tensor = file.get_slice(name)
                 ours = name.removeprefix(PREFIX).removeprefix("model.")
                 # Beside a larger vocabulary peft also writes a layer's names in memory.
                 ours = ours.replace(".modules_to_save.", ".")
+                other = tensors[ours].path if ours in tensors else path
+                if other != path:  # shards of two models, and no index that says which to take
+                    fail(f"{name} is in both {other} and {path}; remove what is not of this model")
                 tensors[ours] = Stored(path, name, tensor.get_shape(), tensor.get_dtype())
     # Conversions of the first Llamas store a constant, which follows from the configuration, peft a
     # layer as it was before it was trained whole.

@@ -88,6 +88,7 @@ class PowerSGD:
         for name in names:
             # On the CPU, so that ranks with other devices draw the same numbers.
             seed = self.seed * 2**32 + zlib.crc32(name.encode())
+            seed %= 2**64  # the setting may have 64 bits of its own, and torch takes no more
             generator = torch.Generator().manual_seed(seed)
             bases.append(torch.randn(grad.shape[2], r, generator=generator))
         return Stack(names, grad, error, torch.stack(bases).to(error))

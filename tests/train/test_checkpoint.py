@@ -296,6 +296,24 @@ def test_load_model_computes_their_logits(tmp_path: Path, kind: str, shard: str)
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("stale", ["first", "last"])
+def test_of_a_tensor_in_two_shards_the_index_decides(tmp_path: Path, stale: str) -> None:
+    """Models are published whose index takes new tensors from one file and the rest from the old files."""
+    theirs = hf_llama()
+    theirs.save_pretrained(tmp_path, max_shard_size="3KB")
+    shards = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    files = sorted(set(shards.values()))
+    old, right = (files[0], files[-1]) if stale == "first" else (files[-1], files[0])
+    name = next(name for name, file in shards.items() if file == right)
+    value = load_file(tmp_path / right)[name]
+    save_file(load_file(tmp_path / old) | {name: torch.randn_like(value)}, tmp_path / old)
+    torch.testing.assert_close(logits_of(huggingface.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
+    # Without the index nobody knows which of the two is meant.
+    (tmp_path / "model.safetensors.index.json").unlink()
+    line = error_line(huggingface.load_model, tmp_path)
+    assert all(word in line for word in (name, old, right, "remove"))
+
+
 def test_shards_are_found_without_their_index(tmp_path: Path) -> None:
     theirs = hf_llama()
     theirs.save_pretrained(tmp_path, max_shard_size="3KB")
@@ -368,6 +386,23 @@ def test_the_context_before_scaling_is_that_of_the_config_unless_said(tmp_path: 
     edit_config(tmp_path, rope_parameters=rest | {"rope_theta": 1e4})
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert huggingface.load_config(tmp_path) != before
+    torch.testing.assert_close(logits_of(huggingface.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3, LINEAR])
+@pytest.mark.parametrize("beside", ["absent", 4])
+@pytest.mark.parametrize("within", ["absent", 8])
+@pytest.mark.parametrize("words", ["rope_parameters", "rope_scaling"])
+def test_the_context_before_scaling_may_stand_beside_the_other_settings(
+    tmp_path: Path, scaling: dict, beside: object, within: object, words: str
+) -> None:
+    """Phi-3's place for it, which transformers 5 asks first; a config of another family may have it there too."""
+    key = "original_max_position_embeddings"
+    hf_llama(rope_parameters=scaling | {"rope_theta": 1e4}).save_pretrained(tmp_path)
+    rope = {name: value for name, value in (scaling | {key: within}).items() if value != "absent"}
+    places = {"rope_parameters": "absent", "rope_theta": 1e4, key: beside}
+    edit_config(tmp_path, **places | {words: rope | {"rope_theta": 1e4}})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(logits_of(huggingface.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
 
 
