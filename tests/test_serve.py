@@ -387,6 +387,21 @@ def test_tools_are_asked_as_in_training_and_calls_come_back(server, client, alon
     assert found.choices[0].message.content == want.completions[0].text
 
 
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_call_of_openais_older_form_is_in_the_prompt(content):
+    """function_call and the role function are deprecated, but clients still send old conversations."""
+    function = {"name": "wetter", "arguments": '{"ort": "北京"}'}
+    old = [{"role": "assistant", "content": content, "function_call": function}]
+    old += [{"role": "function", "name": "wetter", "content": "晴"}]
+    new = [{"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}]
+    new += [{"role": "tool", "content": "晴"}]
+    assert openai_api.conversation(ASKED + old) == openai_api.conversation(ASKED + new)
+    none = {"role": "assistant", "content": "a", "function_call": None}  # as the clients' objects have it
+    assert openai_api.conversation([*ASKED, none])[1] == {"role": "assistant", "content": "a"}
+    with pytest.raises(Refused, match="function_call must be"):
+        openai_api.conversation([*ASKED, {"role": "assistant", "content": "", "function_call": "wetter"}])
+
+
 @pytest.fixture(scope="module")
 def tool_client(tmp_path_factory):
     """A client of a server that runs tools."""

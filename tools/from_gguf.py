@@ -323,7 +323,7 @@ def byte_level_bpe(get: dict, marked: list[tuple[int, str, bool]], first: str) -
     found["model"] |= {
         "vocab": {token: i for i, token in enumerate(get["tokens"])},
         "merges": [merge.split(" ") for merge in get["merges"]],
-        "ignore_merges": pre == "llama-bpe",  # as llama.cpp has it
+        "ignore_merges": pre in ("llama-bpe", "tekken"),  # as llama.cpp has it
     }
     for i, token, is_special in marked:
         found["added_tokens"].append(added_token(token, i) | {"special": is_special})

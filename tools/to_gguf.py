@@ -38,7 +38,7 @@ from configurator import configure
 from groundup.errors import UserError, listed, refuse
 from groundup.files.paths import check_replaceable
 from groundup.files.untrusted import read_json
-from groundup.tokens.engines import merge_words
+from groundup.tokens.engines import Unsupported, byte_level_steps, merge_words, split_pattern
 from groundup.train import checkpoint, huggingface
 from groundup.train.config_json import from_hf_config
 from groundup.train.huggingface import open_weights
@@ -182,9 +182,11 @@ def add_tokenizer(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
 
 def add_byte_level(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
     description = json.loads(tokenizer.files["tokenizer.json"])
-    step = description.get("pre_tokenizer") or {"type": "none"}
-    steps = split_of(step.get("pretokenizers") or [step])
-    known = [name for name, of in PRE_TOKENIZERS.items() if split_of(of) == steps]
+    try:
+        pattern, _ = byte_level_steps(description)
+    except Unsupported:
+        pattern = ""
+    known = [name for name, of in PRE_TOKENIZERS.items() if pattern_of(of) == pattern]
     if not known:
         what = "llama.cpp cannot split text as this tokenizer does"
         raise UserError(f"to_gguf: {what}; train one with pattern=qwen")
@@ -200,9 +202,9 @@ def add_byte_level(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
     writer.add_token_merges([" ".join(merge) for merge in merge_words(description["model"])])
 
 
-def split_of(steps: list[dict]) -> list:
-    """Return what decides how the steps of a pre_tokenizer split text."""
-    return [(step["type"], step.get("pattern"), step.get("use_regex", True)) for step in steps]
+def pattern_of(steps: list[dict]) -> str:
+    """Return the regular expression by which the steps of a pre_tokenizer split text."""
+    return split_pattern({"type": "Sequence", "pretokenizers": steps})
 
 
 def add_sentencepiece(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:

@@ -204,7 +204,8 @@ def hint_of_list(row: dict, kind: str, is_other: bool) -> str:
     """Return what to do about the first list in a row of no known format, "" if nothing helps.
 
     is_other: the row is of another kind, so the list needs no guess."""
-    thread = next((key for key, value in row.items() if turns.is_thread(value)), "")
+    lists = (key for key, value in row.items() if turns.is_thread(value))
+    thread = next((key for key in lists if key not in OPTIONS), "")
     if not thread:
         return ""
     found = listed(row[thread])  # None: a list of texts
@@ -399,6 +400,7 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
     left = [key for key in others if has_content(row[key])]
     # false is no content, but "train": false may mean that the row is not to be learned
     left += [key for key in others if row[key] is False and OF_FLAGS.search(key)]
+    left += [key for key in others if kind == "chat" and says_bad(key, row[key])]
     if left:  # Is it said elsewhere? Many sets have the question again under another key.
         seen = [row[key] for key in known]
         for listing in threads.values():
@@ -452,7 +454,7 @@ def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
             value = turn[name]
             # What may be a flag is named even if it is a number: without it a model would be
             # trained on an answer that the row says not to learn from.
-            is_flag = value is not None and OF_FLAGS.search(name)
+            is_flag = (value is not None and OF_FLAGS.search(name)) or says_bad(name, value)
             is_obeyed = name in WEIGHTS and not math.isnan(as_number(value))
             if not is_obeyed and (is_flag or (not is_about(name) and has_content(value))):
                 found[name] = None
@@ -461,6 +463,16 @@ def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
 
 # in the name of a key of a turn that may say whether to learn from it, whatever it holds
 OF_FLAGS = re.compile("loss|train|learn|mask|weight", re.IGNORECASE)
+
+# keys that say whether an answer is a good one
+VERDICT = re.compile("(is_)?(correct|safe|valid|passed|accepted|resolved|verified)", re.IGNORECASE)
+
+
+def says_bad(key: str, value: object) -> bool:
+    """Return whether a key says that an answer is wrong or unsafe (OpenMathInstruct, BeaverTails).
+
+    Nobody said that such an answer is not to be learned, so the key is only named."""
+    return type(value) in (bool, int) and not value and VERDICT.fullmatch(key) is not None
 
 
 def has_content(value: object) -> bool:
@@ -1012,9 +1024,9 @@ def conversing(name: str, keys: str) -> RowFormat:
 
 def scoring(name: str, keys: str, answer_key: str, score: str) -> RowFormat:
     """Return a format of rows with a question and a list of answers with scores."""
-    return RowFormat(
-        name, keys, partial(best_and_worst, *keys.split(","), answer_key, score), ASKED
-    )
+    _, key = keys.split(",")
+    read_row = partial(best_and_worst, *keys.split(","), answer_key, score)
+    return RowFormat(name, keys, read_row, ASKED, fits=lambda row: listed(row[key]) is not None)
 
 
 def better(name: str, keys: str, says: tuple) -> RowFormat:

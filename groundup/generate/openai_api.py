@@ -63,7 +63,7 @@ REFUSED_IN_COMPLETIONS = {"add_special_tokens": (True,)}
 # Fields that change no answer. Others that are not known are named in the log.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier")
 WITHOUT_EFFECT += ("prompt_cache_key", "cache_prompt", "parallel_tool_calls")
-MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "function_call")
 UNREAD = ("id", "reasoning_content", "reasoning")  # thoughts of earlier answers are not repeated
 MAX_N, MAX_TOP_LOGPROBS, MAX_STOPS = 16, 20, 16
 MAX_LOGGED = 100  # names of unknown fields
@@ -339,6 +339,9 @@ def message_problem(message: Any) -> str:
     for call in message.get("tool_calls") or ():
         if not has_function(call):
             return f": a call must have a function with a name, got {call!r:.80}"
+    call = message.get("function_call")  # OpenAI's older form of a single call
+    if call is not None and not has_function({"function": call}):
+        return f": function_call must be an object with a name, got {call!r:.80}"
     return ""
 
 

@@ -159,18 +159,12 @@ class ByteLevelBPE(Engine):
 
     def __init__(self, description: dict) -> None:
         """Take a parsed tokenizer.json. Raise Unsupported if tiktoken would differ."""
-        model = description["model"]  # a file without it is damaged
         super().__init__(description.get("added_tokens") or [])
         self._check_words()
-        normalizer = (description.get("normalizer") or {}).get("type", "")
-        no_steps = {"type": "Sequence", "normalizers": []}
-        if normalizer not in ("", "NFC") and description["normalizer"] != no_steps:
-            raise Unsupported(f"its normalizer {normalizer!r} is not supported; none and NFC are")
-        self.nfc = normalizer == "NFC"  # else there is none, or one without steps
-        self.pattern = split_pattern(description.get("pre_tokenizer"))
+        self.pattern, self.nfc = byte_level_steps(description)
         # newer files list added tokens among the others, too
         added = self.special_tokens | self.words
-        self.ranks = read_ranks(model, added)  # checked: tiktoken merges alike
+        self.ranks = read_ranks(description["model"], added)  # checked: tiktoken merges alike
         self.missing = bytes(b for b in range(256) if bytes([b]) not in self.ranks)
 
         self.added_words = set(self.words)  # tiktoken takes no other collection
@@ -245,6 +239,21 @@ class ByteLevelBPE(Engine):
         return [self.pattern, self.nfc, sorted(self.words), tokens]
 
 
+def byte_level_steps(description: dict) -> tuple[str, bool]:
+    """Return (pattern that splits text, whether text is first brought to form C) of the byte-level
+    BPE in a parsed tokenizer.json. Raise Unsupported for any other tokenizer."""
+    model = description["model"]  # a file without it is damaged
+    normalizer = (description.get("normalizer") or {}).get("type", "")
+    no_steps = {"type": "Sequence", "normalizers": []}
+    if normalizer not in ("", "NFC") and description["normalizer"] != no_steps:
+        raise Unsupported(f"its normalizer {normalizer!r} is not supported; none and NFC are")
+    pattern = split_pattern(description.get("pre_tokenizer"))
+    others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if model.get("type") != "BPE" or any(model.get(key) for key in others):
+        raise Unsupported(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
+    return pattern, normalizer == "NFC"
+
+
 def split_pattern(pre_tokenizer: dict | None) -> str:
     """Return the regular expression that splits text into chunks.
 
@@ -271,9 +280,6 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
 
 def read_ranks(model: dict, added: dict[str, int]) -> dict[bytes, int]:
     """Return {token: id} of the "model" in a tokenizer.json without its added tokens {text: id}."""
-    others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    if model.get("type") != "BPE" or any(model.get(key) for key in others):
-        raise Unsupported(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
     ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in added}
     ids = [*ranks.values(), *added.values()]
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) < len(ids):

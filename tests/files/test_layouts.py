@@ -54,6 +54,32 @@ HH_TURNS = [u("Hi"), a("Hello"), u("2 + 2?")]
 
 # name: (row, messages or why it is left out, unread keys)
 CHATS = {
+    # Z: verdicts that are no, which nobody obeys, are named
+    "BeaverTails": (
+        {"prompt": "How?", "response": "So.", "category": {"theft": True}, "is_safe": False},
+        [u("How?"), a("So.")],
+        ["category", "is_safe"],
+    ),
+    "BeaverTails, safe": (
+        {"prompt": "How?", "response": "So.", "is_safe": True},
+        [u("How?"), a("So.")],
+        [],
+    ),
+    "OpenMathInstruct, wrong": (
+        {"question": "1 + 1?", "generated_solution": "3", "is_correct": False, "error_message": ""},
+        [u("1 + 1?"), a("3")],
+        ["is_correct"],
+    ),
+    "a verdict as a number": (
+        {"question": "1 + 1?", "answer": "3", "correct": 0, "difficulty": 0},
+        [u("1 + 1?"), a("3")],
+        ["correct"],
+    ),
+    "a verdict of a turn": (
+        {"messages": [u("1 + 1?"), a("3") | {"correct": False, "edited": False}]},
+        [u("1 + 1?"), a("3")],
+        ["messages.correct"],
+    ),
     # A: keys beside the question and the answer
     "sql-create-context": (
         {"question": "How many?", "context": "CREATE TABLE t (n INT)", "answer": "SELECT 1"},
@@ -1735,3 +1761,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_hint_speaks_of_what_a_row_may_be():
+    """Options are no turns, and a list of answers without scores is no list of rated ones."""
+    options = {"text": ["Tea", "Ice"], "label": ["A", "B"]}
+    for row in (
+        {"question_stem": "What is hot?", "choices": options, "answerKey": "A"},  # OpenBookQA
+        {"question": "What is hot?", "documents": [{"title": "Tea"}], "answers": ["Tea"]},  # DuReader
+    ):
+        problem = messages_of(row)[1]
+        assert "choices as turns" not in problem and "rated answers" not in problem, problem

@@ -197,6 +197,50 @@ def error_of(*command: str | Path) -> str:
     return done.stderr
 
 
+# Ways to change a tokenizer.json so that llama.cpp, which knows patterns by name, gives other ids
+OTHER_WAYS = {
+    "lower case": {"normalizer": {"type": "Lowercase"}},
+    "NFKC": {"normalizer": {"type": "NFKC"}},
+    "replaced": {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "_"}},
+    "a space before": {"pre_tokenizer": from_gguf.GPT2 | {"add_prefix_space": True}},
+    "groups of digits": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": False}, from_gguf.GPT2,
+    ]}},
+    "matches removed": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        from_gguf.PRE_TOKENIZERS["qwen2"][0] | {"behavior": "Removed"}, from_gguf.PRE_TOKENIZERS["qwen2"][1],
+    ]}},
+    "words": {"model": {"type": "WordLevel", "unk_token": "a"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(way, tmp_path, tokenizer):
+    description = json.loads(tokenizer.files["tokenizer.json"])
+    change = OTHER_WAYS[way]
+    if "model" in change:
+        change = {"model": change["model"] | {"vocab": description["model"]["vocab"]}}
+    changed = Tokenizer(tokenizer.files | {"tokenizer.json": to_json(description | change)})
+    make("llama", tmp_path / "hf", changed)
+    with pytest.raises(UserError, match="llama.cpp cannot split text as this tokenizer does"):
+        to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    assert [one.name for one in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "cl100k", "qwen"])
+def test_our_own_patterns_have_names_in_llama_cpp(pattern, tmp_path):
+    tokenizer = train(TEXTS, vocab_size=512, pattern=pattern)
+    make("llama", tmp_path / "hf", tokenizer)
+    to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    from_gguf.convert(tmp_path / "m.gguf", tmp_path / "back", torch.float32)
+    assert Tokenizer.load(tmp_path / "back").encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+
+
+@pytest.mark.parametrize(("name", "ignores"), [("llama-bpe", True), ("tekken", True), ("qwen2", False)])
+def test_whole_chunks_are_taken_before_merges_where_llama_cpp_does(name, ignores):
+    get = {"pre": name, "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    assert from_gguf.byte_level_bpe(get, [], "")["model"]["ignore_merges"] is ignores
+
+
 @pytest.mark.slow
 def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(tmp_path, tokenizer):
     make("llama", tmp_path / "hf", train(TEXTS, vocab_size=512, pattern="gpt4"))
