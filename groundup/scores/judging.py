@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from configurator import split_names
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError, counted
@@ -83,14 +84,10 @@ class MarkedPairs(PairReader):
             raise BadRow(f"longer than the model's {self.longest} tokens", f"{n_tokens} tokens")
 
 
-def paths_of(data: str) -> list[str]:
-    return [part.strip() for part in data.split(",") if part.strip()]
-
-
 def files_of_rows(data: str) -> list[str]:
     """Return the files that `data` names, of a directory of prepare.py its own. Raise UserError."""
     found: list[str] = []
-    for path in paths_of(data):
+    for path in filter(None, split_names(data)):
         if Path(path, "manifest.json").exists():
             found += map(str, Path(path).glob("*.jsonl"))
         else:
@@ -117,7 +114,7 @@ def evaluate_preference(
     block_size = model.cfg.block_size
     if reference is not None:  # both read every pair
         block_size = min(block_size, reference.cfg.block_size)
-    paths = paths_of(data)
+    paths = list(filter(None, split_names(data)))
     sources = [read_source(path, MarkedPairs(tokenizer, block_size), 0.0) for path in paths]
     # a prepared directory has a validation split; of a file all pairs count
     marked = [one for source in sources for one in (source.val or source.train)[: limit or None]]

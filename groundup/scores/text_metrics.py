@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from configurator import split_names
 from groundup.errors import UserError
 from groundup.generate.call_forms import THINK, THINK_END, divide_thoughts
 from groundup.generate.completion import prompt_ids
@@ -23,7 +24,7 @@ from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import split_over_ranks
 from groundup.text import clean
 from groundup.tokens.conversations import ChatReader
-from groundup.tokens.rows import paths_of, read_source
+from groundup.tokens.rows import read_source
 from groundup.tokens.templates import opened_thoughts
 from model import Transformer
 from tokenizer import Tokenizer
@@ -88,7 +89,7 @@ def evaluate_generation(
 def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, list[str]]:
     """Return (questions, {reason: how many are left out}, places of the first of these)."""
     found, left_out, places = [], Counter(), []
-    for path in paths_of(data):
+    for path in filter(None, split_names(data)):
         source = read_source(path, ChatReader(), 0.0)
         left_out += source.reader.dropped
         places += source.reader.places

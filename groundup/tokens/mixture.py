@@ -92,7 +92,7 @@ def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, floa
         path, number = split_weight(part)  # the number as text, or ""
         weight = parse_number(number) if number else None
         named = f"{part!r} in {key}={spec!r}"
-        if not spec.strip():
+        if not (text or spec).strip():
             raise UserError(f"data: {key} is empty; give --{key}=PATH")
         if not path or (number and weight is None):
             raise UserError(f"data: {named} is not 'path' or 'path=weight above 0'")
