@@ -228,7 +228,8 @@ if __name__ == "__main__":
 
     # ---- data
     kind = LabelCorpus if loss == "kto" else PairCorpus
-    corpus = kind(data, tokenizer, block_size, seed, val_data, val_fraction)
+    context = model_config.block_size
+    corpus = kind(data, tokenizer, block_size, seed, val_data, val_fraction, context=context)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_pairs": pairs_per_step, "world_size": world_size}
     max_steps = steps_of(

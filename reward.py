@@ -200,7 +200,8 @@ if __name__ == "__main__":
     )
 
     # ---- data
-    corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
+    context = model_config.block_size
+    corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction, context=context)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_pairs": pairs_per_step, "world_size": world_size}
     max_steps = steps_of(

@@ -248,13 +248,18 @@ if __name__ == "__main__":
     # ---- rewards and prompts
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens  # prompt
+    # the longest that any block_size allows
+    most = model_config.block_size
+    context = min(most, rewards.block_size or most) - max_new_tokens
     reads = f"reward={reward!r} reads {rewards.block_size} tokens"
     refuse(longest < 1, f"{reads}, {max_new_tokens=} leaves no room for a prompt")
     toolbox = Tools(tools) if tools else None  # a process in which they run
     schemas = toolbox.schemas if toolbox else []
     if toolbox:
         check_template(tokenizer, toolbox)
-    corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction, schemas)
+    corpus = PromptCorpus(
+        data, tokenizer, longest, seed, val_data, val_fraction, schemas, context=context
+    )
     corpus.need_validation(val_fraction)
     settings = config | {"world_size": world_size}
     max_steps = steps_of(settings, corpus.n_rows, prompts_per_step, "prompts_per_step", "prompts")
@@ -327,7 +332,7 @@ if __name__ == "__main__":
 
     # ---- the critic
     if is_ppo:
-        critic_config = huggingface.tuned_config(critic_dir, tokenizer.vocab_size, block_size, 0.0)
+        critic_config = huggingface.tuned_config(critic_dir, tokenizer.vocab_size, config, 0.0)
         with weights_to_load(trainable, torch_dtype):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))

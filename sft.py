@@ -232,7 +232,8 @@ if __name__ == "__main__":
 
     # ---- data
     share_rows = {"auto": None, "yes": True, "no": False}[pack]
-    corpus = ChatCorpus(data, tokenizer, block_size, seed, val_data, val_fraction, share_rows)
+    share = {"pack": share_rows, "context": model_config.block_size}
+    corpus = ChatCorpus(data, tokenizer, block_size, seed, val_data, val_fraction, **share)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_tokens": tokens_per_step, "world_size": world_size}
     settings |= {"pack": corpus.pack, "epochs": epochs or corpus.usual_epochs(max_epochs)}

@@ -176,7 +176,8 @@ def fitted(
     # Even without examples it is too long: keep the end, which holds question and answer.
     longest = max(len(ids) - first for ids, first in rows)
     if longest > size:
-        what = f"an answer of {longest} tokens does not fit in block_size={size}; raise it"
+        what = f"an answer of {longest} tokens does not fit in block_size={size}"
+        what += ", which may be raised up to the model's context"
         raise UserError(f"choices: {question.where}: {what}")
     cuts = [max(0, len(ids) - (size + 1)) for ids, _ in rows]
     return [(ids[cut:], first - cut) for (ids, first), cut in zip(rows, cuts, strict=True)], 0, over

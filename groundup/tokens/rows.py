@@ -19,7 +19,7 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ from tokenizer import Tokenizer
 
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
+RAISE = "; block_size="  # how the advice begins to raise it
+SHORTEN = "give shorter rows, or a model with a longer context"
 TRIED = 200  # texts on which the tokenizer is tried
 TRIED_CHARS = 5_000  # of each of them: a million characters take half a second
 
@@ -61,6 +63,8 @@ class RowReader:
     kinds: tuple[str, ...] = ()
     unread_are = "not read"
     split_by_prompt = False  # rows with the same prompt belong to the same split
+
+    context: float = math.inf  # most tokens that the model reads, for advice
 
     def __init__(self, tokenizer: Tokenizer | None = None, longest: int = 0) -> None:
         """longest: most tokens of an item, for some kinds."""
@@ -128,14 +132,14 @@ class RowReader:
         first = self.places[0]
         if self.n_read == self.dropped[STRANGE]:
             raise UserError(f"data: {name} holds no {self.noun}s; first: {first}")
-        reasons = ", ".join(reasons_of(self.dropped, self.needs))
+        reasons = ", ".join(reasons_of(self.dropped, self.needs, self.context))
         raise UserError(f"data: {name} holds no usable {self.noun} ({reasons}); first: {first}")
 
     def report(self, name: str) -> list[str]:
         """Return lines for people: how many rows cannot be used, why, and where the first are."""
         left_out = {f"left out: {reason}": n for reason, n in self.dropped.items()}
         needs = {f"left out: {reason}": sizes for reason, sizes in self.needs.items()}
-        lines = [f"{name}: {line}" for line in reasons_of(left_out, needs)]
+        lines = [f"{name}: {line}" for line in reasons_of(left_out, needs, self.context)]
         lines += self.places + self.notes
         if self.tokenizer and (problem := unfamiliar(self.texts, self.tokenizer)):
             lines.append(f"warning     {name}: {problem}")
@@ -149,23 +153,42 @@ class RowReader:
         return lines
 
 
-def reasons_of(counts: Mapping[str, int], needs: Mapping[str, list[int]]) -> list[str]:
+def reasons_of(
+    counts: Mapping[str, int], needs: Mapping[str, list[int]], context: float = math.inf
+) -> list[str]:
     """Return how many rows were left out or cut for each reason, and what the user can do about it.
 
-    needs: for some reasons, the block_size that each of the rows needs."""
+    needs: for some reasons, the block_size that each of the rows needs. context: the largest one
+    that the model reads."""
     lines = []
     for reason, n in counts.items():
         remedy = f"; {JOIN}" if reason.endswith("turns in a row") else ""
         if reason in needs:
-            # Powers of two, which a batch of so many tokens can be divided by. A single long row
-            # may cost much memory, so nine in ten have a number of their own.
-            sizes = [1 << (size - 1).bit_length() for size in sorted(needs[reason])]
-            most, longest = sizes[math.ceil(0.9 * len(sizes)) - 1], sizes[-1]
-            remedy = f"; block_size={longest} takes {'them all' if n > 1 else 'it'}"
-            if most < longest:
-                remedy = f"; block_size={most} takes 90 % of them, {longest} all"
+            remedy = longer_rows(sorted(needs[reason]), context)
         lines.append(f"{n:,} {reason}{remedy}")
     return lines
+
+
+def longer_rows(needs: Sequence[int], context: float) -> str:
+    """Return which block_size takes rows that are too long, as the end of a sentence.
+
+    needs: the tokens of each, ascending. context: as in `reasons_of`."""
+    fitting = [size for size in needs if size <= context]
+    n_longer = len(needs) - len(fitting)
+    remedy = ""
+    if fitting:
+        # Powers of two, which a batch of so many tokens can be divided by. A single long row may
+        # cost much memory, so nine in ten have a number of their own.
+        sizes = [min(1 << (size - 1).bit_length(), context) for size in fitting]
+        most, longest = sizes[math.ceil(0.9 * len(sizes)) - 1], sizes[-1]
+        which = "them all" if len(needs) > 1 else "it"
+        remedy = f"{RAISE}{longest} takes {f'{len(sizes):,} of them' if n_longer else which}"
+        if most < longest and not n_longer:
+            remedy = f"{RAISE}{most} takes 90 % of them, {longest} all"
+    if n_longer:
+        which = f"for {n_longer:,} of them " if fitting else ""
+        remedy += f"; {which}the model's {context} tokens are too few: {SHORTEN}"
+    return remedy
 
 
 class Source(NamedTuple):
@@ -234,6 +257,8 @@ class RowCorpus(Corpus):
     seed: int
     val_data: str = ""
     val_fraction: float = 0.02
+    # the largest block_size that the model reads: no larger one is advised
+    context: float = field(default=math.inf, kw_only=True)
 
     def __post_init__(self) -> None:
         """Read and lay out all sources. Raise UserError."""
@@ -244,7 +269,9 @@ class RowCorpus(Corpus):
         self.val_sources = [source._replace(train=(), val=()) for source in self.val_sources]
 
     def read(self, path: str, val_fraction: float, setting: str) -> Source:
-        return read_source(path, self.reader(), val_fraction, setting)
+        reader = self.reader()
+        reader.context = self.context
+        return read_source(path, reader, val_fraction, setting)
 
     def with_validation(self, sources: list[Source]) -> list[Source]:
         """Return the sources with a row for validation. `read_source` has seen to it, but not for
@@ -263,9 +290,11 @@ class RowCorpus(Corpus):
         self.train = [self.lay_out(name, source.train) for name, source in pairs]
         for data, source in zip(self.train, self.sources, strict=True):
             if not data.n_rows:
-                reasons = ", ".join(reasons_of(data.counts, data.needs))
+                reasons = ", ".join(reasons_of(data.counts, data.needs, self.context))
                 why = f"{data.name}: {reasons or 'no row for training'}"
-                how = "give shorter rows, or raise block_size" if data.needs else "give more rows"
+                how = "give more rows"
+                if data.needs:
+                    how = "give shorter rows" + ", or raise block_size" * (RAISE in reasons)
                 if not reasons and len(source.val):
                     why = f"{data.name}: all {counted(len(source.val), 'row')} are for validation"
                     how = "lower val_fraction"
@@ -313,19 +342,19 @@ class RowCorpus(Corpus):
                 say(f"warning     {few}: too few to trust the val loss; {how}")
             return
         # what was lost on the way says what to change
-        lost = left_out(readers, self.all_val)
+        lost = left_out(readers, self.all_val, self.context)
         if not self.val_sources and (self.n_rows > 1 or not val_fraction):
             how = f"raise val_fraction above {val_fraction:g}"
         else:
             how = "give more rows"
-        if "block_size" in lost or "no room" in lost:
+        if RAISE in lost:
             how += ", raise block_size"
         nothing = f"no {readers[0].noun} is held out for validation{lost}"
         raise UserError(f"data: {nothing}; {how} or name others in val_data")
 
     def left_out(self) -> str:
         """Return what was left out of the training data, see the function."""
-        return left_out([source.reader for source in self.sources], self.train)
+        return left_out([source.reader for source in self.sources], self.train, self.context)
 
     def weights_of(self, stage: Stage) -> list[float]:
         """Return the weight of each source in a stage: by default its number of rows.
@@ -356,7 +385,8 @@ class RowCorpus(Corpus):
                 if n > data.n_rows:
                     rows = f"{n:,} conversations in {rows}"
                 lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
-                lines += [f"{data.name}: {line}" for line in reasons_of(data.counts, data.needs)]
+                reasons = reasons_of(data.counts, data.needs, self.context)
+                lines += [f"{data.name}: {line}" for line in reasons]
         every = zip([*self.names, *self.val_names], [*self.sources, *self.val_sources], strict=True)
         for name, source in every:
             lines += source.reader.report(name)
@@ -369,10 +399,10 @@ def paths_of(spec: str) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def left_out(readers: Sequence[RowReader], laid_out: Sequence[Any]) -> str:
+def left_out(readers: Sequence[RowReader], laid_out: Sequence[Any], context: float) -> str:
     """Return which rows were left out and where the first is, as the end of an error message.
 
-    It is "" if none was. laid_out: what `RowCorpus.lay_out` returned."""
+    It is "" if none was. laid_out: what `RowCorpus.lay_out` returned. context: see `reasons_of`."""
     dropped, needs = Counter(), defaultdict(list)
     for reader in readers:
         dropped += reader.dropped
@@ -383,7 +413,7 @@ def left_out(readers: Sequence[RowReader], laid_out: Sequence[Any]) -> str:
             needs[what.removeprefix("left out: ")] += sizes
     if not dropped:
         return ""
-    text = ": left out: " + ", ".join(reasons_of(dropped, needs))
+    text = ": left out: " + ", ".join(reasons_of(dropped, needs, context))
     places = [place for reader in readers for place in reader.places]
     return text + (f"; first: {places[0]}" if places else "")
 
@@ -419,7 +449,7 @@ def steps_of(
         epochs = max(20, 2 * config["epochs"])
         how = f"one conversation per row and more epochs: --pack=no --epochs={epochs:g}"
         how += "; a model of a few million parameters also wants --learning_rate=1e-3"
-    if "block_size" in lost:
+    if RAISE in lost:
         how = f"raise block_size, or {how}"
     if steps < FEW_STEPS and not config["plan_only"]:
         also = lost.replace(": ", "; ", 1)

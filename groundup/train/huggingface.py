@@ -15,7 +15,7 @@ import math
 import re
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -616,16 +616,31 @@ def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
     refuse(n_new > 0 and n_trained < n_needed, text)
 
 
-def tuned_config(init_dir: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:
-    """Return init_dir's architecture for n_ids token ids and at least block_size positions."""
-    cfg = load_config(init_dir)
+def tuned_config(init_dir: Path, n_ids: int, config: Mapping, dropout: float) -> ModelConfig:
+    """Return init_dir's architecture for n_ids token ids and at least block_size positions.
+
+    config: settings of a trainer."""
+    cfg, block_size = load_config(init_dir), config["block_size"]
     if block_size > cfg.block_size:
         what = f"block_size={block_size} exceeds the {cfg.block_size} tokens of {init_dir}"
-        fix = f"--block_size={cfg.block_size} keeps to what it was trained with"
+        fix = f"{flags_for_rows(config, cfg.block_size)} keeps to what it was trained with"
         fix += f"; for longer texts pretrain and fine-tune with --block_size={block_size}"
         say(f"warning     {what}; {fix}")
     longest, vocab_size = max(cfg.block_size, block_size), max(cfg.vocab_size, n_ids)
     return replace(cfg, vocab_size=vocab_size, block_size=longest, dropout=dropout)
+
+
+def flags_for_rows(config: Mapping, block_size: int) -> str:
+    """Return the flag of another block_size, and those of settings that it would contradict."""
+    flags = [f"--block_size={block_size}"]
+    per_micro_step = config["batch_size"] * block_size * ranks.planned_world_size()
+    n_micro_steps = -(-config.get("total_batch_tokens", 0) // per_micro_step)
+    total = n_micro_steps * per_micro_step
+    if total != config.get("total_batch_tokens", 0):
+        flags.append(f"--total_batch_tokens={total}")
+    if config.get("max_new_tokens", 0) >= block_size:
+        flags.append(f"--max_new_tokens={block_size // 2}")
+    return " ".join(flags)
 
 
 def load_resumed(model: Transformer, path: Path) -> None:

@@ -42,7 +42,7 @@ def open_start(
     n_known = huggingface.count_known_ids(init_dir, tokenizer, "the chat tokenizer")
     huggingface.check_trainable(config["trainable"], init_dir, n_ids - n_known)
     dropout = config.get("dropout", 0.0)  # rl.py has none
-    model_config = huggingface.tuned_config(init_dir, n_ids, config["block_size"], dropout)
+    model_config = huggingface.tuned_config(init_dir, n_ids, config, dropout)
     huggingface.check_saves(model_config, tokenizer)
     return Start(init_dir, tokenizer, n_known, model_config)
 

@@ -1,6 +1,7 @@
 """Prompts of rows of all shapes: what is asked, what is left out and why, in which order they come."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.files.turns import BadRow
 from groundup.tokens.conversations import ChatCorpus
-from groundup.tokens.pairs import PairCorpus
+from groundup.tokens.pairs import LabelCorpus, PairCorpus
 from groundup.tokens.prompts import PromptCorpus, prompt_of
+from groundup.tokens.rows import reasons_of, steps_of
 from tokenizer import Tokenizer, chat_ready
 
 
@@ -137,6 +139,45 @@ def test_what_was_too_long_for_validation_is_said(tmp_path, tokenizer, corpus, l
     said = str(caught.value)
     assert reason in said and "raise block_size" in said and "val_fraction" not in said and "\n" not in said
     assert corpus is ChatCorpus or f"{data}:2" in said
+
+
+@pytest.mark.parametrize(("needs", "context", "says"), [
+    ([70, 300], math.inf, "; block_size=512 takes them all"),
+    ([70], 512, "; block_size=128 takes it"),
+    ([70, 300], 384, "; block_size=384 takes them all"),
+    ([70, 90, 300, 700], 384, "; block_size=384 takes 3 of them; for 1 of them the model's 384 tokens are too few: "
+                              "give shorter rows, or a model with a longer context"),
+    ([70, 300], 64, "; the model's 64 tokens are too few: give shorter rows, or a model with a longer context"),
+])  # fmt: skip
+def test_no_block_size_beyond_the_models_context_is_advised(needs, context, says):
+    assert reasons_of({"too long": len(needs)}, {"too long": needs}, context) == [f"{len(needs)} too long{says}"]
+
+
+@pytest.mark.parametrize("corpus", [PromptCorpus, PairCorpus, LabelCorpus, ChatCorpus])
+@pytest.mark.parametrize("longer", [True, False])
+def test_every_line_about_long_rows_knows_the_models_context(tmp_path, tokenizer, capsys, corpus, longer):
+    """Of the report, of a run without training rows, without validation rows, and of too few steps."""
+    answers = {"chosen": "good", "rejected": "bad"} if issubclass(corpus, PairCorpus) else {"response": "good"}
+    short, long = ([{"prompt": text} | answers for text in texts] for texts in (["What?", "Who?"], ["long " * 99]))
+    context = 512 if longer else 60
+    settings = {"seed": 1, "context": context} | ({"pack": False} if corpus is ChatCorpus else {})
+    said = []
+    for rows, val in ((short * 3 + long, short), (long, short), (short, long)):
+        data, val_data = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", val)
+        try:
+            found = corpus(str(data), tokenizer, 60, val_data=str(val_data), **settings)
+            found.need_validation(0.02)
+            run = {"max_steps": 0, "epochs": 1, "batch_size": 8, "world_size": 1, "n": 8, "plan_only": False}
+            said += found.report()
+            steps_of(run, found.n_rows, 8, "n", lost=found.left_out())
+        except UserError as error:
+            said.append(str(error))
+    text = "\n".join(said) + capsys.readouterr().err
+    assert "too few to learn from" in text
+    assert ("raise block_size" in text or "; block_size=" in text) == longer
+    if not longer:
+        fix = "lower max_new_tokens" if corpus is PromptCorpus else "give shorter rows, or a model with a longer"
+        assert fix in text
 
 
 def test_without_validation_the_line_says_what_would_help(tmp_path, tokenizer):

@@ -738,7 +738,19 @@ def test_a_save_and_a_resume_give_the_same_model(tmp_path: Path, trainable: str)
 def test_a_longer_block_than_the_models_says_how_to_train_for_it(tmp_path: Path, capsys) -> None:
     """The advice to raise block_size and this warning led in circles."""
     path = hf_base(tmp_path / "base")
-    assert huggingface.tuned_config(path, V, 64, 0.0).block_size == 64
+    settings = {"block_size": 64, "batch_size": 3}
+    assert huggingface.tuned_config(path, V, settings, 0.0).block_size == 64
     said = capsys.readouterr().err
     assert "block_size=64 exceeds the 32 tokens of" in said
     assert said.endswith("; for longer texts pretrain and fine-tune with --block_size=64\n")
+
+
+def test_the_flags_of_shorter_rows_contradict_no_other_setting(monkeypatch) -> None:
+    """One line of flags: the run that has them is not refused for what they changed."""
+    settings = {"batch_size": 8, "total_batch_tokens": 32_768, "max_new_tokens": 256}
+    assert huggingface.flags_for_rows(settings, 512) == "--block_size=512"
+    wanted = "--block_size=192 --total_batch_tokens=33792 --max_new_tokens=96"
+    assert huggingface.flags_for_rows(settings, 192) == wanted and 33_792 % (8 * 192) == 0
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert huggingface.flags_for_rows(settings, 512) == "--block_size=512 --total_batch_tokens=36864"
+    assert huggingface.flags_for_rows({"batch_size": 4, "total_batch_tokens": 0}, 7) == "--block_size=7"
