@@ -48,7 +48,9 @@ from tokenizer import Tokenizer
 # ---- config: override with a config file or --key=value; see --help ------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 prompt = ""  # text to continue or question to answer; empty = a new document or a chat
-prompts = ""  # file with a prompt on each line: text in .txt; else "text", {"prompt": ...} or a row
+prompts = (
+    ""  # file: a prompt per line in .txt; else "text", {"prompt": ...} or rows, as in training
+)
 out = ""  # file of the answers as JSON lines; "" = print them beside the expected ones
 chat = "auto"  # auto (yes if tuned for it) | yes (prompts are user messages) | no (continue them)
 system = ""  # system message of every chat that has none

@@ -1005,3 +1005,19 @@ def test_a_prompt_on_each_line_of_a_txt_file(tmp_path):
     assert [parse(line) for line in read_prompts(str(tmp_path / "b.txt")).values()] == asked
     with pytest.raises(ValueError, match="not JSON: .* or plain text in a .txt"):
         parse(read_prompts(str(tmp_path / "a.jsonl"))[0])
+
+
+def test_an_array_or_a_table_of_prompts_is_read_as_lines_are(tmp_path):
+    asked = ["你好", {"prompt": "a"}, {"question": "b\nc", "answer": "d"}, {"text": "e"}]
+    as_rows = [{"prompt": "你好"}, *asked[1:]]
+    for text in (json.dumps(asked), json.dumps(asked, ensure_ascii=False, indent=2), "\n".join(map(json.dumps, asked))):
+        (tmp_path / "a.json").write_text(text, "utf-8")
+        assert [parse(line) for line in read_prompts(str(tmp_path / "a.json")).values()] == as_rows
+    (tmp_path / "a.json").write_text("[\n" + ",\n".join(['"好"', '{"prompt": 1,}', '"b"']) + "\n]", "utf-8")
+    found = read_prompts(str(tmp_path / "a.json"))
+    assert [parse(found[k])["prompt"] for k in (0, 2)] == ["好", "b"]
+    with pytest.raises(ValueError):  # costs its element alone
+        parse(found[1])
+    (tmp_path / "a.csv").write_text('question,answer\n你好,a\n"b\nc",d\n', "utf-8")
+    rows = [{"question": "你好", "answer": "a"}, {"question": "b\nc", "answer": "d"}]
+    assert [parse(line) for line in read_prompts(str(tmp_path / "a.csv")).values()] == rows
