@@ -27,14 +27,14 @@ from pathlib import Path
 
 import torch
 
-from configurator import configure, script_of
+from configurator import configure
 from groundup.align import reward_model
 from groundup.align.best_of import Ranker
 from groundup.errors import UserError, counted, say
 from groundup.generate.answers import Answers, Rank, context_ended, context_ended_words
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat, converse, show
-from groundup.generate.completion import never_sampled, prompt_ids
+from groundup.generate.completion import is_tuned, never_sampled, prompt_ids, untuned
 from groundup.generate.decode import for_inference, to_int8
 from groundup.generate.engine import Engine
 from groundup.generate.kv_cache import cache_bytes
@@ -48,7 +48,9 @@ from tokenizer import Tokenizer
 # ---- config: override with a config file or --key=value; see --help ------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 prompt = ""  # text to continue or question to answer; empty = a new document or a chat
-prompts = ""  # file with a prompt on each line: text in .txt; else "text", {"prompt": ...} or a row
+prompts = (
+    ""  # file: a prompt per line in .txt; else "text", {"prompt": ...} or rows, as in training
+)
 out = ""  # file of the answers as JSON lines; "" = print them beside the expected ones
 chat = "auto"  # auto (yes if tuned for it) | yes (prompts are user messages) | no (continue them)
 system = ""  # system message of every chat that has none
@@ -120,15 +122,6 @@ def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
         what = f"the tokenizer of {directory} has no chat template and no <|im_end|>"
         raise UserError(f"sample: chat=yes, but {what}")
     return able and (value == "yes" or value == "auto" and is_tuned(directory, tokenizer))
-
-
-def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
-    """Return whether a model has been tuned to answer. A checkpoint of ours always has a chat
-    template, so its run's config.py tells, which names the script that wrote it; any other model
-    is tuned if it has a template of its own."""
-    own, config = directory / "config.py", directory.resolve().parent / "config.py"
-    script = script_of(own if own.exists() else config)  # tools/merge.py takes it along
-    return script != "pretrain.py" if script else tokenizer.foreign_template
 
 
 def check_settings(config: dict, talk: bool, as_json: bool) -> None:
@@ -250,8 +243,7 @@ if __name__ == "__main__":
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
     if talk and not is_tuned(directory, tokenizer):
-        what = f"{directory} was not tuned on conversations, so it does not know how to answer"
-        say(f"sample: warning: {what}; tune it with sft.py")
+        say(f"sample: warning: {untuned(directory)}")
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
     if weights == "int8":  # laid out here, so that the rounded matrices are not held beside
         model = for_inference(to_int8(model), torch_dtype)

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from configurator import configure
-from groundup.errors import UserError
+from groundup.errors import UserError, say
 from groundup.files.paths import shown_name
 from groundup.generate.tools import Tools, check_template
 from groundup.train import checkpoint
@@ -110,6 +110,7 @@ if __name__ == "__main__":
             raise UserError(words)
     import uvicorn
 
+    from groundup.generate.completion import untuned
     from groundup.generate.server import KEEP_S, Model, Server, bounded_protocol, check_config
 
     check_config(config)
@@ -124,9 +125,11 @@ if __name__ == "__main__":
     settings = (torch_device, torch_dtype, max_batch, compiled, chat_template_kwargs, int8)
     models = {name: Model(name, path, *settings) for name, path in found.items()}
     toolbox = Tools(tools) if tools else None
-    for model in models.values():
+    for name, model in models.items():
         if toolbox:
             check_template(model.tokenizer, toolbox)
+        if not model.card["tuned"]:
+            say(f"serve: warning: {untuned(found[name])}")
         model.start()
 
     print(f"serving {', '.join(models)} at {url_of(listening)} (API: /v1)", file=sys.stderr)

@@ -540,6 +540,18 @@ def test_words_are_the_same_in_both_languages(page):
     assert missing == [] and unused == []
 
 
+def test_a_model_that_is_not_tuned_is_named(page, server):
+    assert "It may be wrong." in page.texts("#about")[0]
+    for model in server[1].models.values():
+        model.card["tuned"] = False
+    try:
+        page.reload()
+        assert "continues the text instead of answering" in page.texts("#about")[0]
+    finally:
+        for model in server[1].models.values():
+            model.card["tuned"] = True
+
+
 def test_keyboard_and_names(page, answers):
     answers("fine")
     page.ask("?")

@@ -36,6 +36,7 @@ from groundup.generate.answers import Table, parse, read_prompts
 from groundup.generate.beam import BeamParams, BeamSearch
 from groundup.generate.chat import Chat
 from groundup.generate.completion import generate, never_sampled
+from groundup.generate.completion import is_tuned as is_tuned_model
 from groundup.generate.engine import Engine, Request, Sample, Token
 from groundup.generate.sampling import SamplingParams
 from groundup.generate.tools import Tools
@@ -231,7 +232,7 @@ def test_hugging_face_directory_without_a_run(runs, tmp_path):
 
 
 def is_tuned(directory: Path) -> bool:
-    return sample.is_tuned(directory, Tokenizer.load(directory))
+    return is_tuned_model(directory, Tokenizer.load(directory))
 
 
 def test_what_counts_as_tuned(runs, tmp_path):
@@ -637,7 +638,7 @@ def test_long_expected_answers_are_cut_and_not_judged():
 def test_a_model_without_tuning_says_what_it_cannot_do(runs):
     """It answers only if it is asked to, and reads no standard input."""
     ended = run(runs, "--init_from=out/newer", "--chat=yes", "--prompt=A", "--max_new_tokens=2")
-    assert ended.code == 0 and "was not tuned on conversations, so it does not know how to answer" in ended.err
+    assert ended.code == 0 and "was not tuned on conversations, so it continues the text" in ended.err
     flags = ["--max_new_tokens=2", "--seed=3"]
     assert "not tuned" not in run(runs, "--init_from=tuned/chat", "--prompt=A", *flags).err
     read, write = os.pipe()
@@ -1020,3 +1021,19 @@ def test_a_prompt_on_each_line_of_a_txt_file(tmp_path):
     assert [parse(line) for line in read_prompts(str(tmp_path / "b.txt")).values()] == asked
     with pytest.raises(ValueError, match="not JSON: .* or plain text in a .txt"):
         parse(read_prompts(str(tmp_path / "a.jsonl"))[0])
+
+
+def test_an_array_or_a_table_of_prompts_is_read_as_lines_are(tmp_path):
+    asked = ["你好", {"prompt": "a"}, {"question": "b\nc", "answer": "d"}, {"text": "e"}]
+    as_rows = [{"prompt": "你好"}, *asked[1:]]
+    for text in (json.dumps(asked), json.dumps(asked, ensure_ascii=False, indent=2), "\n".join(map(json.dumps, asked))):
+        (tmp_path / "a.json").write_text(text, "utf-8")
+        assert [parse(line) for line in read_prompts(str(tmp_path / "a.json")).values()] == as_rows
+    (tmp_path / "a.json").write_text("[\n" + ",\n".join(['"好"', '{"prompt": 1,}', '"b"']) + "\n]", "utf-8")
+    found = read_prompts(str(tmp_path / "a.json"))
+    assert [parse(found[k])["prompt"] for k in (0, 2)] == ["好", "b"]
+    with pytest.raises(ValueError):  # costs its element alone
+        parse(found[1])
+    (tmp_path / "a.csv").write_text('question,answer\n你好,a\n"b\nc",d\n', "utf-8")
+    rows = [{"question": "你好", "answer": "a"}, {"question": "b\nc", "answer": "d"}]
+    assert [parse(line) for line in read_prompts(str(tmp_path / "a.csv")).values()] == rows

@@ -9,6 +9,7 @@ import os
 import re
 import selectors
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -626,6 +627,22 @@ def test_other_paths_health_and_metrics(server, client):
     for path, status in (("/nothing", 404), ("/v1/completions", 405)):
         done = httpx.get(server[0] + path)
         assert done.status_code == status and done.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+def test_a_model_that_is_not_tuned_is_named_at_the_start_and_in_its_card(tmp_path, stage):
+    directory = save_run(tmp_path / "run", seed=3, stage=stage)
+    command = [sys.executable, serve.__file__, f"--init_from={directory}", "--port=0", "--device=cpu"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, encoding="utf-8") as server:
+        said = []
+        while not (line := server.stderr.readline()).startswith("serving "):
+            assert line, said
+            said.append(line)
+        cards = library("httpx").get(f"{line.split()[3]}/v1/models").json()["data"]
+        server.terminate()
+    what = f"{directory} was not tuned on conversations, so it continues the text of a chat instead of answering"
+    wanted = [f"serve: warning: {what}; tune it with sft.py\n"] if stage == "pretrain" else []
+    assert said == wanted and cards[0]["tuned"] == (stage == "sft")
 
 
 def test_what_http_allows_and_what_is_said_of_the_rest(server, directory):

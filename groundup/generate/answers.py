@@ -3,8 +3,9 @@
 A line of prompts is {"prompt": text or messages}, {"text": text to continue}, or a row in any
 format of groundup/files/row_formats.py, read as in training: what stands before the assistant's
 last answer is asked. In a .txt file any other line is plain text; elsewhere it may be a JSON
-string. The answer is the same line with its number (from 0) as "index" and with "completions"
-(format: groundup/files/answer_files.py).
+string. The elements of a JSON array and the rows of a CSV or TSV file are read like lines. The
+answer is the same line with its number (from 0) as "index" and with "completions" (format:
+groundup/files/answer_files.py).
 """
 
 import contextlib
@@ -276,11 +277,17 @@ def read_prompts(path: str) -> dict[int, Record]:
     """Return {number from 0: decoded line} of the lines that are not blank. Raise UserError.
 
     The file is read as prepare.py reads it: packed or not, in UTF-8, GBK or UTF-16. In a .txt file
-    a line of plain text becomes JSON."""
+    a line of plain text becomes JSON, and so does an element of an array or a row of a table."""
     with streams.open_stream(path) as stream:
-        # Numbers are those of the file, blank lines included.
-        lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
-        found = {line.line - 1: line for line in lines if line.problem or line.value.strip()}
+        kind = records.container(path, stream.peek(), "line")
+        if kind in ("json", "csv", "tsv"):
+            found = dict(enumerate(records.records_of(stream, kind, 0, None, ())))
+            for row in found.values():
+                row.value = json_line(row.value)
+        else:
+            # Numbers are those of the file, blank lines included.
+            lines = records.decoded(records.read_lines(stream), Decoder(stream.raw.verdict))
+            found = {line.line - 1: line for line in lines if line.problem or line.value.strip()}
         if stream.raw.damage:
             raise UserError(f"sample: cannot read {path}: {stream.raw.damage[1]}")
     for line in found.values():
@@ -329,7 +336,7 @@ def asked_of(fields: dict, settings: dict) -> str | list[dict]:
         raise ValueError(words.replace("; chat is known", f"{known} is known")) from None
 
 
-def json_line(value: dict) -> str:
+def json_line(value: object) -> str:
     """Return one line of JSON that UTF-8 can encode."""
     # Half a surrogate pair keeps its escape; a control character that a terminal obeys gets one.
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

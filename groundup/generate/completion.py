@@ -1,10 +1,13 @@
-"""How a prompt becomes ids, which ids are never drawn, and one call from prompts to answers.
+"""How a prompt becomes ids, whether a model can answer it, which ids are never drawn, and one call
+from prompts to answers.
 
 For files of prompts see Engine.answer, which takes them as they come.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from configurator import script_of
 from groundup.errors import UserError
 from groundup.files.turns import call_text
 from groundup.generate.call_forms import INNER_MARKS, MARKS
@@ -82,6 +85,21 @@ def asked_messages(system: str, prompt: str | list[dict]) -> list[dict]:
     if not system or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
+
+
+def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
+    """Return whether a model has been tuned to answer. A checkpoint of ours always has a chat
+    template, so its run's config.py tells, which names the script that wrote it; any other model
+    is tuned if it has a template of its own."""
+    own, config = directory / "config.py", directory.resolve().parent / "config.py"
+    script = script_of(own if own.exists() else config)  # tools/merge.py takes it along
+    return script != "pretrain.py" if script else tokenizer.foreign_template
+
+
+def untuned(directory: Path) -> str:
+    """Return the warning before a chat with a model that is not tuned."""
+    what = f"{directory} was not tuned on conversations, so it continues the text of a chat"
+    return f"{what} instead of answering; tune it with sft.py"
 
 
 def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

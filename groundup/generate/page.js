@@ -22,7 +22,8 @@ const WORDS = {
     keyWrong: "That is not its key.",
     enter: "Enter", hint: "Enter sends, Shift+Enter begins a line, Escape stops. Chats stay in this browser.",
     hintTouch: "Chats stay in this browser.",
-    about: "{} reads up to {} tokens. It may be wrong.", drawer: "Settings", part: "part of a character",
+    about: "{} reads up to {} tokens. It may be wrong.",
+    untuned: "{} was not tuned on conversations: it continues the text instead of answering. It reads up to {} tokens.", drawer: "Settings", part: "part of a character",
     system: "System prompt", systemHint: "What the model is told before each chat.", replaced: "What follows this turn is replaced.",
     layers: ["you are here", "sft.py, dpo.py", "pretrain.py", "tokenizer.py", "raw text"],
     explore: "Each token's probability; the alternatives are shown under the pointer, or with the arrow keys",
@@ -51,7 +52,8 @@ const WORDS = {
     keyWrong: "密钥不对。",
     enter: "进入", hint: "Enter 发送，Shift+Enter 换行，Esc 停止。对话只保存在本浏览器里。",
     hintTouch: "对话只保存在本浏览器里。",
-    about: "{} 最多能读 {} 个 token，可能会出错。", drawer: "设置", part: "半个字",
+    about: "{} 最多能读 {} 个 token，可能会出错。",
+    untuned: "{} 没有用对话微调过：它只会接着往下写，不会回答。最多能读 {} 个 token。", drawer: "设置", part: "半个字",
     system: "系统提示", systemHint: "每次对话开始前告诉模型的话。", replaced: "这一轮之后的内容会被替换。",
     layers: ["你在这里", "sft.py, dpo.py", "pretrain.py", "tokenizer.py", "原始文本"],
     explore: "每个 token 的概率；鼠标指向或用方向键查看其他候选",
@@ -478,7 +480,7 @@ function draw() {
   at("compare").setAttribute("aria-pressed", comparing());
   at("show").setAttribute("aria-pressed", settings.show);
   const card = models.find((one) => one.id === settings.model);
-  if (card) at("about").textContent = say("about", card.id, card.max_model_len);
+  if (card) at("about").textContent = say(card.tuned ? "about" : "untuned", card.id, card.max_model_len);
   const examples = card?.examples?.length ? card.examples : WORDS[language()].examples;
   at("examples").replaceChildren(...examples.map((text) =>
     el("button", { textContent: text, onclick: () => { at("ask").value = text; send(); } })));

@@ -34,7 +34,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from groundup.errors import UserError
 from groundup.generate import page
-from groundup.generate.completion import never_sampled
+from groundup.generate.completion import is_tuned, never_sampled
 from groundup.generate.decode import to_int8
 from groundup.generate.engine import Engine, Request, Sample, Token
 from groundup.generate.openai_api import (
@@ -207,6 +207,7 @@ class Model(threading.Thread):
             "created": int(time.time()),
             "owned_by": "groundup",
             "max_model_len": net.cfg.block_size,
+            "tuned": is_tuned(directory, self.tokenizer),  # for the page
             "examples": page.examples(directory),
         }
         self.jobs: dict[Request, Job] = {}  # that the engine has
