@@ -141,7 +141,8 @@ def seed_of(row: object) -> tuple[Task | None, str]:
     question, output = (turn["content"].strip() for turn in turns)
     if not question or not output:
         return None, "empty question or answer"
-    head = str(row.get("instruction") or "").strip()
+    fields = row if isinstance(row, dict) else {}  # a row may be the list of turns itself
+    head = str(fields.get("instruction") or "").strip()
     head = head if head and question.startswith(head) else question
     return Task(head, question[len(head) :].strip(), output), ""
 
@@ -249,8 +250,7 @@ class Growth:
             self.known.append(units_of(task))
             self.tasks.append(task)
             self.requests.append(self.n_requests)
-            messages, _ = row_formats.messages_of(task._asdict())
-            rows.append({"messages": messages, "request": self.n_requests})
+            rows.append({"messages": turns_of(task), "request": self.n_requests})
         self.n_requests += 1
         self.n_tokens += reply.tokens
         self.n_barren = 0 if rows else self.n_barren + 1
@@ -276,6 +276,12 @@ class Growth:
             if 2 * common_length(units, other) / length >= self.c.rouge:
                 return "duplicate" if units == other else "similar"
         return ""
+
+
+def turns_of(task: Task) -> list[dict]:
+    """Return a task as a question and its answer, whatever form the two may have as texts."""
+    asked = "\n".join(filter(None, [task.instruction, task.input]))
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": task.output}]
 
 
 def units_of(task: Task) -> tuple[list[int], set[int]]:

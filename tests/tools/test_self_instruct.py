@@ -267,11 +267,12 @@ def test_seeds_of_any_shape(tmp_path, capsys):
          + [{"role": "assistant", "content": "A"}, {"role": "user", "content": "Q2"}]},
         {"conversations": [{"from": "human", "value": "问"}, {"from": "gpt", "value": "答"}]},
         {"instruction": "Empty", "output": " "},
+        [{"role": "user", "content": "Alone"}, {"role": "assistant", "content": "A list"}],
         {"foo": 1},
     ]  # fmt: skip
     path = tmp_path / "s.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\nplain\n", encoding="utf-8")
-    expected = [("Add", "1 2", "3"), ("Greet", "", "Hi"), ("Q", "", "A"), ("问", "", "答")]
+    expected = [("Add", "1 2", "3"), ("Greet", "", "Hi"), ("Q", "", "A"), ("问", "", "答"), ("Alone", "", "A list")]
     assert si.read_seeds(str(path)) == [si.Task(*task) for task in expected]
     assert "s.jsonl:5: bad_field: empty" in (said := capsys.readouterr().out) and "3 left out" in said
     path.write_text("{}", encoding="utf-8")
@@ -280,6 +281,28 @@ def test_seeds_of_any_shape(tmp_path, capsys):
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+SAYS_TURNS = json.dumps([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}])
+
+
+@pytest.mark.parametrize(
+    ("instruction", "given", "output"),
+    [
+        ("Write a chat as JSON.", "", SAYS_TURNS),
+        ("Human: which colour has grass?\nAssistant:", "", "green"),
+        ("<|im_start|>user tell me what this mark means", "", "a mark"),
+        ("[INST] Name the parts. [/INST] What is left?", "a b", "nothing"),
+    ],
+)
+def test_a_task_is_two_turns_whatever_it_says(settings, instruction, given, output):
+    """A reader of rows would take these for conversations, or for what a template has written."""
+    growth = si.Growth(settings, si.read_seeds(settings.seeds))
+    marks = f"1. Instruction: {instruction}\n1. Input: {given or '<noinput>'}\n1. Output: {output}\n###"
+    (row,) = map(json.loads, growth.take(client.Reply(marks, "stop", 0)).splitlines())
+    asked = "\n".join(filter(None, [instruction, given]))
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+    assert row["messages"] == turns
 
 
 def test_a_run(settings, endpoint, capsys, monkeypatch):
