@@ -256,11 +256,18 @@ if __name__ == "__main__":
         print(*corpus.report(), sep="\n")
         rows_per_pair = 1 if loss == "kto" else 2
         plan_settings = config | {"max_steps": max_steps, "batch_size": rows_per_pair * batch_size}
-        n_tokens = rows_per_pair * pairs_per_step * max_steps * block_size
-        if loss == "kto":  # estimate_kl's forward pass is a third of the work of a step
-            n_tokens += n_tokens // 3
+        n_tokens = corpus.tokens_seen(order, max_steps * pairs_per_step)["tokens"]
+        forwards = int(loss == "kto")  # of estimate_kl
         text = plan.describe(
-            model, plan_settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
+            model,
+            plan_settings,
+            batch_line,
+            n_tokens,
+            world_size,
+            torch_device,
+            torch_dtype,
+            peak,
+            forwards=forwards,
         )
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:
@@ -345,13 +352,14 @@ if __name__ == "__main__":
     stop_signal.begin()  # from here on a signal waits for the end of a step
     stopping = False
     log.restart_clock()
-    n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
+    n_tokens_seen = 0  # of all ranks since the last log line, without padding
     for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
 
         # forward and backward
         # (M,) this rank's share of the means over the step's pairs, in the order of `metric_names`
         shares = torch.zeros(len(metric_names(config)), device=torch_device)
+        n_tokens_seen += batches.count_tokens(step - 1)
         kl = None
         if loss == "kto":
             kl = estimate_kl(model, other_answers, table)
@@ -370,7 +378,6 @@ if __name__ == "__main__":
             micro_loss = losses.sum() * (world_size / pairs_per_step)
             scaler.scale(micro_loss).backward()  # full buckets are sent from inside this call
             shares += metrics.sum(1) / pairs_per_step
-            n_tokens_seen += batch.x.numel()  # padding too
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
@@ -385,12 +392,12 @@ if __name__ == "__main__":
             means = named(ranks.all_reduce_sum(shares.clone()).tolist(), config)
             pairs_per_s = log.steps_since_line() * pairs_per_step / log.seconds()
             values = {"loss": means.pop("loss"), "lr": lr, "grad_norm": grad_norm.item()}
+            values |= corpus.tokens_seen(order, step * pairs_per_step)
             values |= {"skipped": int(ddp.skipped[0]), "pairs_per_s": pairs_per_s}
             values |= {"epoch": float(order.epochs(step * pairs_per_step).max())}
             values |= {"accuracy": means["rewards/accuracies"], "margin": means["rewards/margins"]}
-            n_tokens_of_all = ranks.all_reduce_sum(n_tokens_seen).item()
-            log.train(step, values | means, n_tokens_of_all)
-            n_tokens_seen.zero_()
+            log.train(step, values | means, n_tokens_seen)
+            n_tokens_seen = 0
             check_finite(step, ddp.skipped, shares[0], batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory

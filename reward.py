@@ -222,7 +222,7 @@ if __name__ == "__main__":
     if world.is_main:
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps, "batch_size": 2 * batch_size}  # rows
-        n_tokens = 2 * pairs_per_step * max_steps * block_size
+        n_tokens = corpus.tokens_seen(order, max_steps * pairs_per_step)["tokens"]
         text = plan.describe(
             model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
         )
@@ -282,13 +282,14 @@ if __name__ == "__main__":
     stop_signal.begin()  # from here on a signal waits for the end of a step
     log.restart_clock()
     stopping = False
-    n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
+    n_tokens_seen = 0  # of all ranks since the last log line, without padding
     for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
 
         # forward and backward
         # of the step's losses, right pairs, margins and scores
         sums = torch.zeros(4, device=torch_device)
+        n_tokens_seen += batches.count_tokens(step - 1)
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
@@ -303,7 +304,6 @@ if __name__ == "__main__":
                 margins = chosen - rejected
                 metrics = (losses, margins > 0, margins, (chosen + rejected) / 2)
                 sums += torch.stack(metrics).sum(1)
-            n_tokens_seen += batch.x.numel()  # padding too
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
@@ -319,12 +319,12 @@ if __name__ == "__main__":
             mean_loss, accuracy, margin, reward = means
             pairs_per_s = log.steps_since_line() * pairs_per_step / log.seconds()
             values = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item()}
+            values |= corpus.tokens_seen(order, step * pairs_per_step)
             values |= {"skipped": int(ddp.skipped[0]), "pairs_per_s": pairs_per_s}
             values |= {"epoch": float(order.epochs(step * pairs_per_step).max())}
             values |= {"accuracy": accuracy, "margin": margin, "reward": reward}
-            n_tokens = ranks.all_reduce_sum(n_tokens_seen).item()
-            log.train(step, values, n_tokens)
-            n_tokens_seen.zero_()
+            log.train(step, values, n_tokens_seen)
+            n_tokens_seen = 0
             check_finite(step, ddp.skipped, sums[0], batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory

@@ -475,7 +475,9 @@ if __name__ == "__main__":
             for minibatch in range(minibatches):
                 chosen = part_of == minibatch  # (R,) bool
                 n_tokens = int(lengths[torch.from_numpy(chosen) & learned].sum())  # of all ranks
-                batches = list(answers.batches(batch_size, np.flatnonzero(chosen[own])))
+                mine = np.flatnonzero(chosen[own])
+                totals["positions"] += int(answers.lengths[mine].sum())  # without padding
+                batches = list(answers.batches(batch_size, mine))
                 ddp.expect_step(opt, lr)
                 for micro_step, batch in enumerate(batches):
                     # talk once per update, in the last backward
@@ -510,7 +512,6 @@ if __name__ == "__main__":
                     totals["entropy"] += entropies.sum()
                     totals["clipped"] += clipped.sum()
                     totals["tokens"] += len(losses)
-                    totals["positions"] += batch.x.numel()
                     ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
 
                 # >>> optimizer step: identical in all trainers (tests/test_repo.py)

@@ -243,7 +243,8 @@ if __name__ == "__main__":
     order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     epochs_of_each, warnings = corpus.describe(order, max_steps * rows_per_step)
     warnings += corpus.chosen_for_few(config, max_steps * rows_per_step / corpus.n_rows)
-    batch_line = f"{counted(rows_per_step, 'row')} of {block_size} tokens per step, "
+    most = "" if corpus.pack else "at most "
+    batch_line = f"{counted(rows_per_step, 'row')} of {most}{block_size} tokens per step, "
     batch_line += f"{counted(max_steps, 'step')}, {epochs_of_each}"
 
     # ---- model
@@ -258,7 +259,7 @@ if __name__ == "__main__":
     if world.is_main:
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps}
-        n_tokens = tokens_per_step * max_steps
+        n_tokens = corpus.tokens_seen(order, max_steps * rows_per_step)["tokens"]
         held = {"teacher": plan.teacher_bytes(teacher_dir, torch_dtype)} if teacher else {}
         text = plan.describe(
             model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak, held
@@ -341,20 +342,20 @@ if __name__ == "__main__":
     stop_signal.begin()  # from here on a signal waits for the end of a step
     log.restart_clock()
     stopping = False
-    counts = torch.zeros(2, dtype=torch.float64)  # this rank's tokens and labels since the last log
+    n_tokens = n_labels = 0  # of all ranks since the last log line, without padding
     for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
 
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # of the step, on all ranks
+        n_labels += n_targets
+        n_tokens += batches.count_tokens(step - 1)
         loss_sum = torch.zeros((), device=torch_device)
         divergence_sum = torch.zeros((), device=torch_device)  # from the teacher
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
-            batch = batches.next()
-            counts += torch.tensor([batch.x.numel(), len(batch.targets)])
-            batch = batch.even()
+            batch = batches.next().even()
             with autocast(torch_device, torch_dtype):
                 hidden, head = (
                     hidden_at_labels(model, batch),
@@ -384,8 +385,7 @@ if __name__ == "__main__":
         stopping = ddp.stopping
         if step % log_every == 0 or last or stopping:
             mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size
-            n_tokens, n_labels = ranks.all_reduce_sum(counts).tolist()
-            values = {"loss": mean_loss, "tokens": step * tokens_per_step}
+            values = {"loss": mean_loss} | corpus.tokens_seen(order, step * rows_per_step)
             # .item() has waited for the device, so the time is real
             values |= {"labels_per_s": n_labels / log.seconds(), "lr": lr}
             values |= {"grad_norm": grad_norm.item(), "skipped": int(ddp.skipped[0])}
@@ -393,9 +393,8 @@ if __name__ == "__main__":
                 kl = ranks.all_reduce_sum(divergence_sum).item() / n_targets
                 values |= {"kl_teacher": kl}  # nats per label
             values |= {"epoch": float(order.epochs(step * rows_per_step).max())}
-            values |= corpus.tokens_seen(order, step * rows_per_step)
             log.train(step, values, n_tokens)
-            counts.zero_()
+            n_tokens = n_labels = 0
             check_finite(step, ddp.skipped, loss_sum, batches, saver)
 
         # save, then evaluate: an evaluation may run out of memory

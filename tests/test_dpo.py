@@ -739,3 +739,10 @@ def test_the_reference_without_adapters_is_the_model_that_had_none(base, tmp_pat
     torch.testing.assert_close(reference_logps(adapted, batch), reference_logps(plain, batch))
     assert torch.equal(pair_logps(adapted, batch)[0], before)
     assert not torch.allclose(before, reference_logps(plain, batch), atol=0.1)
+
+
+@pytest.mark.parametrize("flags", [["--batch_size=5"], ["--batch_size=5", "--loss=kto"]])
+def test_plan_log_and_card_count_no_padding(run, tmp_path, capsys, flags):
+    """Rows differ in length, so a batch of them is padded; the setting of a total still counts it."""
+    assert run("--max_steps=0", "--epochs=1", *flags) == 0
+    tp.assert_tokens_are_those_of(tmp_path / "out", capsys.readouterr().out)

@@ -109,6 +109,16 @@ def events(out: Path, kind: str) -> list[dict]:
     return [line for line in lines if line["event"] == kind]
 
 
+def assert_tokens_are_those_of(out: Path, printed: str) -> None:
+    """Of a run of one epoch with log_every=1: the plan, the log and the card count what the data's line says."""
+    n = int(re.search(r" rows? for training, ([\d,]+) tokens", printed)[1].replace(",", ""))
+    found = events(out, "train")
+    assert re.search(rf"^tokens      {n:,} in {len(found)} steps", printed, re.MULTILINE)
+    each = [event["tokens_per_s"] * event["step_ms"] / 1000 for event in found]
+    assert found[-1]["tokens"] == n == pytest.approx(sum(each)) and len(set(map(round, each))) > 1
+    assert f"step {len(found)} of {len(found)}, {n:,} tokens." in (out / "README.md").read_text("utf-8")
+
+
 def losses(out: Path) -> list[float]:
     return [event["loss"] for event in events(out, "train")]
 

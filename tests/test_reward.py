@@ -319,6 +319,13 @@ def test_a_run_begins_at_ln_2_learns_the_rule_and_opens_in_transformers(run, bas
     assert not list(tmp_path.glob(".*.part"))
 
 
+@pytest.mark.parametrize("flags", [[], ["--total_batch_pairs=8"]])
+def test_plan_log_and_card_count_no_padding(run, tmp_path, capsys, flags):
+    """Rows differ in length, so a batch of them is padded; the setting of a total still counts it."""
+    assert run("--max_steps=0", "--epochs=1", *flags) == 0
+    tp.assert_tokens_are_those_of(tmp_path / "out", capsys.readouterr().out)
+
+
 def test_steps_do_not_depend_on_how_they_are_cut(run, tmp_path):
     """One micro-batch, or four: the loss is over the pairs of the step."""
     for size in "82":

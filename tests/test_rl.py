@@ -28,7 +28,6 @@ from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate import tools as tool_module
-from groundup.tokens.conversations import padded_length
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.training import train
 from groundup.train import huggingface
@@ -205,12 +204,8 @@ def n_drawn(event: dict) -> float:
 
 
 def n_positions(drawn: list[Rollout]) -> int:
-    """Of batches of 4 answers, those of like length together, with their padding.
-
-    Each but for its last token.
-    """
-    lengths = sorted(len(one.prompt.ids) + len(one.ids) - 1 for one in drawn)
-    return sum(4 * int(padded_length(longest, 96)) for longest in lengths[3::4])
+    """Of prompts with their answers, without padding, each but for its last token."""
+    return sum(len(one.prompt.ids) + len(one.ids) - 1 for one in drawn)
 
 
 def text_logps(model: Transformer, one: Rollout) -> torch.Tensor:
@@ -610,11 +605,9 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name, monkeypatch):
 
 @pytest.mark.dist
 def test_throughput_is_that_of_all_ranks(two_ranks, base):
-    """Their micro-batches are not equally wide."""
     drawn = first_answers(base)
     found = tp.events(two_ranks / "dr_grpo zero1", "train")[0]
-    positions = n_positions(drawn[:8]) + n_positions(drawn[8:])
-    assert found["tokens_per_s"] * found["step_ms"] / 1000 == pytest.approx(positions)
+    assert found["tokens_per_s"] * found["step_ms"] / 1000 == pytest.approx(n_positions(drawn))
 
 
 @pytest.mark.dist

@@ -638,3 +638,10 @@ def test_a_teacher_with_other_tokens_or_changed_weights_is_refused(base, run, tm
     shutil.copy(base / "model/config.json", tmp_path / "copy")
     with pytest.raises(UserError, match="teacher_weights"):
         run(*taught[:1], "--max_steps=4")
+
+
+@pytest.mark.parametrize("flags", [["--pack=no", "--batch_size=3"], ["--pack=yes", "--batch_size=1"]])
+def test_plan_log_and_card_count_no_padding(run, tmp_path, capsys, flags):
+    """Rows differ in length, so a batch of them is padded; the setting of a total still counts it."""
+    assert run("--max_steps=0", "--epochs=1", *flags) == 0
+    tp.assert_tokens_are_those_of(tmp_path / "out", capsys.readouterr().out)

@@ -516,5 +516,15 @@ def describe_plan(
     n_tokens = n_answers * config["block_size"] * n_steps * n_epochs
     note = "of the updates below "
     return plan.describe(
-        model, config, batch, n_tokens, world_size, device, dtype, peak, others, note
+        model,
+        config,
+        batch,
+        n_tokens,
+        world_size,
+        device,
+        dtype,
+        peak,
+        others,
+        note,
+        bound="at most ",
     )

@@ -87,11 +87,18 @@ class Batches:
 
     def count_targets(self, step: int) -> int:
         """Return the targets of a step (from 0) over all ranks, computed without communication."""
+        return int(self.corpus.count_targets(*self._samples_of(step)).sum())
+
+    def count_tokens(self, step: int) -> int:
+        """Return the tokens of a step (from 0) over all ranks, without padding, for RowCorpus."""
+        return self.corpus.count_tokens(*self._samples_of(step))
+
+    def _samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (source, start) of each sample of a step, over all ranks."""
         # Each rank computes the samples of all ranks: their order is a function of the samples'
         # numbers.
         samples = np.arange(self.position(step), self.position(step + 1))
-        sources, starts = self.order.starts_of(samples)
-        return int(self.corpus.count_targets(sources, starts).sum())
+        return self.order.starts_of(samples)
 
     def next(self) -> tuple:
         """Return the next micro-batch, on the device. Raise what the thread raised."""

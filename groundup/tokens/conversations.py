@@ -34,7 +34,6 @@ from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import map_tensors
-from groundup.tokens.mixture import Mixture
 from groundup.tokens.packing import pack_rows
 from groundup.tokens.rows import (
     STRANGE,
@@ -455,17 +454,6 @@ class ChatCorpus(RowCorpus):
 
     def targets_of(self, source: int, numbers: np.ndarray) -> np.ndarray:
         return self.train[source].n_labels[numbers]
-
-    def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
-        """Return {"tokens/name": inputs without padding}, exact at the end of an epoch.
-
-        A single source has none: they would be the run's own `tokens`."""
-        if len(self.train) == 1:
-            return {}
-        # Rows hold different numbers of tokens; which ones were drawn is not looked up.
-        epochs = order.epochs(n_samples).tolist()
-        pairs = zip(self.train, epochs, strict=True)
-        return {f"tokens/{rows.name}": round(n * rows.n_used.sum()) for rows, n in pairs}
 
     def prompts(self, n: int) -> list[tuple[list[int], str]]:
         """Return (ids up to the last answer, that answer) of n validation conversations.

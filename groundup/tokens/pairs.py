@@ -406,7 +406,9 @@ class LabelCorpus(PairCorpus):
         # a pair was one item, so that both of its answers are in one split
         answers = [answer for item in items for answer in item]
         n = range(len(answers))
-        return super().lay_out(name, [with_other(answers, i, self.block_size, name) for i in n])
+        pairs = super().lay_out(name, [with_other(answers, i, self.block_size, name) for i in n])
+        pairs.n_used = pairs.lengths[:, 0]  # learned is from the answer, not from the other one
+        return pairs
 
     side = 1  # of the pairs: 1 = the answers, 2 = those to other prompts
 

@@ -32,7 +32,7 @@ from groundup.files.splits import FEW_VAL, assign, more_rows_for_val, split_posi
 from groundup.files.turns import JOIN, BadRow
 from groundup.tokens.batches import Corpus, names_of
 from groundup.tokens.coverage import unfamiliar
-from groundup.tokens.mixture import Sampler, Stage, parse_data_dir, parse_weights
+from groundup.tokens.mixture import Mixture, Sampler, Stage, parse_data_dir, parse_weights
 from groundup.tokens.token_files import read_manifest, verify_sha256
 from tokenizer import Tokenizer
 
@@ -245,7 +245,7 @@ class RowCorpus(Corpus):
 
     A subclass has `reader`, a new RowReader, and `lay_out(name, items)`, which returns data with
         name, n_rows, fingerprint
-        n_used      (n_rows,) number of ids of each row
+        n_used      (n_rows,) number of ids of each row, without padding
         n_labels    (n_rows,) number of those that are learned
         counts      {what happened to conversations: how many}
         needs       of those that are too long, {the same: the block_size that each needs}
@@ -368,6 +368,21 @@ class RowCorpus(Corpus):
 
     def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
         return Sampler(self.train[source].n_rows, seed, source)
+
+    def count_tokens(self, sources: np.ndarray, numbers: np.ndarray) -> int:
+        """Return the tokens of these rows (n,) for training, without padding."""
+        places = zip(sources.tolist(), numbers.tolist(), strict=True)
+        return sum(int(self.train[source].n_used[number]) for source, number in places)
+
+    def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
+        """Return {"tokens": how many the first n_samples rows hold, without padding}, of several
+        sources with "tokens/name" of each.
+
+        Exact at the end of an epoch: in between, a row counts as the source's mean row."""
+        pairs = zip(self.train, order.epochs(n_samples).tolist(), strict=True)
+        found = {f"tokens/{data.name}": round(n * data.n_used.sum()) for data, n in pairs}
+        total = {"tokens": sum(found.values())}
+        return total | found if len(self.train) > 1 else total
 
     def numbers_of(self, path: str) -> list[int]:
         known = self.names if path in self.names else self.paths

@@ -37,7 +37,7 @@ from groundup.train.device import hardware, peak_memory_gib, versions
 ALONE, CPU = ranks.World(rank=0, local_rank=0, world_size=1), torch.device("cpu")
 SLOW_STEP_S = 10  # seconds
 MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
-# Every line begins with the first three; "tokens" is for log.jsonl only.
+# Every line begins with the first three; "tokens", without padding, is for log.jsonl only.
 # Settings that say how a run starts or where it lies, not how it trains.
 OF_A_START = ("resume", "resume_from", "overwrite", "out_dir")
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
@@ -132,7 +132,7 @@ class RunLog:
     def train(self, step: int, values: dict[str, float], n_tokens: float) -> None:
         """Log a training line. values: loss, lr and grad_norm, then what the stage adds.
 
-        n_tokens: since the last line, over all ranks."""
+        n_tokens: since the last line, over all ranks, without padding."""
         # The caller's .item() has waited for the device, so the time is right.
         self.n_skipped = int(values.get("skipped", 0))
         seconds = self.seconds()

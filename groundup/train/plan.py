@@ -177,13 +177,18 @@ def describe(
     peak: float,
     other: Mapping[str, float] | None = None,
     note: str = "",
+    forwards: int = 0,
+    bound: str = "",
 ) -> str:
     """Return the plan as text.
 
-    batch, note: on the batch, on the time. tokens: of all steps. peak: FLOP/s, 0 = unknown."""
+    batch, note: on the batch, on the time. tokens: of all steps, without padding. peak: FLOP/s, 0 =
+    unknown. forwards: more passes over as many tokens, without gradient. bound: "at most " if
+    there may be fewer tokens."""
     table, trained = parameter_table(model), parameter_table(model, trained=True)
     counts = ", ".join(f"{part} {n:,}" for part, n in table.items() if n and part != "total")
     flops = flops_per_token(model, config["block_size"])
+    flops *= 1 + forwards / 3  # backward is two thirds
     parts = memory(model, config, world_size, device, dtype, other)
     sizes = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items())
     need = sum(parts.values())
@@ -192,7 +197,7 @@ def describe(
         f"parameters  {table['total']:,}: {counts}",
         f"trained     {trained['total']:,} ({config['trainable']})",
         f"batch       {batch}",
-        f"tokens      {tokens:,} in {counted(config['max_steps'], 'step')}, "
+        f"tokens      {bound}{tokens:,} in {counted(config['max_steps'], 'step')}, "
         f"{ratio:.1f} per parameter",
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all, "
         f"{str(dtype).removeprefix('torch.')} on {device.type}",

@@ -11,10 +11,12 @@ import prepare
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.files.turns import BadRow
+from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.pairs import LabelCorpus, PairCorpus
 from groundup.tokens.prompts import PromptCorpus, prompt_of
 from groundup.tokens.rows import reasons_of, steps_of
+from groundup.train import ranks
 from tokenizer import Tokenizer, chat_ready
 
 
@@ -178,6 +180,28 @@ def test_every_line_about_long_rows_knows_the_models_context(tmp_path, tokenizer
     if not longer:
         fix = "lower max_new_tokens" if corpus is PromptCorpus else "give shorter rows, or a model with a longer"
         assert fix in text
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    (PairCorpus, {}), (LabelCorpus, {}), (ChatCorpus, {"pack": True}), (ChatCorpus, {"pack": False}),
+])  # fmt: skip
+def test_the_tokens_of_a_step_are_the_ids_of_its_batches_that_are_no_padding(tmp_path, tokenizer, kind, settings):
+    answers = {"chosen": "good", "rejected": "bad, so bad"} if issubclass(kind, PairCorpus) else {"response": "good"}
+    for name, n in (("a", 6), ("b", 12)):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": "What? " * (1 + k)} | answers for k in range(n)])
+    corpus = kind(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", tokenizer, 128, seed=1, val_fraction=0.0, **settings)
+    n_steps = corpus.n_rows // 2
+    order = corpus.order(1, 2, n_steps)
+    batches = Batches(corpus, order, 1, 2, ranks.World(0, 0, 1))
+    counts = []
+    for step in range(n_steps):
+        found = [batches.next().x for _ in range(2)]
+        counts.append(sum(int((x != tokenizer.pad_id).sum()) for x in found))
+        assert batches.count_tokens(step) == counts[-1]
+    batches.close()
+    assert len(set(counts)) > 1
+    seen = corpus.tokens_seen(order, 2 * n_steps)
+    assert seen["tokens"] == pytest.approx(sum(counts), rel=0.1) and seen.keys() > {"tokens/a.jsonl", "tokens/b.jsonl"}
 
 
 def test_without_validation_the_line_says_what_would_help(tmp_path, tokenizer):
