@@ -137,7 +137,7 @@ def build(
         counts.add(lost)
         chosen, parts = choose_documents(files, units, counts, recipe, work, info)
         if recipe.kind == "text" and tokenizer is None:
-            texts = selection.training_texts(parts, chosen, TOKENIZER_BYTES)
+            texts = selection.training_texts(parts, TOKENIZER_BYTES)
             tokenizer = train(texts, config["vocab_size"], "bpe", config["pattern"])
             tokenizer.save(out)
             if config["tokenizer_dir"]:

@@ -21,7 +21,7 @@ from groundup.files.text_keys import parse_text_key
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
-from groundup.text.select import Selection, SourceDocs, are_whole
+from groundup.text.select import Selection, SourceDocs
 from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Unit
 from groundup.tokens.token_files import ROWS_FORMAT
 
@@ -130,8 +130,7 @@ def summarize(
     n_bytes = by_fate(chosen.fates, chosen.rows["n_bytes"])
     info = what_became(inputs, counts, by_fate(chosen.fates), n_bytes)
     info["split_notes"] = chosen.split_notes
-    cut = [part.rows[~are_whole(part.cut, len(part.rows))] for part in parts]
-    info["cut_bytes"] = sum(int(chosen.rows["n_bytes"][rows].sum()) for rows in cut)
+    info["cut_bytes"] = sum(int(part.n_bytes[~part.whole].sum()) for part in parts)
     if recipe.near > 0:
         info["near"] = {"not_compared": chosen.capped}
     info["copies"] = copies_of_others(chosen, [source.name for source in recipe.sources])

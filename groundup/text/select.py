@@ -176,15 +176,72 @@ def drop_near(chosen: Selection, recipe: Recipe) -> None:
 # ---- splits --------------------------------------------------------------------------------------
 
 
-class SourceDocs(NamedTuple):
+class Piece(NamedTuple):
+    """A part of a document that was cut into the splits."""
+
+    index: int  # in SourceDocs.rows
+    text: str
+    is_whole: bool  # the text is all of that row
+
+
+@dataclass
+class SourceDocs:
     """The kept documents of one source."""
 
     source: Source
+    chosen: Selection
     units: list[Unit]
     rows: np.ndarray  # (n,) index in Selection.rows, in order
     splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
     cut: np.ndarray  # (k, 2): begin and end in rows of each document to cut; a huge one has several
     ends: tuple[float, float]  # shares of each of those that val and test get
+
+    def __post_init__(self) -> None:
+        self.whole = are_whole(self.cut, len(self.rows))  # (n,) bool: not of a document to cut
+        self.n_bytes = self.chosen.rows["n_bytes"][self.rows]  # (n,) of text
+
+    def texts(self, which: np.ndarray | slice) -> Iterator[str]:
+        return self.chosen.texts(self.rows[which])
+
+    def pieces(self, k: int) -> Iterator[tuple[int, Piece]]:
+        """Yield the pieces of document k of those to cut, each with the index of its split in
+        SPLITS. Holds one piece: the document may be a file of gigabytes."""
+        begin, end = self.cut[k].tolist()
+        # Read twice, first for the length.
+        length, offset = sum(map(len, self.texts(slice(begin, end)))), 0
+        places = [0, *cut_places(length, *self.ends), length]  # where each split begins and ends
+        for i, text in enumerate(self.texts(slice(begin, end)), begin):
+            for number in range(len(SPLITS)):
+                first, last = (max(place - offset, 0) for place in places[number : number + 2])
+                inside = text[first:last]
+                if inside:
+                    yield number, Piece(i, inside, len(inside) == len(text))
+            offset += len(text)
+
+    def ids(self, dtype: np.dtype, what: str = "tokens") -> Iterator[np.ndarray]:
+        """Yield the ids, or the masks, of each kept document, in order."""
+        for unit in self.units:
+            self.chosen.wait_for(unit)
+            with open(unit.file(self.chosen.work, what), "rb") as f:
+                for n in np.fromfile(unit.file(self.chosen.work, "lengths"), "<i8").tolist():
+                    yield np.frombuffer(f.read(n * dtype.itemsize), dtype)
+
+    def training_texts(self, most: int, most_chars: int = 0) -> Iterator[str]:
+        """Yield documents of train, all or a sample of about `most` bytes. most_chars: of a text
+        that is cut into the splits; 0 = any."""
+        wanted = self.splits == 0
+        n_bytes = int(self.n_bytes[wanted].sum())
+        if n_bytes > most:  # a sample: the texts of the lowest hashes
+            wanted &= self.chosen.rows["key"][self.rows, 1] / 2.0**64 < most / n_bytes
+        yield from self.texts(wanted & self.whole)
+        # Of documents that are cut only what is before the ends may be seen: they are of other
+        # splits.
+        for k in range(len(self.cut)):
+            for split, piece in self.pieces(k):
+                if split == 0 and wanted[piece.index]:
+                    step = most_chars or len(piece.text)
+                    for begin in range(0, len(piece.text), step):
+                        yield piece.text[begin : begin + step]
 
 
 def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
@@ -208,7 +265,7 @@ def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
         units = [unit for unit in chosen.units if unit.source == number]
         rows, cut = rows_of[number], cuts[number]
         ends = ends_of(rows, cut, chosen, recipe)
-        parts.append(SourceDocs(source, units, rows, splits[rows], cut, ends))
+        parts.append(SourceDocs(source, chosen, units, rows, splits[rows], cut, ends))
     return parts
 
 
@@ -328,41 +385,16 @@ def documents_to_cut(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.
     return np.stack([starts, np.append(starts[1:], len(rows))], axis=1)[is_cut]
 
 
-class Piece(NamedTuple):
-    """A part of a document that was cut into the splits."""
-
-    index: int  # in SourceDocs.rows
-    text: str
-    is_whole: bool  # the text is all of that row
-
-
-def cut_document(k: int, part: SourceDocs, chosen: Selection) -> Iterator[tuple[int, Piece]]:
-    """Yield the pieces of document k of those to cut, each with the index of its split in
-    SPLITS. Holds one piece: the document may be a file of gigabytes."""
-    begin, end = part.cut[k].tolist()
-    rows = part.rows[begin:end]
-    # Read twice, first for the length.
-    length, offset = sum(map(len, chosen.texts(rows))), 0
-    places = [0, *cut_places(length, *part.ends), length]  # where each split begins and ends
-    for i, text in enumerate(chosen.texts(rows), begin):
-        for number in range(len(SPLITS)):
-            first, last = (max(place - offset, 0) for place in places[number : number + 2])
-            inside = text[first:last]
-            if inside:
-                yield number, Piece(i, inside, len(inside) == len(text))
-        offset += len(text)
-
-
 # ---- texts to train a tokenizer on ---------------------------------------------------------------
 
 
-def training_texts(parts: list[SourceDocs], chosen: Selection, most: int) -> Iterator[str]:
+def training_texts(parts: list[SourceDocs], most: int) -> Iterator[str]:
     """Return documents of train: of one source all, or a sample (by hash) of about `most` bytes; of
     several sources by turns, by their weights, `most` bytes in all. A source too small for its
     weight is read up to MAX_REPEATS times: in training it is repeated, too."""
     if len(parts) == 1:
-        return training_texts_of(parts[0], chosen, most)
-    sizes = [float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
+        return parts[0].training_texts(most)
+    sizes = [float(part.n_bytes.sum()) for part in parts]
     weights = [part.source.weight or size for part, size in zip(parts, sizes, strict=True)]
     # The source that is largest for its weight is read once; the others are read until they fit.
     ratios = [size / weight for size, weight in zip(sizes, weights, strict=True) if weight]
@@ -373,8 +405,9 @@ def training_texts(parts: list[SourceDocs], chosen: Selection, most: int) -> Ite
         wanted = min(max(ratios) * weight, most)
         n_times = max(1, min(MAX_REPEATS, round(wanted / size))) if size else 1
         # mix_texts takes MAX_DOC_CHARS of each text, so longer ones are cut.
-        own = (part, chosen, most, MAX_DOC_CHARS)
-        texts = chain.from_iterable([training_texts_of(*own) for _ in range(n_times)])
+        texts = chain.from_iterable([
+            part.training_texts(most, MAX_DOC_CHARS) for _ in range(n_times)
+        ])
         share = f"weight {weight:g}" if part.source.weight else "by its size"
         times = f", read {n_times} times" if n_times > 1 else ""
         label = f"source {part.source.name}, {share}{times}"
@@ -382,38 +415,7 @@ def training_texts(parts: list[SourceDocs], chosen: Selection, most: int) -> Ite
     return mix_texts(sources, most)
 
 
-def training_texts_of(
-    part: SourceDocs, chosen: Selection, most: int, most_chars: int = 0
-) -> Iterator[str]:
-    """Yield documents of train of a source, all or a sample of about `most` bytes. most_chars: of a
-    text that is cut into the splits; 0 = any."""
-    own = part.rows[part.splits == 0]
-    n_bytes = int(chosen.rows["n_bytes"][own].sum())
-    if n_bytes > most:  # a sample: the texts of the lowest hashes
-        own = own[chosen.rows["key"][own, 1] / 2.0**64 < most / n_bytes]
-    # Of documents that are cut only what is before the ends may be seen: they are of other splits.
-    wanted = np.isin(part.rows, own)
-    yield from chosen.texts(part.rows[wanted & are_whole(part.cut, len(wanted))])
-    for k in range(len(part.cut)):
-        for split, piece in cut_document(k, part, chosen):
-            if split == 0 and wanted[piece.index]:
-                step = most_chars or len(piece.text)
-                for begin in range(0, len(piece.text), step):
-                    yield piece.text[begin : begin + step]
-
-
 # ---- the files of each split ---------------------------------------------------------------------
-
-
-def ids_of(
-    part: SourceDocs, chosen: Selection, dtype: np.dtype, what: str = "tokens"
-) -> Iterator[np.ndarray]:
-    """Yield the ids, or the masks, of each kept document of a source, in order."""
-    for unit in part.units:
-        chosen.wait_for(unit)
-        with open(unit.file(chosen.work, what), "rb") as f:
-            for n in np.fromfile(unit.file(chosen.work, "lengths"), "<i8").tolist():
-                yield np.frombuffer(f.read(n * dtype.itemsize), dtype)
 
 
 def write_splits(
@@ -424,18 +426,16 @@ def write_splits(
     dtype, shards, work = token_dtype(tokenizer.vocab_size), [], chosen.work
     ids = tokenizer.vocab_size, tokenizer.eot_id
     for part in parts:
-        tokens, next_row = ids_of(part, chosen, dtype), 0
+        numbered, next_row = enumerate(part.ids(dtype)), 0
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
         # Documents that are cut: ShardWriter.begin needs a document's length, so its ids are
         # collected in a file first; the document may be of gigabytes.
-        numbered, n_bytes = enumerate(tokens), chosen.rows["n_bytes"][part.rows].tolist()
         for k, (begin, end) in enumerate(part.cut.tolist()):
-            add_whole(range(next_row, begin), part, numbered, writers, n_bytes)
+            add_whole(range(next_row, begin), part, numbered, writers)
             next_row = end
-            pieces = cut_document(k, part, chosen)
-            for split, own in groupby(pieces, key=lambda pair: pair[0]):
+            for split, own in groupby(part.pieces(k), key=lambda pair: pair[0]):
                 path = work / f"document_{k}_{split}.tmp"
                 size = write_ids((piece for _, piece in own), numbered, tokenizer, path)
                 writers[split].begin(path.stat().st_size // dtype.itemsize, size)
@@ -443,7 +443,7 @@ def write_splits(
                     while len(block := np.fromfile(f, dtype, 2**20)):
                         writers[split].extend(block)
                 path.unlink()
-        add_whole(range(next_row, len(part.rows)), part, numbered, writers, n_bytes)
+        add_whole(range(next_row, len(part.rows)), part, numbered, writers)
         for writer in writers:
             shards += writer.close()
     weights = {part.source.name: part.source.weight for part in parts if part.source.weight}
@@ -451,11 +451,11 @@ def write_splits(
 
 
 def add_whole(
-    rows: range, part: SourceDocs, numbered: Iterator, writers: list[ShardWriter], n_bytes: list
+    rows: range, part: SourceDocs, numbered: Iterator, writers: list[ShardWriter]
 ) -> None:
     """Add the documents at these indices in part.rows to the writers of their splits."""
     for row in rows:
-        writers[part.splits[row]].add(ids_at(row, numbered), n_bytes[row])
+        writers[part.splits[row]].add(ids_at(row, numbered), int(part.n_bytes[row]))
 
 
 def ids_at(index: int, numbered: Iterator) -> np.ndarray:
@@ -499,14 +499,14 @@ def write_rows(
         writer = ConversationWriter(out, split, dtype) if tokenizer and split in SPLITS else None
         with open(path, "w", encoding="utf-8") as f:
             for part in parts:
-                own, name = np.flatnonzero(part.splits == number), part.source.name
-                for row in chosen.texts(part.rows[own]):
+                name = part.source.name
+                for row in part.texts(part.splits == number):
                     row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
                     f.write(f"{row}\n")
                 # Ids are in the order of all documents of the source, of any split.
                 if writer:
-                    masks = ids_of(part, chosen, np.dtype("u1"), "mask")
-                    tokens = zip(part.splits, ids_of(part, chosen, dtype), masks, strict=True)
+                    masks = part.ids(np.dtype("u1"), "mask")
+                    tokens = zip(part.splits, part.ids(dtype), masks, strict=True)
                     for its_split, ids, mask in tokens:
                         if its_split == number:
                             writer.add(ids, mask)
