@@ -54,6 +54,7 @@ class Selection:
     """All documents of all units, in order, and why each is kept or dropped."""
 
     units: list[Unit]
+    recipe: Recipe
     work: Path  # where the files of the units are
     rows: np.ndarray  # (n,) unit.ROW
     fates: np.ndarray  # (n,) uint8, indices of REASONS
@@ -120,23 +121,24 @@ def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
     rows = np.concatenate([np.empty(0, ROW), *per_unit])
     del per_unit  # which has as much again
     partner, similarity = np.full(len(rows), -1, np.int64), np.ones(len(rows), np.float32)
-    chosen = Selection(units, work, rows, rows["reason"].copy(), starts, partner, similarity)
+    fates = rows["reason"].copy()
+    chosen = Selection(units, recipe, work, rows, fates, starts, partner, similarity)
     # Scores first: a copy must not be dropped for one that is dropped itself.
-    drop_by_score(chosen, recipe)
+    drop_by_score(chosen)
     if recipe.near >= 0:
         drop_exact(chosen)
     if recipe.near > 0:
-        drop_near(chosen, recipe)
+        drop_near(chosen)
     for unit in units:
         np.save(unit.file(work, "fates.npy"), chosen.of_unit(unit, chosen.fates))
     return chosen
 
 
-def drop_by_score(chosen: Selection, recipe: Recipe) -> None:
+def drop_by_score(chosen: Selection) -> None:
     """Drop the documents outside the bounds in per cent, if there are any."""
     left = np.flatnonzero(chosen.fates == KEPT)
     # Bounds that are numbers were applied with the other rules, to each document alone.
-    for _, bounds, in_percent in parse_score(recipe.score)[:1]:
+    for _, bounds, in_percent in parse_score(chosen.recipe.score)[:1]:
         if in_percent and len(left):
             scores = chosen.rows["score"][left]
             low, high = np.percentile(scores, np.clip(bounds, 0, 100))
@@ -151,8 +153,9 @@ def drop_exact(chosen: Selection) -> None:
     chosen.partner[left[copies]] = left[first[copies]]
 
 
-def drop_near(chosen: Selection, recipe: Recipe) -> None:
-    n_values, work = recipe.near_bands * recipe.near_rows, chosen.work
+def drop_near(chosen: Selection) -> None:
+    recipe, work = chosen.recipe, chosen.work
+    n_values = recipe.near_bands * recipe.near_rows
     candidates = np.flatnonzero(chosen.fates == KEPT)
     if not len(candidates):
         return
@@ -244,37 +247,36 @@ class SourceDocs:
                         yield piece.text[begin : begin + step]
 
 
-def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
+def split_sources(chosen: Selection) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits.
 
     Pairs of all sources are split together: a prompt may be in several sources, and must not be in
     two splits. If a few documents are the text of a source, or most of it, each of them is cut into
     all splits. What became val goes into chosen.split_notes."""
+    recipe = chosen.recipe
     source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
     rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
     # What no one assigns below is held out: `split_rows` leaves those documents alone.
     splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
     if recipe.kind == "preference":  # of which none is cut
-        cuts = [split_rows("", kept, splits, chosen, recipe)] * len(rows_of)
+        cuts = [split_rows("", kept, splits, chosen)] * len(rows_of)
     else:
         pairs = zip(recipe.sources, rows_of, strict=True)
-        cuts = [split_rows(one.name, rows, splits, chosen, recipe) for one, rows in pairs]
+        cuts = [split_rows(one.name, rows, splits, chosen) for one, rows in pairs]
     parts = []
     for number, source in enumerate(recipe.sources):
         units = [unit for unit in chosen.units if unit.source == number]
         rows, cut = rows_of[number], cuts[number]
-        ends = ends_of(rows, cut, chosen, recipe)
+        ends = ends_of(rows, cut, chosen)
         parts.append(SourceDocs(source, chosen, units, rows, splits[rows], cut, ends))
     return parts
 
 
-def split_rows(
-    name: str, rows: np.ndarray, splits: np.ndarray, chosen: Selection, recipe: Recipe
-) -> np.ndarray:
+def split_rows(name: str, rows: np.ndarray, splits: np.ndarray, chosen: Selection) -> np.ndarray:
     """Write into `splits` the split of the documents `rows` of a source. Return (k, 2) where in
     `rows` each document begins and ends that must be cut; most often there is none."""
-    of_source = f" of source {name}" if name else ""
+    recipe, of_source = chosen.recipe, f" of source {name}" if name else ""
     if recipe.hold_out:
         held_out = are_held_out(chosen.rows["question"][rows], recipe.hold_out)
         if len(rows) and not held_out.any():
@@ -285,25 +287,23 @@ def split_rows(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
         by_prompt=recipe.kind == "preference",
     )  # fmt: skip
-    cut = documents_to_cut(rows, chosen, recipe)
+    cut = documents_to_cut(rows, chosen)
     if len(cut):
         whole = are_whole(cut, len(rows))
         fractions = recipe.val_fraction, recipe.test_fraction
         splits[rows[~whole]] = 0  # until their ends are cut off, see `cut_document`
         splits[rows[whole]] = split_of(chosen.rows["position"][rows[whole]], *fractions)
-    chosen.split_notes += split_notes(
-        of_source, rows, splits[rows] == 1, cut, moved, chosen, recipe
-    )
+    chosen.split_notes += split_notes(of_source, rows, splits[rows] == 1, cut, moved, chosen)
     return cut
 
 
 def split_notes(
     of_source: str, rows: np.ndarray, in_val: np.ndarray, cut: np.ndarray, moved: bool,
-    chosen: Selection, recipe: Recipe,
+    chosen: Selection,
 ) -> list[str]:  # fmt: skip
     """Return which part of the documents `rows` became val, and what is unusual about it. moved:
     one was taken for val, for the hashes picked none."""
-    hint = ""
+    recipe, hint = chosen.recipe, ""
     by_file = recipe.kind == "text" and any(one.txt_split == "file" for one in recipe.sources)
     # Rows and lines have offsets; a document that is a file begins at 0.
     if by_file and not chosen.rows["offset"][rows].any():
@@ -312,7 +312,7 @@ def split_notes(
         whole = are_whole(cut, len(rows))
         documents = counted(len(cut), "long document" if whole.any() else "document")
         its = "the end of each" if len(cut) > 1 else "its end"
-        ends = zip(("val", "test"), ends_of(rows, cut, chosen, recipe), strict=True)
+        ends = zip(("val", "test"), ends_of(rows, cut, chosen), strict=True)
         parts = [f"{split} ({100 * share:.3g} %)" for split, share in ends if share]
         only = "" if whole.any() else "only "
         note = f"{only}{documents}{of_source}: {its} becomes {' and '.join(parts)}"
@@ -346,12 +346,10 @@ def describe_val(of_source: str, in_val: np.ndarray, n_bytes: np.ndarray, recipe
     return f"val: {in_val.sum():,} {of_all}, chosen by a hash; {size}"
 
 
-def ends_of(
-    rows: np.ndarray, cut: np.ndarray, chosen: Selection, recipe: Recipe
-) -> tuple[float, float]:
+def ends_of(rows: np.ndarray, cut: np.ndarray, chosen: Selection) -> tuple[float, float]:
     """Return `shares_of_ends` of the documents to cut; of none, the settings."""
     n_bytes = int(chosen.rows["n_bytes"][rows[~are_whole(cut, len(rows))]].sum())
-    fractions = recipe.val_fraction, recipe.test_fraction
+    fractions = chosen.recipe.val_fraction, chosen.recipe.test_fraction
     return shares_of_ends(len(cut), n_bytes, *fractions) if len(cut) else fractions
 
 
@@ -363,10 +361,11 @@ def are_whole(cut: np.ndarray, n_rows: int) -> np.ndarray:
     return whole
 
 
-def documents_to_cut(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
+def documents_to_cut(rows: np.ndarray, chosen: Selection) -> np.ndarray:
     """Return (k, 2) where in `rows` the documents to cut begin and end, by `least_to_cut`: none of
     conversations or pairs. All pieces of a huge document are from one record. Raise UserError where
     one document should give several folds."""
+    recipe = chosen.recipe
     if recipe.kind != "text" or not len(rows):
         return np.zeros((0, 2), np.int64)
     # A document begins where the unit, the part or the offset differs from the one before.
@@ -419,7 +418,7 @@ def training_texts(parts: list[SourceDocs], most: int) -> Iterator[str]:
 
 
 def write_splits(
-    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, info: dict
+    parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer, info: dict
 ) -> dict:
     """Write the tokens into the shards of their sources and splits, and the manifest with the
     entries `info`; return it."""
@@ -484,9 +483,8 @@ def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer,
 
 
 def write_rows(
-    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer | None,
-    info: dict,
-) -> dict:  # fmt: skip
+    parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer | None, info: dict
+) -> dict:
     """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and
     masks of conversations beside them, but for those held out. Write the manifest with the entries
     `info`; return it."""
@@ -515,7 +513,7 @@ def write_rows(
         if writer:
             entry["tokens"] = writer.close()
         entries[split] = entry
-    manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": entries, "info": info}
+    manifest = {"format": ROWS_FORMAT, "kind": chosen.recipe.kind, "splits": entries, "info": info}
     if tokenizer:
         manifest["tokenizer_fingerprint"] = tokenizer.chat_fingerprint()
         manifest["vocab_size"] = tokenizer.vocab_size
