@@ -137,7 +137,7 @@ def build(
         counts.add(lost)
         chosen, parts = choose_documents(files, units, counts, recipe, work, info)
         if recipe.kind == "text" and tokenizer is None:
-            texts = selection.training_texts(parts, chosen, TOKENIZER_BYTES)
+            texts = selection.training_texts(parts, TOKENIZER_BYTES)
             tokenizer = train(texts, config["vocab_size"], "bpe", config["pattern"])
             tokenizer.save(out)
             if config["tokenizer_dir"]:
@@ -150,7 +150,7 @@ def build(
             chosen.tokenized = map_units(tokenize, units, "tokenize")
         # What is written first is encoded first, so both go on at a time.
         write = selection.write_splits if recipe.kind == "text" else selection.write_rows
-        manifest = write(parts, chosen, recipe, tokenizer, info)
+        manifest = write(parts, chosen, tokenizer, info)
         for _ in chosen.tokenized:  # all are: this ends the bar that shows them
             pass
     report.write_report(manifest, chosen)
@@ -180,7 +180,7 @@ def choose_documents(
     info["inputs"] = inputs.write(info["inputs"], work / "out")
     chosen = selection.select(units, recipe, work)
     report.check_kept(counts, chosen)
-    parts = selection.split_sources(chosen, recipe)
+    parts = selection.split_sources(chosen)
     info |= report.summarize(files, counts, chosen, parts, recipe)
     report.write_dropped(chosen)
     return chosen, parts

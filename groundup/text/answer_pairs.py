@@ -34,18 +34,23 @@ def replace_answers(
     no pairs."""
     found, infos, lost = [], [], Counts()
     for file in inputs:
+        # FILE.config.json describes FILE, and holds no rows itself
         if answer_files.is_settings_file(file.path):
             continue
+        # files of finished pairs may stand beside files of answers
         if file.problem or not answer_files.is_answers(file.path):
             found.append(file)
             continue
+        # beside standard input there is no FILE.config.json
         if file.name == "-":
             hint = f"write them to a file, its {answer_files.SUFFIX} beside it"
             raise UserError(f"prepare: answers cannot come from standard input (-); {hint}")
         path = work / f"pairs_{len(infos)}.jsonl"
+        # the pairs are read later as any other input, so all rules and counts apply to them
         info, counts = write_pairs(file.path, path, pair_by, score, strict)
         infos.append(info | {"sha256": file_sha256(Path(file.path))})
         lost.add(counts)
+        # each run writes the file anew, so its content is the stamp and not its time
         size, stamp = path.stat().st_size, file_sha256(path)
         found.append(file._replace(path=str(path), size=size, stamp=stamp, parts=((0, None),)))
     if not infos:
@@ -66,6 +71,7 @@ def write_pairs(
     score: also keep the numbers of these keys. Raise UserError if pair_by is reward and no answer
     has one, if `strict` and a line is no answer, or if FILE.config.json is missing or damaged."""
     by, counts = parse_pair_by(pair_by), Counts()
+    # the margin is that of two rewards, not of the row
     keys = [key for key in PAIR_NUMBERS if key != "margin"]
     keys += [one.key for one in parse_score(score)]
     info = {"path": path, "settings": answer_files.need_settings(path), "scored": False}
@@ -74,18 +80,21 @@ def write_pairs(
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as p:
         problems = Problems(path, p, counts.shown, strict)
         for record in records.read_records(path, report=problems):
+            # of a damaged line
             problems.lost_bytes += record.lost
             info["lines"] += 1
             try:
                 pairs = pairs_of_line(record, by, keys, info)
             except BadRow as problem:
                 info["lines_left_out"][str(problem)] += 1
+                # a good line that gives no pair is no problem: it is counted, and not in errors.tsv
                 if not isinstance(problem, NoPair):
                     reason, detail = record.problem or "bad_field", record.detail or str(problem)
                     problems.add(path, record.line, record.offset, reason, detail)
                 continue
             info["pairs"] += len(pairs)
             f.writelines(json.dumps(pair) + "\n" for pair in pairs)
+    # if no answer at all has a reward, the step that scores them was forgotten
     if not info.pop("scored") and by.how == "reward" and info["answers"]:
         hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them"
         what = f"no answer in {path} has a reward, which pair_by=reward needs"
@@ -119,10 +128,12 @@ def pairs_of_line(record: records.Record, by: PairBy, keys: list[str], info: dic
     """Return the rows of the pairs of a line, with its numbers under `keys`, and count its answers
     in `info`, see write_pairs. Raise BadRow."""
     row, settings = row_of(record), info["settings"]
+    # own: the data set's answer to this prompt, "" if there is none
     prompt, own = conversation_of(row, settings)
     info["answers"] += len(row["completions"])
     info["scored"] |= any(reward_of(answer) is not None for answer in row["completions"])
     pairs = pairs_of(row["completions"], own, by, info["answers_left_out"])
+    # errors.tsv and dropped.tsv name the line of the answers, not that of the pair
     place = {ANSWER_PLACE: [record.line, record.offset]}
     of_line = numbers_of(row, keys) | {"prompt": prompt} | place
     return [of_line | pair | {"made_by": settings["model"]} for pair in pairs]
@@ -134,6 +145,7 @@ def pairs_of(answers: list[dict], own: str, by: PairBy, left_out: Counter) -> li
     usable = []
     for answer in answers:
         text, reward = text_of(answer), reward_of(answer)
+        # the first reason counts: an answer is left out once
         if answer.get("finish_reason") != "stop":
             left_out["unfinished"] += 1
         elif not text.strip():
@@ -147,6 +159,7 @@ def pairs_of(answers: list[dict], own: str, by: PairBy, left_out: Counter) -> li
             return pairs_by_reward(usable, by, left_out)
         pairs = pairs_by_dataset([text for text, _ in usable], own, by, left_out)
     except NoPair:
+        # every answer is in a pair or in these counts, so that they add up
         left_out["in a line that gives no pair"] += len(usable)
         raise
     if not pairs:
@@ -183,6 +196,7 @@ def pairs_by_dataset(texts: list[str], own: str, by: PairBy, left_out: Counter) 
 def pairs_by_reward(answers: list[tuple[str, float]], by: PairBy, left_out: Counter) -> list[dict]:
     """Return the pair whose rewards differ most, of those that differ enough and fit in length.
     answers: with their rewards. Raise NoPair."""
+    # from the best to the worst: of any two the first is the chosen one
     ranked = sorted(answers, key=lambda answer: answer[1], reverse=True)
     pairs = [
         {"chosen": chosen, "rejected": rejected, "margin": high - low}
@@ -199,5 +213,6 @@ def pairs_by_reward(answers: list[tuple[str, float]], by: PairBy, left_out: Coun
     ]
     if not pairs:
         raise NoPair("the lengths differ too much")
+    # one pair a line: more would count the same prompt several times
     left_out["neither best nor worst"] += len(answers) - 2
     return [max(pairs, key=lambda pair: pair["margin"])]

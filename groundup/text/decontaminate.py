@@ -50,20 +50,24 @@ class Evals:
             if not items:
                 raise UserError(f"decontaminate: {path}: no items; not an evaluation file?")
             n_items += len(items)
+            # all items of a file at once: numpy is slow on few characters
             these = units([text for _, text in items])
             for (question, text), (begin, end) in zip(items, pairwise(these.starts), strict=True):
                 hashes = these.hashes[begin:end]
                 length = min(run_of(text, len(hashes)), len(hashes))
+                # "What is this?" is an item of some exams and a sentence of many texts
                 if length < WHOLE:
                     n_unprotected += 1
                     continue
                 n_question = int((these.ends[begin:end] <= len(question)).sum())
                 *_, runs = windows(hashes, length)
                 found.setdefault(length, []).append(runs)
+                # a long Chinese item: its question alone is telling, its choices may be missing
                 if RUN <= n_question < length:
                     *_, runs = windows(hashes[:n_question], n_question)
                     found.setdefault(n_question, []).append(runs)
         hashes = {length: np.unique(np.concatenate(runs)) for length, runs in found.items()}
+        # sorted and without repeats, as `Table` needs them
         return cls(n_items, n_unprotected, hashes)
 
     def save(self, path: str) -> None:
@@ -85,6 +89,7 @@ class Evals:
         for begin in range(0, len(units.hashes), SLICE):
             # A run that begins in this slice may end in the next.
             part = units.hashes[begin : begin + SLICE + longest - 1]
+            # runs grow unit by unit; those of a length that some item has are looked up
             for length, runs in enumerate(windows(part, min(longest, len(part))), 1):
                 if length in self.tables:
                     at = begin + self.tables[length].find(runs[:SLICE])
@@ -107,6 +112,7 @@ class Evals:
         """Return the text without any run of an evaluation item, and without CUT_CHARS characters
         on each side of one."""
         found = units([text])
+        # the answer, or an explanation, may stand beside the question
         places, lengths = self.find(found)
         begins = found.begins[places] - CUT_CHARS
         ends = found.ends[places + lengths - 1] + CUT_CHARS
@@ -126,6 +132,7 @@ def run_of(text: str, n_units: int) -> int:
     codes = unit_codes()[code_points(text)]
     codes = codes[codes >= SINGLE] - SINGLE
     n_unspaced = sum(np.count_nonzero((codes >= begin) & (codes < end)) for begin, end in UNSPACED)
+    # most units decide: a Chinese question may have English terms in it
     if 2 * n_unspaced > n_units:
         return RUN_UNSPACED
     return RUN_HAN if 2 * len(codes) > n_units else RUN
@@ -143,6 +150,7 @@ class Table:
 
     def find(self, hashes: np.ndarray) -> np.ndarray:
         """Return the indices of the known ones, ascending."""
+        # nearly all hashes end here, after one lookup
         places = np.flatnonzero(self.flags[hashes >> self.shift])
         nearest = np.minimum(np.searchsorted(self.known, hashes[places]), len(self.known) - 1)
         return places[self.known[nearest] == hashes[places]]
@@ -158,9 +166,11 @@ def read_items(path: str) -> Iterator[tuple[str, str]]:
     if kind == "file":
         hint = "evaluation files are .csv, .tsv, .json, .jsonl or .parquet"
         raise UserError(f"decontaminate: {path}: {hint}")
+    # MMLU's files begin with a question; taken as a head it would be lost
     names = MMLU if kind in ("csv", "tsv") and has_no_head(path) else ()
     for record in records.read_records(path, names=names):
         place = f"{path}:{record.line}"
+        # a lost question would let its text into training, so nothing is passed over
         if record.problem:
             detail = " ".join(record.detail.split())
             raise UserError(f"decontaminate: {place}: {record.problem}: {detail}; mend the file")

@@ -190,19 +190,19 @@ def first_copies(keys: np.ndarray) -> np.ndarray:
 # ---- MinHash -------------------------------------------------------------------------------------
 
 
-def signatures(units: Units, n_perm: int = N_PERM) -> np.ndarray:
-    """Return MinHash signatures (n_texts, n_perm) uint32 of the sets of shingles, which are runs of
+def signatures(units: Units) -> np.ndarray:
+    """Return MinHash signatures (n_texts, N_PERM) uint32 of the sets of shingles, which are runs of
     SHINGLE units.
 
     A shorter text has one shingle, all of its units; a text without units has NO_UNITS everywhere.
-    Equal to datasketch's `MinHash(num_perm=n_perm, seed=1, scheme="affine32")` for 32-bit elements,
+    Equal to datasketch's `MinHash(num_perm=N_PERM, seed=1, scheme="affine32")` for 32-bit elements,
     whatever else is in the batch. Broder, On the resemblance and containment of documents (1997).
     """
-    result = np.full((len(units.starts) - 1, n_perm), NO_UNITS, np.uint32)
+    result = np.full((len(units.starts) - 1, N_PERM), NO_UNITS, np.uint32)
     for first in range(0, len(units.hashes), SLICE):
         texts, begins, shingles = shingle_block(units, first)
         if len(texts):
-            result[texts] = np.minimum(result[texts], least(shingles, begins, n_perm))
+            result[texts] = np.minimum(result[texts], least(shingles, begins))
     return result
 
 
@@ -236,26 +236,26 @@ def shingle_block(units: Units, first: int) -> tuple[np.ndarray, np.ndarray, np.
     return texts, places, (elements[kept] >> np.uint64(32)).astype(np.uint32)
 
 
-@lru_cache(maxsize=4)
-def permutations(n_perm: int) -> np.ndarray:
-    """Return factors and summands (2, n_perm) uint32: those of datasketch's affine32 scheme, whose
+@lru_cache(maxsize=1)
+def permutations() -> np.ndarray:
+    """Return factors and summands (2, N_PERM) uint32: those of datasketch's affine32 scheme, whose
     import takes a second of each process. An odd factor permutes the numbers below 2**32."""
     random = np.random.RandomState(1)
-    factors = 2 * random.randint(0, 2**31, n_perm, np.uint32) + np.uint32(1)
-    return np.stack([factors, random.randint(0, 2**32, n_perm, np.uint32)])
+    factors = 2 * random.randint(0, 2**31, N_PERM, np.uint32) + np.uint32(1)
+    return np.stack([factors, random.randint(0, 2**32, N_PERM, np.uint32)])
 
 
-def least(shingles: np.ndarray, begins: np.ndarray, n_perm: int) -> np.ndarray:
+def least(shingles: np.ndarray, begins: np.ndarray) -> np.ndarray:
     """Return the least value of each text's shingles, [begins[t], begins[t + 1]), under each
-    permutation: (texts, n_perm) uint32."""
+    permutation: (texts, N_PERM) uint32."""
     h = shingles ^ (shingles >> np.uint32(16))  # MurmurHash3's 32-bit finalizer, as in datasketch
     h *= np.uint32(0x85EBCA6B)
     h ^= h >> np.uint32(13)
     h *= np.uint32(0xC2B2AE35)
     h ^= h >> np.uint32(16)
-    result = np.empty((n_perm, len(begins)), np.uint32)
+    result = np.empty((N_PERM, len(begins)), np.uint32)
     permuted = np.empty_like(h)
-    for row, a, b in zip(result, *permutations(n_perm), strict=True):
+    for row, a, b in zip(result, *permutations(), strict=True):
         np.multiply(h, a, out=permuted)
         np.add(permuted, b, out=permuted)
         np.minimum.reduceat(permuted, begins, out=row)
@@ -293,7 +293,7 @@ def check_number(n_documents: int) -> None:
 def near_duplicates(
     signatures: np.ndarray, threshold: float, bands: int, rows: int
 ) -> NearDuplicates:
-    """Return which documents to drop, given signatures (n, n_perm) uint32, a memory-mapped file if
+    """Return which documents to drop, given signatures (n, n_values) uint32, a memory-mapped file if
     you like.
 
     Documents are taken in order. One is dropped if an earlier kept one has the same `rows` values

@@ -54,8 +54,10 @@ def find_inputs(
         say_looks("prepare", [(file.name, file.looks) for file in files])
         for file in files:
             real = os.path.realpath(file.path)
+            # an earlier result inside the input directory is no input
             if inside and real.startswith(inside):
                 continue
+            # two paths may be one file, by a link or by overlapping globs
             if found.setdefault(real, file).source != number:
                 where = f"is in an earlier source already, and is left out of {source.name}"
                 print(f"prepare: {file.name} {where}")
@@ -84,10 +86,12 @@ def look(path: str, name: str, number: int, source: Source) -> Input:
             first = f.read(2**16)
     except OSError as error:
         return failed._replace(problem=error.strerror)
+    # a clone without git-lfs has a few lines in place of each data file
     if first.startswith(LFS_POINTER):
         return failed._replace(problem=POINTER_HINT)
     parts = [(0, None)]
     unit_bytes = min(UNIT_BYTES, max(LEAST_UNIT_BYTES, stat.st_size // UNITS))
+    # parquet is cut by row groups, whatever its size
     if stat.st_size > unit_bytes or first.startswith(b"PAR1"):
         parts = readers.work_units(path, source.txt_split, unit_bytes, source.encoding)
     stamp, looks = str(stat.st_mtime_ns), look_of(path, first)
@@ -124,6 +128,7 @@ def describe(inputs: list[Input], before: list[dict]) -> list[dict]:
     """Return the lines of inputs.tsv. The sha256 of a file is that of an earlier run, if size and
     time are the same; where only the time differs, the file is hashed; else it is "" until the file
     was read. before: the lines of an earlier run."""
+    # an unchanged corpus of terabytes is not read again to see that nothing changed
     known = {(one["path"], one["size"], one["stamp"]): one["sha256"] for one in before}
     sizes = {(one["path"], one["size"]) for one in before}
     entries, touched = [], []

@@ -47,14 +47,17 @@ def work_dir(out_dir: Path) -> Iterator[Path]:
     error of the user if little was done. It stays after a kill or the loss of a worker, so that the
     next run can continue."""
     work = work_path(out_dir)
+    # held until this process ends, however it ends
     handle = lock(work, out_dir)
     try:
         if (work / "old").exists() and not out_dir.exists():
             (work / "old").rename(out_dir)  # killed between the two renames of `publish`
         try:
+            # an OSError without a file name, such as a full disk, gets the name of this directory
             with naming(work):
                 yield work
         except UserError as error:
+            # finished units of a large input are worth keeping for the next try
             done = sum(path.stat().st_size for path in (work / "units").glob("*.docs"))
             if not isinstance(error, WorkerLost) and done < UNIT_BYTES:  # little is lost
                 remove(work)
@@ -73,6 +76,7 @@ def remove(work: Path) -> None:
     middle leaves nothing that looks complete and is not."""
     aside = make_room_beside(work / "removed", "tmp")
     aside.mkdir()
+    # one rename is whole or not done; removing many files may stop in the middle
     for name in ("units", "old"):
         if (work / name).exists():
             (work / name).rename(aside / name)
@@ -87,6 +91,7 @@ def lock(work: Path, out_dir: Path) -> int:
     except BlockingIOError:
         hint = "wait for it, or stop it"
         raise UserError(f"prepare: another run is making {out_dir}; {hint}") from None
+    # the lock of a killed run is free at once, but its workers may still write
     wait_for_workers(work)
     return handle
 
@@ -99,17 +104,21 @@ def read_prepared(directory: Path, every_byte: bool = False) -> dict:
         check_rows(directory, manifest, every_byte)
     else:
         manifest = verify(directory) if every_byte else manifest
+        # opening compares the sizes and types of all files with the manifest
         for split in manifest["splits"]:
             TokenData(directory, split)
+        # rows of --pack were made of these tokens
         pack = manifest["info"].get("recipe", {}).get("pack")
         if pack and "train" in manifest["splits"]:
             for name in manifest.get("sources", {"": {}}):
                 PackedData(directory, pack, name)
     if every_byte and "inputs" in manifest["info"]:
         verify_sha256(directory / "inputs.tsv", manifest["info"]["inputs"]["sha256"])
+    # rows that were prepared without tokenizer_dir have none
     fingerprint = manifest.get("tokenizer_fingerprint")
     if fingerprint:
         tokenizer = Tokenizer.load(directory)
+        # texts and our own chat form need the first, foreign chat templates the second
         if fingerprint not in (tokenizer.fingerprint(), tokenizer.chat_fingerprint()):
             what = f"the tokenizer in {directory} did not make its tokens"
             raise UserError(f"prepare: {what}; rerun prepare.py")
@@ -121,6 +130,7 @@ def read_earlier(out_dir: Path) -> tuple[dict, list[dict]]:
     inputs.tsv; ({}, []) if there is none."""
     try:
         manifest = read_prepared(out_dir)
+        # another version may mean something else by the same lines
         is_ours = manifest.get("info", {}).get("prepare") == VERSION
         return manifest, inputs.read(out_dir) if is_ours else []
     except DAMAGED:
@@ -130,6 +140,7 @@ def read_earlier(out_dir: Path) -> tuple[dict, list[dict]]:
 def check_rows(directory: Path, manifest: dict, every_byte: bool) -> None:
     for entry in manifest["splits"].values():
         tokens, path = entry.get("tokens", {}), directory / entry["file"]
+        # the size shows a copy that broke off, without reading gigabytes
         if path.stat().st_size != entry["bytes"]:
             what = f"{path} does not have {entry['bytes']} bytes"
             raise UserError(f"prepare: {what}; rerun prepare.py")
@@ -154,6 +165,7 @@ def what_changed(info: dict, old: dict, old_files: list[dict]) -> str:
     both = was["tokenizer"], now["tokenizer"]
     if "tokenizer" in changed and all(one.startswith("trained") for one in both):
         changed[changed.index("tokenizer")] = f"tokenizer ({' -> '.join(both)})"
+    # a dict compares equal in any order, but the output follows that of the inputs
     if not changed and list(was) != list(now):
         return "the order of the inputs"
     return ", ".join(changed[:5])
@@ -164,6 +176,7 @@ def described(info: dict, files: list[dict]) -> dict:
     found = {"tokenizer": info["tokenizer"], "answers": info.get("answers")}
     found |= {key: value for key, value in info["recipe"].items() if key != "sources"}
     for source in info["recipe"]["sources"]:
+        # only what differs from the defaults, so that a message names no setting nobody gave
         for key, value in source.items():
             if key != "name" and value != getattr(Source, key):
                 found[f"{key} of {source['name']}".removesuffix(" of ")] = value
@@ -179,10 +192,12 @@ def check_replaceable(out_dir: Path, overwrite: bool, differs: str, work: Path) 
         return
     if not out_dir.is_dir():
         raise UserError(f"prepare: out_dir={out_dir} is a file; choose another")
+    # what a user has put there must not be lost, whatever the settings say
     files = [path for path in out_dir.rglob("*") if not path.is_dir()]
     paths = sorted(path.relative_to(out_dir) for path in files if not OF_A_DESKTOP.match(path.name))
     others = [path for path in paths if not OUR_FILES.fullmatch(path.name) or len(path.parts) > 2]
     others += [path for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
+    # the first line of a config.py says which script wrote it
     script = script_of(out_dir / "config.py")
     if script not in ("", "prepare.py"):
         raise UserError(f"prepare: {out_dir} is a run of {script}; use another out_dir")
@@ -198,6 +213,7 @@ def check_replaceable(out_dir: Path, overwrite: bool, differs: str, work: Path) 
         what = f"{out_dir} holds {paths[0]}, but no manifest.json of ours"
         raise UserError(f"prepare: {what}; overwrite=True replaces it")
     try:
+        # try the rename now: a mount point would refuse it after hours of work
         set_aside(out_dir, work).rename(out_dir)
     except OSError as error:
         hint = f"if it is a mount point, use --out_dir={out_dir / 'data'}"

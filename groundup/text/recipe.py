@@ -94,6 +94,7 @@ def parse_score(setting: str) -> list[Score]:
     """Return the ranges of 'bpb=0.3..1.5,ifd=5%..95%'; a bound may be empty. Raise UserError."""
     scores = []
     for part, key, value in named_values(setting):
+        # per cent of what passed the other rules, so all documents must be known first
         bounds, in_percent = parse_bounds(value), "%" in part
         ends = [end for end in bounds or () if in_percent and math.isfinite(end)]
         if not key or not bounds or any(not 0 <= end <= 100 for end in ends):
@@ -108,6 +109,7 @@ def parse_score(setting: str) -> list[Score]:
 def outside_range(values: tuple[float, ...], scores: list[Score]) -> str:
     """Return why a document is dropped by its numbers, "" if it is not."""
     for value, (key, (least, most), in_percent) in zip(values, scores, strict=True):
+        # a row without the number was not scored, which is no reason to keep it
         if math.isnan(value):
             return f"no {key}"
         if not in_percent and not least <= value <= most:
@@ -142,6 +144,7 @@ def parse_pair_by(setting: str) -> PairBy:
     known = {"dataset": {"length_within"}, "reward": {"margin", "length_within"}}
     how = how.strip()
     wrong = how not in known or not values.keys() <= known[how] or None in values.values()
+    # each way has options of its own, and a wrong one is refused, not ignored
     hint = "give dataset or reward, or 'reward, margin=0.5, length_within=0.2'"
     refuse(wrong, f"pair_by={setting!r} is not understood; {hint}")
     return PairBy(how, **values)
@@ -159,6 +162,7 @@ def check_config(config: dict) -> Recipe:
         refuse(missing, f"{key} is empty; give --{key}=... (--help lists the keys)")
     sources = parse_sources(config)
     check_numbers(config)
+    # a setting that does nothing is refused: the user thinks that it does something
     for key, (kinds, unused) in KINDS_OF.items():
         for settings in (config, *map(vars, sources)):
             wrong = kind not in kinds and settings.get(key, unused) != unused
@@ -172,6 +176,7 @@ def check_config(config: dict) -> Recipe:
     if config["pair_by"]:
         parse_pair_by(config["pair_by"])
     parse_score(config["score"])
+    # in the record, because another choice of bands finds other near copies
     bands, rows = dedup.bands_for(near) if near > 0 else (0, 0)
     derived = {
         "sources": sources, "near_bands": bands, "near_rows": rows, "template": "",
@@ -215,6 +220,7 @@ def check_source(source: Source, kind: str) -> None:
     refuse(unused, "rules: question_length has no effect with kind=text; leave it out")
     unused = kind != "text" and source.weight
     refuse(unused, f"input: weight has no effect with kind={kind}; weigh when you train")
+    # texts name the keys to join, chats and pairs other names of known keys
     if source.text_key:
         (parse_text_key if kind == "text" else parse_names)(source.text_key)
 

@@ -21,7 +21,7 @@ from groundup.files.text_keys import parse_text_key
 from groundup.text import answer_pairs
 from groundup.text.inputs import Input
 from groundup.text.recipe import Recipe
-from groundup.text.select import Selection, SourceDocs, are_whole
+from groundup.text.select import Selection, SourceDocs
 from groundup.text.unit import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Unit
 from groundup.tokens.token_files import ROWS_FORMAT
 
@@ -48,6 +48,7 @@ def check_kept(counts: Counts, chosen: Selection) -> None:
     """Raise UserError if no document is kept."""
     if not (chosen.fates == KEPT).any():
         dropped = counts.lost + counts.unusable + Counter(by_reason(by_fate(chosen.fates)))
+        # an empty output is always a mistake: say what became of the documents, and show one
         reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
         first = "".join(f"; first: {problem}" for problem in problem_lines(counts)[:1])
         what = reasons or "the input holds none"
@@ -62,6 +63,7 @@ def problem_lines(counts: Counts) -> list[str]:
 def check_sum(account: dict, *left_out: str) -> None:
     """Check that what was read is what is kept and what is left out: numbers, or by reason."""
     # A mistake of this program, so it is an assertion: no input can make a sum wrong.
+    # what is left out is one number, or a number for each reason
     parts = [account[name] for name in left_out]
     n = sum(sum(part.values()) if isinstance(part, dict) else part for part in parts)
     assert account["read"] == account["kept"] + n, f"{account=}"
@@ -122,6 +124,7 @@ def summarize(
     """Return what the manifest says about documents and bytes. Raise UserError if train is empty;
     note a warning for each source that gives it nothing."""
     without = [part.source.name for part in parts if not (part.splits == 0).any()]
+    # without any text for training nothing can follow; one source of several is a warning
     if len(without) == len(parts):
         hint = "lower val_fraction or hold_out, or give more text"
         raise UserError(f"prepare: no document is left for train; {hint}")
@@ -130,8 +133,8 @@ def summarize(
     n_bytes = by_fate(chosen.fates, chosen.rows["n_bytes"])
     info = what_became(inputs, counts, by_fate(chosen.fates), n_bytes)
     info["split_notes"] = chosen.split_notes
-    cut = [part.rows[~are_whole(part.cut, len(part.rows))] for part in parts]
-    info["cut_bytes"] = sum(int(chosen.rows["n_bytes"][rows].sum()) for rows in cut)
+    info["cut_bytes"] = sum(int(part.n_bytes[~part.whole].sum()) for part in parts)
+    # a full bucket takes no more documents, so a few near copies may have been missed
     if recipe.near > 0:
         info["near"] = {"not_compared": chosen.capped}
     info["copies"] = copies_of_others(chosen, [source.name for source in recipe.sources])
@@ -149,12 +152,10 @@ def absent_keys(counts: Counts, recipe: Recipe) -> list[str]:
     for source in recipe.sources if recipe.kind == "text" else ():
         names = parse_text_key(source.text_key) if source.text_key else ()
         of_source, prefix = (f" of {source.name}", f"{source.name}: ") if source.name else ("", "")
-        of_layouts = COLUMNS if all(name.optional for name in names) else ()
-        keys = [
-            ".".join(name.path)
-            for name in names
-            if name.optional and name.path[0] not in of_layouts
-        ]
+        # A typo in a key that may be missing would otherwise pass in silence.
+        optional = [name.path for name in names if name.optional]
+        of_layouts = COLUMNS if len(optional) == len(names) else ()
+        keys = [".".join(path) for path in optional if path[0] not in of_layouts]
         absent = [f"{key}?" for key in keys if f"{prefix}{key}" not in counts.optional]
         if absent and prefix in counts.optional:  # it has rows, not only texts
             warnings.append(f"warning: text_key{of_source}: no row has {', '.join(absent)}")
@@ -166,11 +167,13 @@ def copies_of_others(chosen: Selection, names: list[str]) -> list[str]:
     copies of those of other sources. names: of the sources."""
     source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
     passed = chosen.rows["reason"] == KEPT
+    # the source that each copy is of; of a document that is no copy its own
     copied_from = np.where(chosen.partner >= 0, source_of[chosen.partner], source_of)
     warnings = []
     for number, name in enumerate(names):
         own = passed & (source_of == number)
         copies = own & (copied_from != number)
+        # a few shared texts are usual; most of a source is the same data under two names
         if 2 * copies.sum() > own.sum():
             others = " and ".join(names[k] for k in np.unique(copied_from[copies]))
             what = f"{copies.sum():,} of {counted(int(own.sum()), 'row')} of {name}"
@@ -189,6 +192,7 @@ def write_problems(
     `others`, then those of the units. Print the first ones."""
     unreadable = [file for file in inputs if file.problem]
     problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable]
+    # on the screen the first ones, in errors.tsv all
     for problem in [*problems, *problem_lines(counts)][:SHOWN]:
         print(f"prepare: {problem}")
     with open(work / "out" / "errors.tsv", "w", encoding="utf-8") as out:
@@ -206,6 +210,7 @@ def write_dropped(chosen: Selection) -> None:
     with open(chosen.work / "out" / "dropped.tsv", "w", encoding="utf-8") as f:
         f.write("path\tbyte\treason\tlike path\tlike byte\tsimilarity\n")
         for row in np.flatnonzero(chosen.fates != KEPT).tolist():
+            # the place of the record in the user's file, where it can be looked up
             columns = [*chosen.place(row), REASONS[chosen.fates[row]]]
             partner = int(chosen.partner[row])
             if partner >= 0:
@@ -220,6 +225,7 @@ def write_report(manifest: dict, chosen: Selection) -> None:
     said = [*summary(info), *warnings_of(manifest)]
     found = report_samples(chosen)
     if html := mostly_html([excerpt for *_, excerpt in found["kept"]]):
+        # the only warning that needs the texts, so it cannot come from the manifest
         said.append(f"warning: {html}")
         print(f"prepare: warning: {html}")
     lines = ["# What became of the input", "", *(f"- {line}" for line in said)]
@@ -231,6 +237,7 @@ def write_report(manifest: dict, chosen: Selection) -> None:
     lines.append(f"- bytes per kept document ({names}): {marks}")
     for reason, samples in sorted(found.items()):
         lines.append(f"\n## {reason}\n")
+        # sorted by position, which is a hash: a random sample, the same in every run
         for _, place, detail, excerpt in sorted(samples)[:SHOWN]:
             lines.append(f"- {place}: {detail}\n  > {' '.join(excerpt.split())[:200]}")
     report = chosen.work / "out" / "report.md"
@@ -284,6 +291,7 @@ def summary(info: dict) -> list[str]:
         f"bytes of text: {n_bytes['read']:,} read = {n_bytes['kept']:,} kept"
         f" + {dropped_bytes:,} dropped {changed}",
     ]
+    # then a line for each reason
     for what in ("dropped", "lost", "mended"):
         for reason, n in documents[what].items():
             if what == "mended" and is_encoding(reason):
@@ -294,6 +302,7 @@ def summary(info: dict) -> list[str]:
             lines.append(line + (f"; {turns.JOIN}" if reason.endswith("turns_in_a_row") else ""))
     for reason, n in documents["lost_lines"].items():
         lines.append(f"lost: {n:,} {reason} within texts that are kept")
+    # text that was rendered by a chat template already
     if info["marked"]:
         hint = "they stay text, so a model would learn to write them as words"
         hint += "; if these are conversations, use kind=chat"
@@ -324,6 +333,7 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     n_lost, size = files["lost"], max(1, files["bytes"])
     # At 0 a row without a text is no reason to fail, for it may be meant; a lost byte is.
     too_many = max_bad_fraction > 0 and n_bad > max_bad_fraction * n_read
+    # lost bytes always count, as far as the user has not accepted them
     accepted = n_lost <= max_bad_fraction * size and not too_many
     if n_lost:
         shown = [f"{name} ({counted(n, 'byte')})" for name, n in list(files["files"].items())[:3]]
@@ -343,6 +353,7 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     if too_many:
         records = f"{n_bad:,} of {counted(n_read, 'record')}"
         print(f"prepare: {records} could not be read; {max_bad_fraction=}")
+    # a file that cannot be opened has no bytes to compare: only 1.0 accepts it
     return int(not accepted or bool(n_failed and max_bad_fraction < 1))
 
 
@@ -385,11 +396,13 @@ def warnings_of(manifest: dict) -> list[str]:
 def too_small_val(manifest: dict) -> str:
     """Return a warning with advice if the val split has few rows, or few tokens, else ""."""
     splits, val_fraction = manifest["splits"], manifest["info"]["recipe"]["val_fraction"]
+    # rows: a few conversations say little, however long they are
     entry = splits.get("val", {})
     if 0 < entry.get("rows", 0) < FEW_VAL:
         n_rows = sum(splits[name]["rows"] for name in ("train", "val") if name in splits)
         advice = more_rows_for_val(entry["rows"], n_rows, val_fraction)
         return f"val has {counted(entry['rows'], 'row')}: too few to trust its loss; {advice}"
+    # text: the loss is computed on windows, so tokens count
     n_val = 0 if "rows" in entry else entry.get("tokens", 0)
     if not 0 < n_val <= LARGE_BLOCK:
         return ""
@@ -400,6 +413,7 @@ def too_small_val(manifest: dict) -> str:
     share = share_for(1.2 * LARGE_BLOCK, of_ends or n_tokens)
     more = f"--val_fraction={share:g} "
     more += f"gives it about {share * of_ends:,.0f}" if of_ends else "takes more documents"
+    # advice that would change nothing is left out
     is_more = share > val_fraction and not 0 < share * of_ends <= n_val
     advice = more if is_more else "give more text"
     needs = f"a run whose block_size is {n_val} or more needs more"
@@ -409,6 +423,7 @@ def too_small_val(manifest: dict) -> str:
 def small_sources(manifest: dict) -> list[str]:
     """Return a warning for each of several sources that may be too small to train on."""
     train = tokens_by_source(manifest, "train")
+    # the order of windows needs two of each source, see mixture.window_sampler
     few = {name: n for name, n in train.items() if n <= 2 * LARGE_BLOCK and len(train) > 1}
     how = "make one source of several ('name: files, other files')"
     return [
@@ -421,6 +436,7 @@ def small_sources(manifest: dict) -> list[str]:
 def longest_block(manifest: dict) -> int:
     """Return the largest block_size of which every source of train holds two windows, as their
     borders move, and val, if there is one, holds one."""
+    # two windows and the token behind them
     longest = (min(tokens_by_source(manifest, "train").values()) - 1) // 2
     # val of one source is enough, the others are not evaluated
     n_val = max(tokens_by_source(manifest, "val").values(), default=0)

@@ -54,6 +54,7 @@ class Selection:
     """All documents of all units, in order, and why each is kept or dropped."""
 
     units: list[Unit]
+    recipe: Recipe
     work: Path  # where the files of the units are
     rows: np.ndarray  # (n,) unit.ROW
     fates: np.ndarray  # (n,) uint8, indices of REASONS
@@ -120,23 +121,24 @@ def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
     rows = np.concatenate([np.empty(0, ROW), *per_unit])
     del per_unit  # which has as much again
     partner, similarity = np.full(len(rows), -1, np.int64), np.ones(len(rows), np.float32)
-    chosen = Selection(units, work, rows, rows["reason"].copy(), starts, partner, similarity)
+    fates = rows["reason"].copy()
+    chosen = Selection(units, recipe, work, rows, fates, starts, partner, similarity)
     # Scores first: a copy must not be dropped for one that is dropped itself.
-    drop_by_score(chosen, recipe)
+    drop_by_score(chosen)
     if recipe.near >= 0:
         drop_exact(chosen)
     if recipe.near > 0:
-        drop_near(chosen, recipe)
+        drop_near(chosen)
     for unit in units:
         np.save(unit.file(work, "fates.npy"), chosen.of_unit(unit, chosen.fates))
     return chosen
 
 
-def drop_by_score(chosen: Selection, recipe: Recipe) -> None:
+def drop_by_score(chosen: Selection) -> None:
     """Drop the documents outside the bounds in per cent, if there are any."""
     left = np.flatnonzero(chosen.fates == KEPT)
     # Bounds that are numbers were applied with the other rules, to each document alone.
-    for _, bounds, in_percent in parse_score(recipe.score)[:1]:
+    for _, bounds, in_percent in parse_score(chosen.recipe.score)[:1]:
         if in_percent and len(left):
             scores = chosen.rows["score"][left]
             low, high = np.percentile(scores, np.clip(bounds, 0, 100))
@@ -151,8 +153,9 @@ def drop_exact(chosen: Selection) -> None:
     chosen.partner[left[copies]] = left[first[copies]]
 
 
-def drop_near(chosen: Selection, recipe: Recipe) -> None:
-    n_values, work = recipe.near_bands * recipe.near_rows, chosen.work
+def drop_near(chosen: Selection) -> None:
+    recipe, work = chosen.recipe, chosen.work
+    n_values = recipe.near_bands * recipe.near_rows
     candidates = np.flatnonzero(chosen.fates == KEPT)
     if not len(candidates):
         return
@@ -176,48 +179,104 @@ def drop_near(chosen: Selection, recipe: Recipe) -> None:
 # ---- splits --------------------------------------------------------------------------------------
 
 
-class SourceDocs(NamedTuple):
+class Piece(NamedTuple):
+    """A part of a document that was cut into the splits."""
+
+    index: int  # in SourceDocs.rows
+    text: str
+    is_whole: bool  # the text is all of that row
+
+
+@dataclass
+class SourceDocs:
     """The kept documents of one source."""
 
     source: Source
+    chosen: Selection
     units: list[Unit]
     rows: np.ndarray  # (n,) index in Selection.rows, in order
     splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
     cut: np.ndarray  # (k, 2): begin and end in rows of each document to cut; a huge one has several
     ends: tuple[float, float]  # shares of each of those that val and test get
 
+    def __post_init__(self) -> None:
+        self.whole = are_whole(self.cut, len(self.rows))  # (n,) bool: not of a document to cut
+        self.n_bytes = self.chosen.rows["n_bytes"][self.rows]  # (n,) of text
 
-def split_sources(chosen: Selection, recipe: Recipe) -> list[SourceDocs]:
+    def texts(self, which: np.ndarray | slice) -> Iterator[str]:
+        return self.chosen.texts(self.rows[which])
+
+    def pieces(self, k: int) -> Iterator[tuple[int, Piece]]:
+        """Yield the pieces of document k of those to cut, each with the index of its split in
+        SPLITS. Holds one piece: the document may be a file of gigabytes."""
+        begin, end = self.cut[k].tolist()
+        # Read twice, first for the length.
+        length, offset = sum(map(len, self.texts(slice(begin, end)))), 0
+        places = [0, *cut_places(length, *self.ends), length]  # where each split begins and ends
+        for i, text in enumerate(self.texts(slice(begin, end)), begin):
+            for number in range(len(SPLITS)):
+                first, last = (max(place - offset, 0) for place in places[number : number + 2])
+                inside = text[first:last]
+                if inside:
+                    yield number, Piece(i, inside, len(inside) == len(text))
+            offset += len(text)
+
+    def ids(self, dtype: np.dtype, what: str = "tokens") -> Iterator[np.ndarray]:
+        """Yield the ids, or the masks, of each kept document, in order."""
+        for unit in self.units:
+            self.chosen.wait_for(unit)
+            with open(unit.file(self.chosen.work, what), "rb") as f:
+                for n in np.fromfile(unit.file(self.chosen.work, "lengths"), "<i8").tolist():
+                    yield np.frombuffer(f.read(n * dtype.itemsize), dtype)
+
+    def training_texts(self, most: int, most_chars: int = 0) -> Iterator[str]:
+        """Yield documents of train, all or a sample of about `most` bytes. most_chars: of a text
+        that is cut into the splits; 0 = any."""
+        wanted = self.splits == 0
+        n_bytes = int(self.n_bytes[wanted].sum())
+        if n_bytes > most:  # a sample: the texts of the lowest hashes
+            wanted &= self.chosen.rows["key"][self.rows, 1] / 2.0**64 < most / n_bytes
+        yield from self.texts(wanted & self.whole)
+        # Of documents that are cut only what is before the ends may be seen: they are of other
+        # splits.
+        for k in range(len(self.cut)):
+            for split, piece in self.pieces(k):
+                if split == 0 and wanted[piece.index]:
+                    step = most_chars or len(piece.text)
+                    for begin in range(0, len(piece.text), step):
+                        yield piece.text[begin : begin + step]
+
+
+def split_sources(chosen: Selection) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits.
 
     Pairs of all sources are split together: a prompt may be in several sources, and must not be in
     two splits. If a few documents are the text of a source, or most of it, each of them is cut into
     all splits. What became val goes into chosen.split_notes."""
+    recipe = chosen.recipe
     source_of = np.repeat([unit.source for unit in chosen.units], np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
     rows_of = [kept[source_of[kept] == number] for number in range(len(recipe.sources))]
     # What no one assigns below is held out: `split_rows` leaves those documents alone.
     splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
     if recipe.kind == "preference":  # of which none is cut
-        cuts = [split_rows("", kept, splits, chosen, recipe)] * len(rows_of)
+        cuts = [split_rows("", kept, splits, chosen)] * len(rows_of)
     else:
         pairs = zip(recipe.sources, rows_of, strict=True)
-        cuts = [split_rows(one.name, rows, splits, chosen, recipe) for one, rows in pairs]
+        cuts = [split_rows(one.name, rows, splits, chosen) for one, rows in pairs]
     parts = []
     for number, source in enumerate(recipe.sources):
         units = [unit for unit in chosen.units if unit.source == number]
         rows, cut = rows_of[number], cuts[number]
-        ends = ends_of(rows, cut, chosen, recipe)
-        parts.append(SourceDocs(source, units, rows, splits[rows], cut, ends))
+        ends = ends_of(rows, cut, chosen)
+        parts.append(SourceDocs(source, chosen, units, rows, splits[rows], cut, ends))
     return parts
 
 
-def split_rows(
-    name: str, rows: np.ndarray, splits: np.ndarray, chosen: Selection, recipe: Recipe
-) -> np.ndarray:
+def split_rows(name: str, rows: np.ndarray, splits: np.ndarray, chosen: Selection) -> np.ndarray:
     """Write into `splits` the split of the documents `rows` of a source. Return (k, 2) where in
     `rows` each document begins and ends that must be cut; most often there is none."""
-    of_source = f" of source {name}" if name else ""
+    recipe, of_source = chosen.recipe, f" of source {name}" if name else ""
     if recipe.hold_out:
         held_out = are_held_out(chosen.rows["question"][rows], recipe.hold_out)
         if len(rows) and not held_out.any():
@@ -228,25 +287,23 @@ def split_rows(
         chosen.rows["position"][rows], recipe.val_fraction, recipe.test_fraction, recipe.fold,
         by_prompt=recipe.kind == "preference",
     )  # fmt: skip
-    cut = documents_to_cut(rows, chosen, recipe)
+    cut = documents_to_cut(rows, chosen)
     if len(cut):
         whole = are_whole(cut, len(rows))
         fractions = recipe.val_fraction, recipe.test_fraction
         splits[rows[~whole]] = 0  # until their ends are cut off, see `cut_document`
         splits[rows[whole]] = split_of(chosen.rows["position"][rows[whole]], *fractions)
-    chosen.split_notes += split_notes(
-        of_source, rows, splits[rows] == 1, cut, moved, chosen, recipe
-    )
+    chosen.split_notes += split_notes(of_source, rows, splits[rows] == 1, cut, moved, chosen)
     return cut
 
 
 def split_notes(
     of_source: str, rows: np.ndarray, in_val: np.ndarray, cut: np.ndarray, moved: bool,
-    chosen: Selection, recipe: Recipe,
+    chosen: Selection,
 ) -> list[str]:  # fmt: skip
     """Return which part of the documents `rows` became val, and what is unusual about it. moved:
     one was taken for val, for the hashes picked none."""
-    hint = ""
+    recipe, hint = chosen.recipe, ""
     by_file = recipe.kind == "text" and any(one.txt_split == "file" for one in recipe.sources)
     # Rows and lines have offsets; a document that is a file begins at 0.
     if by_file and not chosen.rows["offset"][rows].any():
@@ -255,7 +312,7 @@ def split_notes(
         whole = are_whole(cut, len(rows))
         documents = counted(len(cut), "long document" if whole.any() else "document")
         its = "the end of each" if len(cut) > 1 else "its end"
-        ends = zip(("val", "test"), ends_of(rows, cut, chosen, recipe), strict=True)
+        ends = zip(("val", "test"), ends_of(rows, cut, chosen), strict=True)
         parts = [f"{split} ({100 * share:.3g} %)" for split, share in ends if share]
         only = "" if whole.any() else "only "
         note = f"{only}{documents}{of_source}: {its} becomes {' and '.join(parts)}"
@@ -289,12 +346,10 @@ def describe_val(of_source: str, in_val: np.ndarray, n_bytes: np.ndarray, recipe
     return f"val: {in_val.sum():,} {of_all}, chosen by a hash; {size}"
 
 
-def ends_of(
-    rows: np.ndarray, cut: np.ndarray, chosen: Selection, recipe: Recipe
-) -> tuple[float, float]:
+def ends_of(rows: np.ndarray, cut: np.ndarray, chosen: Selection) -> tuple[float, float]:
     """Return `shares_of_ends` of the documents to cut; of none, the settings."""
     n_bytes = int(chosen.rows["n_bytes"][rows[~are_whole(cut, len(rows))]].sum())
-    fractions = recipe.val_fraction, recipe.test_fraction
+    fractions = chosen.recipe.val_fraction, chosen.recipe.test_fraction
     return shares_of_ends(len(cut), n_bytes, *fractions) if len(cut) else fractions
 
 
@@ -306,10 +361,11 @@ def are_whole(cut: np.ndarray, n_rows: int) -> np.ndarray:
     return whole
 
 
-def documents_to_cut(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
+def documents_to_cut(rows: np.ndarray, chosen: Selection) -> np.ndarray:
     """Return (k, 2) where in `rows` the documents to cut begin and end, by `least_to_cut`: none of
     conversations or pairs. All pieces of a huge document are from one record. Raise UserError where
     one document should give several folds."""
+    recipe = chosen.recipe
     if recipe.kind != "text" or not len(rows):
         return np.zeros((0, 2), np.int64)
     # A document begins where the unit, the part or the offset differs from the one before.
@@ -328,41 +384,16 @@ def documents_to_cut(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.
     return np.stack([starts, np.append(starts[1:], len(rows))], axis=1)[is_cut]
 
 
-class Piece(NamedTuple):
-    """A part of a document that was cut into the splits."""
-
-    index: int  # in SourceDocs.rows
-    text: str
-    is_whole: bool  # the text is all of that row
-
-
-def cut_document(k: int, part: SourceDocs, chosen: Selection) -> Iterator[tuple[int, Piece]]:
-    """Yield the pieces of document k of those to cut, each with the index of its split in
-    SPLITS. Holds one piece: the document may be a file of gigabytes."""
-    begin, end = part.cut[k].tolist()
-    rows = part.rows[begin:end]
-    # Read twice, first for the length.
-    length, offset = sum(map(len, chosen.texts(rows))), 0
-    places = [0, *cut_places(length, *part.ends), length]  # where each split begins and ends
-    for i, text in enumerate(chosen.texts(rows), begin):
-        for number in range(len(SPLITS)):
-            first, last = (max(place - offset, 0) for place in places[number : number + 2])
-            inside = text[first:last]
-            if inside:
-                yield number, Piece(i, inside, len(inside) == len(text))
-        offset += len(text)
-
-
 # ---- texts to train a tokenizer on ---------------------------------------------------------------
 
 
-def training_texts(parts: list[SourceDocs], chosen: Selection, most: int) -> Iterator[str]:
+def training_texts(parts: list[SourceDocs], most: int) -> Iterator[str]:
     """Return documents of train: of one source all, or a sample (by hash) of about `most` bytes; of
     several sources by turns, by their weights, `most` bytes in all. A source too small for its
     weight is read up to MAX_REPEATS times: in training it is repeated, too."""
     if len(parts) == 1:
-        return training_texts_of(parts[0], chosen, most)
-    sizes = [float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
+        return parts[0].training_texts(most)
+    sizes = [float(part.n_bytes.sum()) for part in parts]
     weights = [part.source.weight or size for part, size in zip(parts, sizes, strict=True)]
     # The source that is largest for its weight is read once; the others are read until they fit.
     ratios = [size / weight for size, weight in zip(sizes, weights, strict=True) if weight]
@@ -373,8 +404,9 @@ def training_texts(parts: list[SourceDocs], chosen: Selection, most: int) -> Ite
         wanted = min(max(ratios) * weight, most)
         n_times = max(1, min(MAX_REPEATS, round(wanted / size))) if size else 1
         # mix_texts takes MAX_DOC_CHARS of each text, so longer ones are cut.
-        own = (part, chosen, most, MAX_DOC_CHARS)
-        texts = chain.from_iterable([training_texts_of(*own) for _ in range(n_times)])
+        texts = chain.from_iterable([
+            part.training_texts(most, MAX_DOC_CHARS) for _ in range(n_times)
+        ])
         share = f"weight {weight:g}" if part.source.weight else "by its size"
         times = f", read {n_times} times" if n_times > 1 else ""
         label = f"source {part.source.name}, {share}{times}"
@@ -382,60 +414,27 @@ def training_texts(parts: list[SourceDocs], chosen: Selection, most: int) -> Ite
     return mix_texts(sources, most)
 
 
-def training_texts_of(
-    part: SourceDocs, chosen: Selection, most: int, most_chars: int = 0
-) -> Iterator[str]:
-    """Yield documents of train of a source, all or a sample of about `most` bytes. most_chars: of a
-    text that is cut into the splits; 0 = any."""
-    own = part.rows[part.splits == 0]
-    n_bytes = int(chosen.rows["n_bytes"][own].sum())
-    if n_bytes > most:  # a sample: the texts of the lowest hashes
-        own = own[chosen.rows["key"][own, 1] / 2.0**64 < most / n_bytes]
-    # Of documents that are cut only what is before the ends may be seen: they are of other splits.
-    wanted = np.isin(part.rows, own)
-    yield from chosen.texts(part.rows[wanted & are_whole(part.cut, len(wanted))])
-    for k in range(len(part.cut)):
-        for split, piece in cut_document(k, part, chosen):
-            if split == 0 and wanted[piece.index]:
-                step = most_chars or len(piece.text)
-                for begin in range(0, len(piece.text), step):
-                    yield piece.text[begin : begin + step]
-
-
 # ---- the files of each split ---------------------------------------------------------------------
 
 
-def ids_of(
-    part: SourceDocs, chosen: Selection, dtype: np.dtype, what: str = "tokens"
-) -> Iterator[np.ndarray]:
-    """Yield the ids, or the masks, of each kept document of a source, in order."""
-    for unit in part.units:
-        chosen.wait_for(unit)
-        with open(unit.file(chosen.work, what), "rb") as f:
-            for n in np.fromfile(unit.file(chosen.work, "lengths"), "<i8").tolist():
-                yield np.frombuffer(f.read(n * dtype.itemsize), dtype)
-
-
 def write_splits(
-    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, info: dict
+    parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer, info: dict
 ) -> dict:
     """Write the tokens into the shards of their sources and splits, and the manifest with the
     entries `info`; return it."""
     dtype, shards, work = token_dtype(tokenizer.vocab_size), [], chosen.work
     ids = tokenizer.vocab_size, tokenizer.eot_id
     for part in parts:
-        tokens, next_row = ids_of(part, chosen, dtype), 0
+        numbered, next_row = enumerate(part.ids(dtype)), 0
         writers = [
             ShardWriter(work / "out", s, *ids, SHARD_TOKENS, part.source.name) for s in SPLITS
         ]
         # Documents that are cut: ShardWriter.begin needs a document's length, so its ids are
         # collected in a file first; the document may be of gigabytes.
-        numbered, n_bytes = enumerate(tokens), chosen.rows["n_bytes"][part.rows].tolist()
         for k, (begin, end) in enumerate(part.cut.tolist()):
-            add_whole(range(next_row, begin), part, numbered, writers, n_bytes)
+            add_whole(range(next_row, begin), part, numbered, writers)
             next_row = end
-            pieces = cut_document(k, part, chosen)
-            for split, own in groupby(pieces, key=lambda pair: pair[0]):
+            for split, own in groupby(part.pieces(k), key=lambda pair: pair[0]):
                 path = work / f"document_{k}_{split}.tmp"
                 size = write_ids((piece for _, piece in own), numbered, tokenizer, path)
                 writers[split].begin(path.stat().st_size // dtype.itemsize, size)
@@ -443,7 +442,7 @@ def write_splits(
                     while len(block := np.fromfile(f, dtype, 2**20)):
                         writers[split].extend(block)
                 path.unlink()
-        add_whole(range(next_row, len(part.rows)), part, numbered, writers, n_bytes)
+        add_whole(range(next_row, len(part.rows)), part, numbered, writers)
         for writer in writers:
             shards += writer.close()
     weights = {part.source.name: part.source.weight for part in parts if part.source.weight}
@@ -451,11 +450,11 @@ def write_splits(
 
 
 def add_whole(
-    rows: range, part: SourceDocs, numbered: Iterator, writers: list[ShardWriter], n_bytes: list
+    rows: range, part: SourceDocs, numbered: Iterator, writers: list[ShardWriter]
 ) -> None:
     """Add the documents at these indices in part.rows to the writers of their splits."""
     for row in rows:
-        writers[part.splits[row]].add(ids_at(row, numbered), n_bytes[row])
+        writers[part.splits[row]].add(ids_at(row, numbered), int(part.n_bytes[row]))
 
 
 def ids_at(index: int, numbered: Iterator) -> np.ndarray:
@@ -484,9 +483,8 @@ def write_ids(pieces: Iterable[Piece], numbered: Iterator, tokenizer: Tokenizer,
 
 
 def write_rows(
-    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer | None,
-    info: dict,
-) -> dict:  # fmt: skip
+    parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer | None, info: dict
+) -> dict:
     """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and
     masks of conversations beside them, but for those held out. Write the manifest with the entries
     `info`; return it."""
@@ -499,14 +497,14 @@ def write_rows(
         writer = ConversationWriter(out, split, dtype) if tokenizer and split in SPLITS else None
         with open(path, "w", encoding="utf-8") as f:
             for part in parts:
-                own, name = np.flatnonzero(part.splits == number), part.source.name
-                for row in chosen.texts(part.rows[own]):
+                name = part.source.name
+                for row in part.texts(part.splits == number):
                     row = f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row
                     f.write(f"{row}\n")
                 # Ids are in the order of all documents of the source, of any split.
                 if writer:
-                    masks = ids_of(part, chosen, np.dtype("u1"), "mask")
-                    tokens = zip(part.splits, ids_of(part, chosen, dtype), masks, strict=True)
+                    masks = part.ids(np.dtype("u1"), "mask")
+                    tokens = zip(part.splits, part.ids(dtype), masks, strict=True)
                     for its_split, ids, mask in tokens:
                         if its_split == number:
                             writer.add(ids, mask)
@@ -515,7 +513,7 @@ def write_rows(
         if writer:
             entry["tokens"] = writer.close()
         entries[split] = entry
-    manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": entries, "info": info}
+    manifest = {"format": ROWS_FORMAT, "kind": chosen.recipe.kind, "splits": entries, "info": info}
     if tokenizer:
         manifest["tokenizer_fingerprint"] = tokenizer.chat_fingerprint()
         manifest["vocab_size"] = tokenizer.vocab_size

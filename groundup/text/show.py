@@ -30,16 +30,20 @@ def show_rows(
     readable = (file for file in inputs if not file.problem)
     for _, own in groupby(readable, key=lambda file: file.source):
         files = list(own)
+        # at least one row of each file, so no more than n files
         n_passed_over += max(0, len(files) - n)
         for file in files[:n]:
+            # the first part is enough: a large file is not read to its end for a few rows
             unit = plan_units([file])[0]
             units.append(unit._replace(number=len(units), parts=unit.parts[:1]))
             limits.append(-(-n // len(files)))
     for unit, limit in zip(units, limits, strict=True):
         counts.add(inspect_unit(unit, recipe, work, limit))
+    # copies among these rows are found as in a whole run
     chosen, n_rows = select(units, recipe, work), 0
     for unit, limit in zip(units, limits, strict=True):
         print(f"\n==== {unit.parts[0].name}")
+        # in the order of the file, whether a row could be read or not
         found = problems_of(unit, work)[:limit]
         found = sorted(found + rows_of(unit, chosen, recipe.kind, tokenizer))
         n_rows += len(found)
@@ -71,6 +75,7 @@ def rows_of(
 ) -> list[tuple[int, list[str]]]:
     """Return [(offset, lines to print)] of the rows that could be read."""
     samples = {}
+    # the text of a row that a rule dropped is kept only in its sample
     for dropped in unit.inspected(chosen.work)["samples"].values():
         samples |= {row: (detail, excerpt) for _, row, detail, excerpt in dropped}
     found = []
@@ -80,6 +85,7 @@ def rows_of(
         if chosen.fates[row] != KEPT:
             verdict = f"DROPPED: {REASONS[chosen.fates[row]]}: {detail}"
         lines = [plain(excerpt)]
+        # it passed the rules, so its text is there, even if it was dropped later as a copy
         if chosen.rows["reason"][row] == KEPT:
             lines = lines_of(chosen.text(row, 2**32), kind, tokenizer)
         found.append((int(chosen.rows["offset"][row]), [verdict, *lines]))
@@ -95,12 +101,14 @@ def lines_of(document: str, kind: str, tokenizer: Tokenizer | None) -> list[str]
     row = json.loads(document)
     if kind == "chat":
         return turns(row["messages"], tokenizer)
+    # a pair: nothing of the prompt is learned, and of each answer all
     lines = turns(row["prompt"], tokenizer, learned=False)
     for name in ("chosen", "rejected"):
         answer = {"role": "assistant", "content": row[name]}
         if tokenizer is None:
             shown = turns([answer], None)[0]
         else:
+            # written by the chat template, as dpo.py does it
             _, ids = split_answer(*tokenizer.render([*row["prompt"], answer]))
             shown = f"[[{bars(ids, tokenizer)}]]"
         lines.append(f"{name:<9}: {shown}")
@@ -117,6 +125,7 @@ def turns(messages: list[dict], tokenizer: Tokenizer | None, learned: bool = Tru
         return lines
     ids, mask = tokenizer.render(messages)
     lines = []
+    # runs of tokens that are learned, and of others, by turns
     for own, run in groupby(zip(ids, mask, strict=True), key=lambda pair: learned and pair[1]):
         text = bars([i for i, _ in run], tokenizer)
         lines.append(f"[[{text}]]" if own else text)
@@ -134,6 +143,7 @@ def bars(ids: list[int], tokenizer: Tokenizer) -> str:
     number: ~3."""
     shown, waiting = [], []
     for i in ids[:MAX_TOKENS]:
+        # a character of Chinese or an emoji may be several tokens: show it when it is whole
         waiting.append(i)
         raw = tokenizer.decode_bytes(waiting)
         try:

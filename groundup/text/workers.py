@@ -31,7 +31,9 @@ def worker_pool(n_workers: int, work: Path) -> Iterator[Callable[..., Iterator[A
     if n_workers <= 1:
         yield lambda function, units, what: with_progress(map(function, units), units, what)
         return
+    # fork would copy locks that threads of this process may hold
     spawn = multiprocessing.get_context("spawn")
+    # nothing is ever sent: the end of the pipe is the message
     watched, lifeline = spawn.Pipe(duplex=False)
     pool = ProcessPoolExecutor(n_workers, spawn, start_worker, (watched, work))
     # After an error the lifeline is closed first: the workers end at once, and the pool does not

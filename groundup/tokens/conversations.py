@@ -76,7 +76,7 @@ class Conversations:
     mask: np.ndarray  # uint8, of the same length
     begins: np.ndarray  # (n,) int64: where each conversation begins
     ends: np.ndarray  # (n,) int64
-    pad_id: int  # 0 if the tokenizer has none: padding is never read
+    tokenizer: Tokenizer
     fingerprint: str  # sha256 of all this, the same in memory and mapped
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class Conversations:
         begin, end = int(self.begins[i]), int(self.ends[i])
         return self.tokens[begin:end], self.mask[begin:end]
 
-    def take(self, chosen: np.ndarray, tokenizer: Tokenizer) -> "Conversations":
+    def take(self, chosen: np.ndarray) -> "Conversations":
         """Return those that chosen (n,) bool marks, in the same memory."""
         begins, ends = self.begins[chosen], self.ends[chosen]
         # The digests of the files in which prepare.py would write them: a run may be continued with
@@ -95,7 +95,7 @@ class Conversations:
         offsets = np.concatenate([[0], np.cumsum(ends - begins)])
         digests = [sha256_of(self.tokens, begins, ends), sha256_of(self.mask, begins, ends)]
         digests.append(sha256_of(offsets))
-        fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
+        fingerprint = fingerprint_of(digests, self.tokenizer.chat_fingerprint())
         return replace(self, begins=begins, ends=ends, fingerprint=fingerprint)
 
 
@@ -121,9 +121,8 @@ class InMemory:
         """Return the conversations that chosen (n,) bool marks."""
         borders = np.cumsum([0, *self.lengths], dtype=np.int64)
         tokens, mask = np.frombuffer(self.ids, self.dtype), np.frombuffer(self.mask, np.uint8)
-        pad_id = max(self.tokenizer.pad_id, 0)
-        every = Conversations(tokens, mask, borders[:-1], borders[1:], pad_id, "")
-        return every.take(chosen, self.tokenizer)
+        every = Conversations(tokens, mask, borders[:-1], borders[1:], self.tokenizer, "")
+        return every.take(chosen)
 
 
 def sha256_of(
@@ -202,8 +201,7 @@ def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer)
     tokens, mask, borders = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)
     digests = [entry["sha256"][entry[key]] for key in CONVERSATION_FILES]
     fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
-    pad_id = max(tokenizer.pad_id, 0)
-    return Conversations(tokens, mask, borders[:-1], borders[1:], pad_id, fingerprint)
+    return Conversations(tokens, mask, borders[:-1], borders[1:], tokenizer, fingerprint)
 
 
 # ---- rows ------------------------------------------------------------------------------------
@@ -340,7 +338,9 @@ def load_rows(data: Sequence[ChatRows], numbers: np.ndarray) -> Batch:
         longest = max(len(ids) - 1 for row in read for ids, _ in row)
         n_columns = int(padded_length(longest, n_columns))
 
-    x = np.full((len(read), n_columns), data[0].conversations.pad_id, np.int64)
+    # padding is never read: without an id for it any will do
+    pad_id = max(0, data[0].conversations.tokenizer.pad_id)
+    x = np.full((len(read), n_columns), pad_id, np.int64)
     y = np.zeros_like(x)
     learned = np.zeros(x.shape, bool)
     documents = np.full_like(x, -1)
@@ -417,12 +417,12 @@ class ChatCorpus(RowCorpus):
             # with its copies: no text is in two splits
             ids, _ = train.ids(first)
             moved = np.array([np.array_equal(train.ids(i)[0], ids) for i in range(len(train))])
-            rest = train.take(~moved, self.tokenizer)
+            rest = train.take(~moved)
             if self.first_that_fits(rest) is not None:
                 held_out = f"{counted(len(val), 'conversation')} held out for validation"
                 why = f"{held_out}, none of which fits in block_size={self.block_size}"
                 reader.notes.append(f"{self.names[k]}: {why}; one that fits takes their place")
-                source = Source(rest, train.take(moved, self.tokenizer), reader)
+                source = Source(rest, train.take(moved), reader)
                 return [*sources[:k], source, *sources[k + 1 :]]
         return sources
 

@@ -53,20 +53,9 @@ class NothingComputed(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, quicker at what templates do most: read a message, ask a text."""
+    """Jinja's sandbox, in which a value can be read but not changed."""
 
     code_generator_class = NothingComputed
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        # a key that is no method of dict; Jinja would look for an attribute first
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
-        return super().getattr(obj, attribute)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if type(obj) is str:  # its methods change nothing; names with _ lead out of the sandbox
-            return not attr.startswith("_")
-        return super().is_safe_attribute(obj, attr, value)
 
 
 def raise_exception(message: str) -> None:

@@ -138,7 +138,7 @@ def segments(rows: ChatRows) -> list[tuple[tuple, tuple]]:
             if document >= 0:
                 found.append((tuple(x[own].tolist()), tuple(y[own].tolist())))
             else:
-                assert (y[own] == IGNORE).all() and (x[own] == rows.conversations.pad_id).all()
+                assert (y[own] == IGNORE).all() and (x[own] == rows.conversations.tokenizer.pad_id).all()
     return found
 
 
