@@ -48,9 +48,7 @@ from tokenizer import Tokenizer
 # ---- config: override with a config file or --key=value; see --help ------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 prompt = ""  # text to continue or question to answer; empty = a new document or a chat
-prompts = (
-    ""  # file: a prompt per line in .txt; else "text", {"prompt": ...} or rows, as in training
-)
+prompts = ""  # file of prompts: .txt has one per line; else "text", {"prompt": ...} or any row
 out = ""  # file of the answers as JSON lines; "" = print them beside the expected ones
 chat = "auto"  # auto (yes if tuned for it) | yes (prompts are user messages) | no (continue them)
 system = ""  # system message of every chat that has none
