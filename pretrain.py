@@ -118,7 +118,7 @@ def choose_architecture(config: dict, init_dir: Path | None, n_ids: int) -> Mode
     settings = {key: config[key] for key in ModelConfig.__dataclass_fields__ if key in config}
     if init_dir is None:
         cfg = ModelConfig(**settings | {"vocab_size": settings["vocab_size"] or n_ids})
-        too_small = f"vocab_size={cfg.vocab_size} is less than the data's {n_ids} token ids"
+        too_small = f"vocab_size={cfg.vocab_size} is less than the data's {n_ids} ids; leave it out"
         refuse(n_ids > cfg.vocab_size, too_small)
         return cfg
 

@@ -35,6 +35,8 @@ WIDE = re.compile(
     "|[\u201c\u201d\u2018\u2019\uff0c\u3001\uff1a\uff1b\uff1d\u3002\uff0e]"
 )
 OLDEST_PYTHON = (3, 11)
+OLDEST_TORCH = (2, 11)
+ACTIVATE = "run: source .venv/bin/activate (make install creates it)"
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
 REQUIREMENTS |= {"safetensors", "charset_normalizer"}
@@ -183,8 +185,7 @@ def line_of(error: BaseException) -> str:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         return f"{script}: {rank}interrupted; run the same command again"
     if isinstance(error, ModuleNotFoundError) and error.name in REQUIREMENTS:
-        fix = "run: source .venv/bin/activate (make install creates it)"
-        return f"{script}: {sys.executable} has no package {error.name}; {fix}"
+        return f"{script}: {sys.executable} has no package {error.name}; {ACTIVATE}"
     # Of the system: "pretrain: out/log.jsonl: Permission denied".
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(str(word) for word in (script, error.filename, error.strerror) if word)
@@ -202,6 +203,12 @@ def line_of(error: BaseException) -> str:
         fix = "use compile=False, install gcc, g++ and python3-dev, or set TMPDIR and"
         fix += " TORCHINDUCTOR_CACHE_DIR"
         return f"{script}: torch.compile cannot build a kernel; {fix} ({reason})"
+    # a function or an argument that it lacks is no mistake in our code
+    version = getattr(sys.modules.get("torch"), "__version__", OLDEST_TORCH)
+    if version < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        fix = f"{oldest} or newer is needed; {ACTIVATE}"
+        return f"{script}: torch {version} is too old, {fix} ({type(error).__name__}: {reason})"
     return ""
 
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
 import numpy as np
 import pytest
+from torch.torch_version import TorchVersion
 
 from groundup import errors
 
@@ -92,6 +94,19 @@ def test_an_older_python_is_named():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == f"{sys.executable} is Python 3.10; 3.11 or newer is needed\n"
+
+
+def test_an_older_torch_is_named(monkeypatch):
+    """What it lacks would be a traceback."""
+    error = AttributeError("module 'torch.compiler' has no attribute 'set_stance'")
+    for version, too_old in (("2.3.1+cpu", True), ("2.10.0", True), ("2.11.0", False), ("2.13.0+cpu", False)):
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=TorchVersion(version)))
+        said = errors.line_of(error)
+        assert bool(said) == too_old
+        if too_old:
+            assert f"torch {version} is too old, 2.11 or newer is needed; run: source" in said and "set_stance" in said
+    monkeypatch.delitem(sys.modules, "torch")
+    assert errors.line_of(error) == ""
 
 
 def test_the_packages_are_those_of_requirements():

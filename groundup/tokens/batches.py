@@ -233,7 +233,8 @@ class Corpus:
 
     def many_epochs(self, data: object) -> float:
         """Return the epochs of a source beyond which a run warns."""
-        # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
+        # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones.
+        # Small texts: docs/measurements.md, "Repetition of a small text"
         return 4.0
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
@@ -253,7 +254,7 @@ class Corpus:
             many = self.many_epochs(self.train[k])
             if round(times) > many and order.limits[k] == math.inf:
                 seen = f"{name} is seen {times:.1f} times"
-                why = f"beyond {many:.0f} repetition adds little"
+                why = f"beyond {many:.0f} repetition adds little, beyond {2 * many:.0f} it may harm"
                 warnings.append(f"warning     {seen}; {why}: give more data or {advice}")
         return ", ".join(parts), warnings
 

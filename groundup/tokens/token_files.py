@@ -159,8 +159,9 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
     kinds = {FORMAT: "text", ROWS_FORMAT: manifest.get("kind")}
     found = kinds.get(manifest["format"], manifest["format"])  # a format of others is named
     if found not in SHAPES or kind not in ("", found):
-        wanted = kind or ", ".join(SHAPES)
-        raise UserError(f"data: {data_dir} was prepared with kind={found!r}, not {wanted!r}")
+        what = f"{data_dir} was prepared with kind={found!r}, not {kind or ', '.join(SHAPES)!r}"
+        hint = f"; give what prepare.py --kind={kind} has made" if kind else ""
+        raise UserError(f"data: {what}{hint}")
     check_shape(path, manifest, SHAPES[found], how)
     return manifest
 

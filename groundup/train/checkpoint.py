@@ -291,7 +291,8 @@ def choose(config: dict) -> Path | None:
         else:
             path = find_latest(out)
     if path is None:
-        refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
+        text = f"resume='must' but {out} has no checkpoint; for a new run leave resume out"
+        refuse(resume == "must", text)
         check_nothing_foreign(out)
         if resume != "never" and (out / "log.jsonl").exists():
             print(f"{out} has no checkpoint, so the run begins anew", flush=True)

@@ -562,7 +562,8 @@ def test_directories_of_other_kinds_are_refused(tok, tok_dir, tmp_path):
     text = write(tmp_path / "t.jsonl", [{"text": text} for text in corpora.debug_texts()[:9]])
     make(tmp_path / "text", text, kind="text", tokenizer_dir=tok_dir)
     for name, kind in (("pairs", "preference"), ("text", "text")):
-        with pytest.raises(UserError, match=f"was prepared with kind='{kind}', not 'chat'"):
+        said = f"was prepared with kind='{kind}', not 'chat'; give what prepare.py --kind=chat has made"
+        with pytest.raises(UserError, match=said):
             ChatCorpus(str(tmp_path / name), tok, 256, 1)
     (tmp_path / "text" / "manifest.json").write_text("{", "utf-8")
     with pytest.raises(UserError, match="manifest.json is damaged"):

@@ -689,7 +689,8 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
     assert limited.end is None and limited.epochs(10**5)[1] == pytest.approx(0.5, abs=0.01)
     text, warnings = corpus.describe(limited, 10**5)
     assert f"0.50 epochs of {corpus.train[1].n_tokens:,} (code)" in text or "0.49 epochs" in text
-    assert len(warnings) == 1 and "wiki is seen" in warnings[0] and "beyond 4 repetition" in warnings[0]
+    assert len(warnings) == 1 and "wiki is seen" in warnings[0]
+    assert "beyond 4 repetition adds little, beyond 8 it may harm" in warnings[0]
     for times, warned in ((4.4, False), (4.6, True)):  # whole steps make up to 4.4 of epochs=4
         warnings = corpus.describe(corpus.order(1, 8, 10), round(times * (n_wiki + n_code)))[1]
         assert any(f"wiki is seen {times} times" in line for line in warnings) == warned
