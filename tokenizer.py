@@ -22,6 +22,7 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 import codecs
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -447,13 +448,19 @@ def with_specials(files: dict[str, bytes], names: list[str], first: int) -> dict
     return files | {"tokenizer.json": engines.to_json(description)}
 
 
-def check_no_owner(directory: str | Path) -> None:
-    """Raise UserError if a directory belongs to a model, prepared data or a run, or is a file."""
-    if Path(directory).is_file():
-        raise UserError(f"tokenizer: out_dir={str(directory)!r} is a file; choose another")
+def check_place(directory: str) -> None:
+    """Raise UserError if a tokenizer cannot be saved in a directory: it cannot be made, or belongs
+    to a model, prepared data or a run."""
+    if not directory:
+        raise UserError("tokenizer: out_dir is empty; give --out_dir=DIR")
+    place = Path(directory).absolute()
+    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "cannot be written" if there.is_dir() else "is no directory"
+        raise UserError(f"tokenizer: out_dir={directory!r}: {there} {why}; choose another")
     if found := [name for name in OWNERS if Path(directory, name).exists()]:
         of = f"holds {found[0]}, so it is a {OWNERS[found[0]]}, which another tokenizer would break"
-        raise UserError(f"tokenizer: out_dir={str(directory)!r} {of}; use another out_dir")
+        raise UserError(f"tokenizer: out_dir={directory!r} {of}; use another out_dir")
 
 
 def check_same(directory: str | Path, tokenizer: Tokenizer) -> None:
@@ -491,7 +498,7 @@ if __name__ == "__main__":
     parts = text_mix.parts_of(sources, Path(made.name))
     if not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES")
-    check_no_owner(out_dir)
+    check_place(out_dir)  # before the training, which may take an hour
     text_mix.check_parts(parts)
     texts = text_mix.texts_of(parts, max_mb)
     if extend:

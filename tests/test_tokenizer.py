@@ -1082,6 +1082,21 @@ def test_command_line_errors_are_one_line(run, tmp_path: Path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("where", ["", "file.txt", "file.txt/tok", "file.txt/a/b", "locked/tok"])
+def test_a_place_that_cannot_be_written_is_named_before_the_training(run, tmp_path: Path, where: str):
+    """A tokenizer of gigabytes takes an hour, which would be lost."""
+    (tmp_path / "file.txt").write_text("", encoding="utf-8")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    if where.startswith("locked") and os.access(tmp_path / "locked", os.W_OK):
+        pytest.skip("this user may write everywhere")
+    # A text that is too small to learn from would be named if the training had begun.
+    (tmp_path / "small.txt").write_text("a", encoding="utf-8")
+    out_dir = f"{tmp_path}/{where}" if where else ""
+    done = run(f"--input={tmp_path}/small.txt", f"--out_dir={out_dir}", "--vocab_size=512")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "out_dir" in done.stderr, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.txt", "locked", "small.txt"]
+
+
 @pytest.mark.parametrize("owner", ["config.json", "adapter_config.json", "manifest.json", "log.jsonl"])
 def test_the_tokenizer_of_a_model_or_of_data_is_not_replaced(run, bpe: Tokenizer, tmp_path: Path, owner: str):
     (tmp_path / "en.txt").write_text(ENGLISH * 3, encoding="utf-8")

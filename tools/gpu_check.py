@@ -52,6 +52,7 @@ RARELY = ["--eval_every=1000000", "--save_every=1000000"]  # only at the beginni
 STEPS = r"^(memory |step +\d+/)"  # of a trainer's output: the planned memory, the log lines
 TABLE = r"^(row|train|generate) "  # of tools/bench.py's
 N_LINES = 60  # of a command's output at most
+RUNS = ".gpu_check.tmp"  # directory in out_dir, deleted before and after: a name that no run has
 
 
 class Setup(NamedTuple):
@@ -208,10 +209,11 @@ def main(config: dict) -> int:
     unknown = [name for name in names if name not in LIMIT_S]
     known = ", ".join([*PARTS, *LIMIT_S])
     refuse(unknown, f"sections={''.join(unknown[:1])!r} is none of {known}")
+    refuse(not config["out_dir"], "out_dir is empty; give --out_dir=DIR")
     out = Path(config["out_dir"]).absolute()
     report = out / f"{part if part in PARTS else 'gpu_check'}.md"
     shapes = config["shapes"].split(",") if gpu else ["tiny"]
-    setup = Setup(gpu, shapes, config["nanogpt"], out / "runs")
+    setup = Setup(gpu, shapes, config["nanogpt"], out / RUNS)
     # what a killed call has left would be continued
     shutil.rmtree(setup.runs, ignore_errors=True)
     setup.runs.mkdir(parents=True)

@@ -65,6 +65,7 @@ def write_task(directory: str, sizes: tuple[int, int, int], row: Callable) -> No
     """Write examples.jsonl, questions.jsonl and held_out.jsonl of these numbers of rows.
 
     row(number in the file, whether it has the answer) returns a row."""
+    refuse(not directory, "out_dir is empty; give --out_dir=DIR")
     Path(directory).mkdir(parents=True, exist_ok=True)
     for name, n in zip(("examples", "questions", "held_out"), sizes, strict=True):
         rows = [row(i, name == "examples") for i in range(n)]

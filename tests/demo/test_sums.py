@@ -36,6 +36,14 @@ def made(tmp_path_factory):
     return directory
 
 
+@pytest.mark.parametrize("tool", ["sums", "largest"])
+def test_an_empty_out_dir_is_not_the_working_directory(tmp_path, tool: str):
+    command = [sys.executable, ROOT / f"tools/{tool}.py", "--out_dir="]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "out_dir is empty" in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def rows_in(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

@@ -38,7 +38,7 @@ def test_without_a_gpu_each_part_runs_whole_on_tiny_shapes(tmp_path, capsys, par
         straight, resumed = (re.search(rf"^{name}: (.*)$", said, re.MULTILINE) for name in ("straight", "resumed"))
         assert straight[1] == resumed[1] and straight[1].count(",") == 3
         assert len(re.findall(r"^step +2/2 \| loss", said, re.MULTILINE)) == 3  # sft, dpo, rl
-    assert not (tmp_path / "runs").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{part}.md"]
 
 
 def test_a_section_that_fails_is_written_down_and_the_next_one_begins(tmp_path, monkeypatch):
@@ -57,3 +57,15 @@ def test_a_section_that_fails_is_written_down_and_the_next_one_begins(tmp_path, 
     assert all(sum(part.values()) <= 300 for part in gpu_check.PARTS.values())
     with pytest.raises(UserError, match="sections='nonsense' is none of first, second, machine"):
         gpu_check.main(SETTINGS | {"out_dir": str(tmp_path), "sections": "nonsense"})
+
+
+def test_runs_of_others_in_out_dir_are_left_alone(tmp_path, monkeypatch):
+    """--out_dir=out may hold a run that is called runs."""
+    monkeypatch.setattr(gpu_check, "run_section", lambda *_: True)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "log.jsonl").write_text("{}", encoding="utf-8")
+    gpu_check.main(SETTINGS | {"out_dir": str(tmp_path), "sections": "machine"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu_check.md", "runs"]
+    assert (tmp_path / "runs" / "log.jsonl").exists()
+    with pytest.raises(UserError, match="out_dir"):
+        gpu_check.main(SETTINGS | {"out_dir": "", "sections": "machine"})
