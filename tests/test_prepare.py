@@ -1205,9 +1205,11 @@ def test_a_damaged_list_of_inputs_is_no_traceback(tmp_path, tok, capsys, damage)
 
 @pytest.mark.parametrize(("kind", "out_dir", "tokenizer_dir", "command"), [
     ("text", "data/shakespeare", "", "pretrain.py config/shakespeare.py"),
-    ("text", "data/demo/", "data/demo", "pretrain.py config/demo.py"),
-    ("chat", "data/demo_chat", "data/demo", "sft.py config/demo_sft.py --epochs=2.2"),
-    ("chat", "data/real_chat", "out/smollm2/", "sft.py config/real_sft.py"),
+    ("text", "data/demo/", "data/demo", "pretrain.py config/demo.py --sample_prompts='One evening'"),
+    ("chat", "data/demo_chat", "data/demo",
+     "sft.py config/demo_sft.py --epochs=2.2 --sample_prompts='What is len for?'"),
+    ("chat", "data/real_chat", "out/smollm2/",
+     "sft.py config/real_sft.py --sample_prompts='What does the method str.isidentifier do?'"),
     ("preference", "data/demo_pairs", "", "dpo.py config/demo_dpo.py"),
     # a config whose command has a place for a path, or only plans
     ("text", "data/field", "", "pretrain.py config/demo.py --data_dir=data/field --out_dir=out/field\n"

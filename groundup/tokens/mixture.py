@@ -71,6 +71,8 @@ def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
     """Return the stages in the value `spec` of the setting `key`. Raise UserError.
 
     '0: data/a=1; 8000: data/a=0.5,data/b=0.5' has two, the second after 8000 steps."""
+    if not spec.strip():
+        raise UserError(f"data: {key} is empty; give --{key}=PATH")
     stages = []
     for part in spec.split(";"):
         step, colon, paths = re.fullmatch(r"\s*(?:(\d+)\s*(:))?(.*)", part, re.DOTALL).groups()
@@ -92,8 +94,6 @@ def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, floa
         path, number = split_weight(part)  # the number as text, or ""
         weight = parse_number(number) if number else None
         named = f"{part!r} in {key}={spec!r}"
-        if not (text or spec).strip():
-            raise UserError(f"data: {key} is empty; give --{key}=PATH")
         if not path or (number and weight is None):
             raise UserError(f"data: {named} is not 'path' or 'path=weight above 0'")
         if os.path.realpath(path) in map(os.path.realpath, weights):
