@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from configurator import defaults_of
-from groundup.errors import UserError, counted, discard, naming
+from groundup.errors import UserError, counted, discard, listed, naming
 from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches, Corpus
 from groundup.train import ranks
@@ -40,6 +40,9 @@ MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no fini
 # Every line begins with the first three; "tokens", without padding, is for log.jsonl only.
 # Settings that say how a run starts or where it lies, not how it trains.
 OF_A_START = ("resume", "resume_from", "overwrite", "out_dir")
+# Settings that decide what val_loss is: its data, and the losses of dpo.py, reward.py and rl.py
+OF_VAL_LOSS = {"val_data", "loss", "beta", "gamma", "label_smoothing", "desirable_weight"}
+OF_VAL_LOSS |= {"nll_weight", "margin_scale", "center", "unfinished", "unfinished_reward"}
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 
 
@@ -69,6 +72,8 @@ class RunLog:
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
+        # How many of them, the first ones, measured another val_loss: see `comparable`
+        self.n_incomparable = 0
         self.restart_clock()
         check_installed(track)  # by all ranks, so that all of them end
         if self.enabled:
@@ -86,6 +91,7 @@ class RunLog:
             drop_events_after(self.path, self.steps_done or -1)
             events = read_events(self.path)
         self.evaluations = [event for event in events if event["event"] == "eval"]
+        self.n_incomparable = len(self.evaluations) - len(comparable(events))
         self.file = open(self.path, "a", encoding="utf-8")
 
         # The checkpoint has a directory, but no event if a kill came between the two.
@@ -186,6 +192,9 @@ class RunLog:
         # A run that is complete trains no step with them.
         if changes and self.steps_done < self.max_steps:
             self.write("continue", self.steps_done, {"changes": changes})
+            if changed := sorted(OF_VAL_LOSS & changes.keys()):
+                text = f"val_loss is another measure with this {listed(changed)}: best and best2"
+                self.print(f"log: {text} are among the evaluations from step {self.steps_done} on")
 
     def write(self, event: str, step: int, values: Mapping[str, object]) -> None:
         """Append {"event", "step", **values} to log.jsonl. Any thread may call it."""
@@ -202,6 +211,8 @@ class RunLog:
         with self.lock, warn_if_unwritable(self.path):
             if event == "eval":
                 self.evaluations.append(whole)
+            if changes_val_loss(whole):
+                self.n_incomparable = len(self.evaluations)
             if event == "save":  # a resume tells whether the log up to here has changed
                 lines = self.path.read_bytes().split(b"\n")[:-1]
                 whole["crc32"] = save_sum(whole, lines)
@@ -237,16 +248,24 @@ class RunLog:
 
     def lacks_evaluation(self, eval_every: int) -> bool:
         """Return whether this step's evaluation is missing. False on ranks that do not write."""
-        # It is in a new run, and after a kill between a save and its evaluation.
+        # It is in a new run, after a kill between a save and its evaluation, and where val_loss means
+        # something else than before.
         due = self.step % eval_every == 0 or self.step == self.max_steps
-        evaluated = [event["step"] for event in self.evaluations]
+        evaluated = [event["step"] for event in self.evaluations[self.n_incomparable :]]
         return self.enabled and due and self.step not in evaluated
 
     def val_losses(self) -> dict[int, float]:
-        """Return {step: val_loss} of the evaluations with a finite loss. Any thread may call it."""
+        """Return {step: val_loss} of the evaluations with a finite loss. Any thread may call it.
+
+        It is inf for those that measured another val_loss, as soon as there is one of now: `best`
+        must not be one of them."""
         # A loss that is not finite is null in the log.
-        losses = {event["step"]: event.get("val_loss") for event in self.evaluations}
-        return {step: loss for step, loss in losses.items() if loss is not None}
+        found = [event for event in self.evaluations if event.get("val_loss") is not None]
+        losses = {event["step"]: event["val_loss"] for event in found}
+        now = self.evaluations[self.n_incomparable :]
+        if now:
+            losses = dict.fromkeys(losses, math.inf)
+        return losses | {e["step"]: e["val_loss"] for e in now if e.get("val_loss") is not None}
 
     # ---- the end
 
@@ -547,6 +566,19 @@ def repeat_line(events: list[dict]) -> str:
     return f"{text}; so the command below does not repeat this run"
 
 
+def changes_val_loss(event: Mapping) -> bool:
+    """Return whether the run went on here with settings that make val_loss another measure."""
+    changes = event.get("changes")  # of "continue"; a damaged log may hold anything
+    return isinstance(changes, dict) and not OF_VAL_LOSS.isdisjoint(changes)
+
+
+def comparable(events: list[dict]) -> list[dict]:
+    """Return the evaluations whose val_loss measures the same as the last one's."""
+    changed = [i for i, event in enumerate(events) if changes_val_loss(event)]
+    since = changed[-1] if changed else 0
+    return [event for event in events[since:] if event["event"] == "eval"]
+
+
 def summary(events: list[dict], max_steps: int) -> str:
     """Return a sentence: how far the run came, and when."""
     # By the log, because the run may have been interrupted and continued.
@@ -562,7 +594,7 @@ def result_table(events: list[dict], saved: int = -1) -> str:
     """Return the first, the best and the last evaluation as a Markdown table.
 
     saved: the step that the link `best` points to, -1 = no checkpoint was evaluated."""
-    evaluations = [e for e in events if e["event"] == "eval" and e.get("val_loss") is not None]
+    evaluations = [event for event in comparable(events) if event.get("val_loss") is not None]
     if not evaluations:
         return "No evaluation was logged."
     # The best is the one to use, so it has a checkpoint; of equal losses the first, as for `best`.

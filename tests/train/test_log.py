@@ -137,6 +137,34 @@ def test_losses_of_evaluations_are_known_also_after_a_resume(tmp_path):
     again.close()
 
 
+@pytest.mark.parametrize(
+    ("key", "other"), [("val_data", True), ("loss", True), ("beta", True), ("learning_rate", False)]
+)
+def test_evaluations_of_another_measure_are_not_compared(tmp_path, capsys, key, other):
+    """A run that goes on with other validation data, or with another loss of dpo.py."""
+    log = RunLog(str(tmp_path), 9, 0)
+    for step, loss in enumerate([0.7, 0.6, 0.5]):
+        log.report(step, {"val_loss": loss}, "")
+    log.close()
+    again = RunLog(str(tmp_path), 9, 2)
+    again.note_changes({"changed": {key: ["a", "b"]}})
+    assert again.lacks_evaluation(1) == other  # the step that it goes on from is measured anew
+    assert ("among the evaluations from step 2 on" in capsys.readouterr().out) == other
+    assert again.val_losses() == {0: 0.7, 1: 0.6, 2: 0.5}  # until then there is nothing better to go by
+    if other:
+        again.report(2, {"val_loss": 25.0}, "")
+    again.report(3, {"val_loss": 24.0}, "")
+    expected = {0: math.inf, 1: math.inf, 2: 25.0, 3: 24.0} if other else {0: 0.7, 1: 0.6, 2: 0.5, 3: 24.0}
+    assert again.val_losses() == expected
+    again.close()
+    third = RunLog(str(tmp_path), 9, 3)  # and so in every later start
+    third.note_changes({"changed": {}})
+    assert third.val_losses() == expected and not third.lacks_evaluation(1)
+    third.close()
+    steps = logs.result_table(read_events(third.path), saved=3 if other else 2).splitlines()[2]
+    assert steps == ("| step | 2 | 3 | 3 |" if other else "| step | 0 | 2 | 3 |")
+
+
 def test_an_evaluation_is_missing_until_it_is_logged(tmp_path):
     log = RunLog(str(tmp_path), 7, 0)
     missing = []
