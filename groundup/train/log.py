@@ -37,12 +37,12 @@ from groundup.train.device import hardware, peak_memory_gib, versions
 ALONE, CPU = ranks.World(rank=0, local_rank=0, world_size=1), torch.device("cpu")
 SLOW_STEP_S = 10  # seconds
 MAX_SKIPPED = 20  # stop at a log line if this many updates in a row had no finite gradient
-# Every line begins with the first three; "tokens", without padding, is for log.jsonl only.
 # Settings that say how a run starts or where it lies, not how it trains.
 OF_A_START = ("resume", "resume_from", "overwrite", "out_dir")
 # Settings that decide what val_loss is: its data, and the losses of dpo.py, reward.py and rl.py
 OF_VAL_LOSS = {"val_data", "loss", "beta", "gamma", "label_smoothing", "desirable_weight"}
 OF_VAL_LOSS |= {"nll_weight", "margin_scale", "center", "unfinished", "unfinished_reward"}
+# Every line begins with the first three; "tokens", without padding, is for log.jsonl only.
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 
 

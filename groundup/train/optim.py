@@ -368,7 +368,8 @@ def learning_rate_at(
       constant  it does not fall
       cosine    by half a cosine (arXiv:1608.03983)
       linear    by a straight line
-      wsd       by a straight line over the last decay_fraction (MiniCPM, arXiv:2404.06395)"""
+      wsd       by a straight line over the last decay_fraction of the steps after the warm-up
+                (MiniCPM, arXiv:2404.06395)"""
     # The warm-up. Dividing by one step more leaves the peak to the first step after it.
     if step <= warmup:
         return peak * step / (warmup + 1)
