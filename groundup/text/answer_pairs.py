@@ -80,21 +80,18 @@ def write_pairs(
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as p:
         problems = Problems(path, p, counts.shown, strict)
         for record in records.read_records(path, report=problems):
-            # of a damaged line
             problems.lost_bytes += record.lost
             info["lines"] += 1
             try:
                 pairs = pairs_of_line(record, by, keys, info)
             except BadRow as problem:
                 info["lines_left_out"][str(problem)] += 1
-                # a good line that gives no pair is no problem: it is counted, and not in errors.tsv
                 if not isinstance(problem, NoPair):
                     reason, detail = record.problem or "bad_field", record.detail or str(problem)
                     problems.add(path, record.line, record.offset, reason, detail)
                 continue
             info["pairs"] += len(pairs)
             f.writelines(json.dumps(pair) + "\n" for pair in pairs)
-    # if no answer at all has a reward, the step that scores them was forgotten
     if not info.pop("scored") and by.how == "reward" and info["answers"]:
         hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them"
         what = f"no answer in {path} has a reward, which pair_by=reward needs"

@@ -293,8 +293,8 @@ def check_number(n_documents: int) -> None:
 def near_duplicates(
     signatures: np.ndarray, threshold: float, bands: int, rows: int
 ) -> NearDuplicates:
-    """Return which documents to drop, given signatures (n, n_values) uint32, a memory-mapped file if
-    you like.
+    """Return which documents to drop, given signatures (n, n_values) uint32, a memory-mapped file
+    if you like.
 
     Documents are taken in order. One is dropped if an earlier kept one has the same `rows` values
     in some band and at least `threshold` of the whole signature. So the first copy survives, a

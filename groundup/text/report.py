@@ -388,7 +388,7 @@ def print_report(manifest: dict, seconds: float) -> None:
 
 
 def warnings_of(manifest: dict) -> list[str]:
-    """Return warnings about splits and sources that are small, and rows that were not understood."""
+    """Return warnings of small splits and sources, and of rows that were not understood."""
     found = [too_small_val(manifest), *small_sources(manifest), textless(manifest["info"])]
     return [f"warning: {warning}" for warning in found if warning]
 
