@@ -50,6 +50,23 @@ def check_batch(script: str, config: str, flags: str) -> None:
         assert settings["total_batch_tokens"] % (settings["batch_size"] * settings["block_size"]) == 0, (config, flags)
 
 
+@pytest.mark.parametrize("page", ["docs/help.md", "docs/zh/help.md"])
+def test_every_value_of_a_log_line_is_explained(page):
+    """Those of groundup/train/log.py: without a slash, and no loss that begins all lines."""
+    logged = r"# log\n(.*?)\n            log\.train\("
+    trainers = [(ROOT / f"{name}.py").read_text("utf-8") for name in ("sft", "dpo", "reward", "rl")]
+    sources = [re.search(logged, text, re.S)[1] for text in trainers]
+    sources += re.findall(r'figures\["\w+"\]', trainers[-1])
+    rollouts = (ROOT / "groundup/align/rollouts.py").read_text("utf-8")
+    sources += re.findall(r"^def (?:describe_[acdu]|mean_figures).*?(?=\n\n\n)", rollouts, re.S | re.M)
+    shown = set(re.findall(r'"(\w+)"', "\n".join(sources)))
+    shown -= {"loss", "lr", "grad_norm", "tokens", "learning_rate", "value_learning_rate"}
+    shown -= {"positions", "drawn", "draw_s", "n_calls", "n_failed"}  # of which others are made
+    assert shown >= {"labels_per_s", "margin", "flat_groups", "clipped", "draw_ms", "without_call", "value_norm"}
+    text = (ROOT / page).read_text("utf-8")
+    assert [name for name in sorted(shown) if f"`{name}`" not in text] == []
+
+
 ON_CPU = r"--compile=False(?:\s+--\w+=\w+)+"
 
 
