@@ -417,7 +417,7 @@ def test_a_reward_model_goes_on_as_a_start_and_a_language_model_scores_nothing(r
 
 WRITERS = {  # flags besides init_from; of evaluate.py see test_evaluate.py
     "sft.py": [], "dpo.py": [], "rl.py": ["--reward=x.py:f"], "pretrain.py": ["--data_dir={base}/data"],
-    "sample.py": [], "serve.py": [], "tools/merge.py": ["--out_dir={out}/m"], "tools/tour.py": [],
+    "sample.py": [], "serve.py": ["--port=0"], "tools/merge.py": ["--out_dir={out}/m"], "tools/tour.py": [],
     "tools/to_gguf.py": ["--out={out}/m.gguf"],
 }  # fmt: skip
 
