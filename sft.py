@@ -236,7 +236,7 @@ if __name__ == "__main__":
     corpus = ChatCorpus(data, tokenizer, block_size, seed, val_data, val_fraction, **share)
     corpus.need_validation(val_fraction)
     settings = config | {"total_batch_tokens": tokens_per_step, "world_size": world_size}
-    settings |= {"pack": corpus.pack, "epochs": epochs or corpus.usual_epochs(max_epochs)}
+    settings["epochs"] = epochs or corpus.usual_epochs(max_epochs)
     lost = corpus.left_out()  # for the error message
     max_steps = steps_of(settings, corpus.n_rows, rows_per_step, "total_batch_tokens", lost=lost)
     check_schedule(config, max_steps)

@@ -456,6 +456,9 @@ def print_splits(manifest: dict) -> None:
         for split, entry in manifest["splits"].items():
             tokens = f"{entry['tokens']['ids']:>18,} tokens" if "tokens" in entry else ""
             print(f"{split:<8}{entry['rows']:>12,} rows{entry['bytes']:>18,} bytes{tokens}")
+        if "held_out" in manifest["splits"]:
+            text = "held_out.jsonl is to score models that never saw it, so do not pretrain on"
+            print(f"prepare: {text} the input; train.jsonl may be part of a corpus")
         return
     print(f"{'split':<6}{'documents':>14}{'bytes':>18}{'tokens':>18}{'bytes/token':>14}")
     for split, entry in manifest["splits"].items():

@@ -187,7 +187,7 @@ def longer_rows(needs: Sequence[int], context: float) -> str:
             remedy = f"{RAISE}{most} takes 90 % of them, {longest} all"
     if n_longer:
         which = f"for {n_longer:,} of them " if fitting else ""
-        remedy += f"; {which}the model's {context} tokens are too few: {SHORTEN}"
+        remedy += f"; {which}even {context} tokens are too few: {SHORTEN}"
     return remedy
 
 
@@ -460,12 +460,8 @@ def steps_of(
     few = f"{n_rows:,} {noun} make {counted(steps, 'step')} of {key}={config[key]}"
     ways = ["smaller steps"] * bool(new.keys() - {"epochs"}) + ["more epochs"] * ("epochs" in new)
     how = f"{' and '.join(ways)}: {more}" if ways else "give more"
-    if config.get("pack"):  # measured on a hundred conversations: smaller steps alone did not do
-        epochs = max(20, 2 * config["epochs"])
-        how = f"one conversation per row and more epochs: --pack=no --epochs={epochs:g}"
-        how += "; a model of a few million parameters also wants --learning_rate=1e-3"
-    if RAISE in lost:
-        how = f"raise block_size, or {how}"
+    if config.get("pack") == "yes":  # measured on a hundred conversations: smaller steps did not do
+        how += "; or --pack=auto, which gives each of few conversations a row"
     if steps < FEW_STEPS and not config["plan_only"]:
         also = lost.replace(": ", "; ", 1)
         raise UserError(f"data: {few}, too few to learn from; {how}{also}")

@@ -247,7 +247,7 @@ def time_line(flops: float, peak: float, world_size: int, note: str) -> str:
         return "time        not known for this device; each line of the log has an eta"
     seconds = flops / (0.4 * peak * world_size)  # 40 % is what a well used GPU reaches
     speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
-    return f"time        {note}{clock(seconds)} {speed}"
+    return f"time        {note}{clock(seconds)} {speed}; start-up and evaluations come on top"
 
 
 # ---- does the device compute as the CPU does? ----------------------------------------------------

@@ -712,7 +712,8 @@ def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
     manifest = manifest_of(tmp_path / "out")
     assert manifest["info"]["documents"]["kept"] == len(rows) == sum(e["rows"] for e in manifest["splits"].values())
     assert "tokens" in manifest["splits"]["val"] and "tokens" not in manifest["splits"]["held_out"]
-    assert f"held_out{len(held_out):>12} rows" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"held_out{len(held_out):>12} rows" in out and "so do not pretrain on the input" in out
     learnt = conversations.read_chat(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
     assert len(learnt.train) + len(learnt.val) == len(rows) - len(held_out)
     assert run(tmp_path / "out", input=path, hold_out=0.25, **settings) == 0

@@ -147,9 +147,9 @@ def test_what_was_too_long_for_validation_is_said(tmp_path, tokenizer, corpus, l
     ([70, 300], math.inf, "; block_size=512 takes them all"),
     ([70], 512, "; block_size=128 takes it"),
     ([70, 300], 384, "; block_size=384 takes them all"),
-    ([70, 90, 300, 700], 384, "; block_size=384 takes 3 of them; for 1 of them the model's 384 tokens are too few: "
+    ([70, 90, 300, 700], 384, "; block_size=384 takes 3 of them; for 1 of them even 384 tokens are too few: "
                               "give shorter rows, or a model with a longer context"),
-    ([70, 300], 64, "; the model's 64 tokens are too few: give shorter rows, or a model with a longer context"),
+    ([70, 300], 64, "; even 64 tokens are too few: give shorter rows, or a model with a longer context"),
 ])  # fmt: skip
 def test_no_block_size_beyond_the_models_context_is_advised(needs, context, says):
     assert reasons_of({"too long": len(needs)}, {"too long": needs}, context) == [f"{len(needs)} too long{says}"]
