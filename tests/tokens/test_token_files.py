@@ -707,8 +707,8 @@ def test_epochs_that_make_no_steps_are_refused_with_flags_that_do(capsys) -> Non
     assert re.search(r"320 rows make 5 steps .* few to learn from; smaller steps: --total_batch_pairs=4$", warning)
     with pytest.raises(UserError, match=r"11 pairs make 1 step of total_batch_pairs=64, too few .* --epochs=2$"):
         steps_of(config, 11, 64, "total_batch_pairs", "pairs")
-    packed = {"pack": "yes", "epochs": 3.0, "batch_size": 8, "total_batch_tokens": 8192, "max_steps": 0, "world_size": 1}
-    packed["plan_only"] = False
+    packed = {"pack": "yes", "epochs": 3.0, "batch_size": 8, "total_batch_tokens": 8192, "max_steps": 0}
+    packed |= {"world_size": 1, "plan_only": False}
     proposal = "smaller steps and more epochs: .* or --pack=auto, which gives each of few conversations a row"
     with pytest.raises(UserError, match=f"4 rows make 2 steps .*; {proposal}"):  # a hundred conversations
         steps_of(packed, 4, 8, "total_batch_tokens")

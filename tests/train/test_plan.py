@@ -271,7 +271,8 @@ def test_a_plan_says_what_a_run_takes():
     assert lines["tokens"] == f"10,000 in 10 steps, {10_000 / total:.1f} per parameter"
     assert lines["compute"] == f"{flops:.3e} FLOPs per token, {10_000 * flops:.3e} in all, float32 on cpu"
     seconds = int(10_000 * flops / 0.4e9)
-    assert lines["time"] == f"0:{seconds // 60:02}:{seconds % 60:02} at 40 % of 1 x 0.00 TFLOP/s; start-up and evaluations come on top"
+    at = f"0:{seconds // 60:02}:{seconds % 60:02} at 40 % of 1 x 0.00 TFLOP/s"
+    assert lines["time"] == f"{at}; start-up and evaluations come on top"
     sizes = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+) MiB", lines["memory"])]
     assert float(lines["memory"].split()[0]) == pytest.approx(sum(sizes) / 1024, abs=0.01)
     assert described(peak=0.0).splitlines()[-1].startswith("time        not known for this device")
