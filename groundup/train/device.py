@@ -72,7 +72,9 @@ def choose_dtype(name: str, device: torch.device, scaled: bool = False) -> torch
     # Only native bfloat16 counts: emulated, it is slower than float32.
     native = False
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        # without a GPU here it is a plan for one elsewhere: those since 2020 have it
+        here = torch.cuda.is_available()
+        native = not here or torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # not in torch 2.11
         found = torch.cpu.get_capabilities()
         native = any(found.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -50,7 +50,10 @@ def test_auto_dtype_is_what_the_processor_multiplies(flags, dtype, monkeypatch):
 def test_a_gpu_without_bfloat16_trains_in_float16(native, scaled, dtype, monkeypatch):
     """T4, V100, RTX 20xx: float32 is an eighth of the card."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert devices.choose_dtype("auto", torch.device("cuda"), scaled) == dtype
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a plan for a GPU elsewhere
+    assert devices.choose_dtype("auto", torch.device("cuda"), scaled) == torch.bfloat16
 
 
 @pytest.mark.parametrize(("name", "tflops"), [
