@@ -256,7 +256,8 @@ def test_a_bad_line_of_a_text_file_is_named_by_its_own_number(tmp_path: Path, en
             list(readers.read_documents(str(path), "", txt_split, begin, end, report))
         (where, line, offset, detail), = report.places
         assert (where, line) == (str(path), 35) and detail.startswith("bad_encoding: "), detail
-        assert place <= offset < place + len(bad) and f"in position {len(bad) - len('的'.encode(encoding)) - 1}" in detail
+        position = len(bad) - len("的".encode(encoding)) - 1  # in its line
+        assert place <= offset < place + len(bad) and f"in position {position}" in detail
 
 
 def test_lines_of_a_paragraph_may_be_in_two_encodings(tmp_path: Path) -> None:

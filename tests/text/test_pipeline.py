@@ -1043,7 +1043,10 @@ def test_a_file_belongs_to_the_first_source_that_names_it(tmp_path, tok, capsys)
     run(tmp_path / "out", input=f"a: {a}; b: {a}, {b}; c: {b}", **settings)
     out = capsys.readouterr().out
     assert "nothing is left for train of source c" in out and f"{a} is in an earlier source already" in out
+    assert " more)" not in out
     assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 20
+    run(tmp_path / "none", input=f"a: {a}, {b}; b: {a}, {b}", **settings)  # one is named, the other counted
+    assert capsys.readouterr().out.count("is in an earlier source already, and is left out of b (and 1 more)") == 1
     run(tmp_path / "out", input=f"a: {a}, {b}; b: {b}", **settings)  # moved: not up to date
     assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 40
 
