@@ -725,21 +725,23 @@ def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
         (b"[" * 100_000, "nests too deep"),
     ]
     # Good ones in UTF-8: beside ASCII alone a byte that is not would put the encoding in doubt.
-    lines = [line for pair in bad for line in (pair[0], '{"prompt": "猫"}'.encode())]
-    (tmp_path / "q.jsonl").write_bytes(b"\n".join(lines))
-    files = ["--prompts=q.jsonl", "--out=a.jsonl"]
-    ended = run(tmp_path, f"--init_from={runs / 'out/newer'}", *files, "--max_new_tokens=3")
-    assert ended.code == 0 and ended.out == ""
-    _, *problems, summary = ended.err.splitlines()
-    assert len(problems) == len(bad)
-    for number, (problem, (_, words)) in enumerate(zip(problems, bad, strict=True)):
-        assert problem.startswith(f"q.jsonl:{2 * number + 1}: ") and words in problem, problem
-    assert f"{len(bad)} of {2 * len(bad)} prompts" in summary
-    answers = read_answers(tmp_path / "a.jsonl")
-    assert sorted(answer["index"] for answer in answers) == list(range(1, 2 * len(bad), 2))
-    assert len({answer["completions"][0]["text"] for answer in answers}) == 1
-    (tmp_path / "q.jsonl").write_bytes(b"\n".join(line for line, _ in bad))
-    assert run(tmp_path, f"--init_from={runs / 'out/newer'}", "--prompts=q.jsonl").code == 1  # none is answered
+    good, init_from = '{"prompt": "猫"}'.encode(), f"--init_from={runs / 'out/newer'}"
+    for k in range(0, len(bad), 3):  # three are named
+        lines = [line for pair in bad[k : k + 3] for line in (pair[0], good, good)]
+        (tmp_path / "q.jsonl").write_bytes(b"\n".join(lines))
+        ended = run(tmp_path, init_from, "--prompts=q.jsonl", f"--out={k}.jsonl", "--max_new_tokens=3")
+        assert ended.code == 0 and ended.out == ""
+        _, *problems, summary = ended.err.splitlines()
+        assert len(problems) == 3 and summary == "sample: 3 of 9 prompts are not answered, see above"
+        for number, (problem, (_, words)) in enumerate(zip(problems, bad[k : k + 3], strict=True)):
+            assert problem.startswith(f"q.jsonl:{3 * number + 1}: ") and words in problem, problem
+        answers = read_answers(tmp_path / f"{k}.jsonl")
+        assert sorted(answer["index"] for answer in answers) == [1, 2, 4, 5, 7, 8]
+        assert len({answer["completions"][0]["text"] for answer in answers}) == 1
+    (tmp_path / "q.jsonl").write_bytes(b"\n".join(line for line, _ in bad if line.isascii()))
+    ended = run(tmp_path, init_from, "--prompts=q.jsonl")
+    assert ended.code == 1 and len(ended.err.splitlines()) == 5  # none is answered, of which three are named
+    assert ended.err.splitlines()[-1] == "sample: 14 of 14 prompts are not answered, the first 3 are above"
 
 
 @pytest.mark.parametrize("encoding", ["gbk", "utf-16", "utf-8-sig"])

@@ -434,7 +434,7 @@ class Decoder:
             if not self.other:
                 raise
             if b"\n" in raw[:-1]:  # a paragraph, whose lines may differ
-                return "\n".join(self.decode(line) for line in raw.split(b"\n"))
+                return self.decode_lines(raw)
         else:
             if not self.other or text.isascii():
                 return text
@@ -447,6 +447,20 @@ class Decoder:
                 raise UnicodeDecodeError(self.other, raw, 0, len(raw), why)
         self.name = self.other
         return self.decode_other(raw)
+
+    def decode_lines(self, raw: bytes) -> str:
+        """Return the text of a paragraph. Raise UnicodeDecodeError with the place in all of it."""
+        texts, begin = [], 0
+        for line in raw.split(b"\n"):
+            try:
+                texts.append(self.decode(line))
+            except UnicodeDecodeError as error:
+                error.object = raw
+                error.start += begin
+                error.end += begin
+                raise
+            begin += len(line) + 1
+        return "\n".join(texts)
 
     def decode_other(self, raw: bytes) -> str:
         """Return the text of a line in the other encoding. Raise UnicodeDecodeError, also where a

@@ -299,7 +299,15 @@ def decoded(lines: Iterator[Record], decoder: Decoder) -> Iterator[Record]:
 
 
 def undecoded(record: Record, error: UnicodeDecodeError, decoder: Decoder) -> Record:
-    return record.fail("bad_encoding", f"{error}{decoder.hint}", len(record.value))
+    """Return the record with its problem. Of a paragraph it names the line that is meant."""
+    raw = record.value
+    begin = raw.rfind(b"\n", 0, error.start) + 1  # of that line
+    record.line += raw.count(b"\n", 0, begin)
+    record.offset += begin
+    error.object = raw[begin:]
+    error.start -= begin
+    error.end -= begin
+    return record.fail("bad_encoding", f"{error}{decoder.hint}", len(raw))
 
 
 def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[Record]:

@@ -15,6 +15,8 @@ LEAST_END = 100  # bytes that a document gives on average: of lines the ends are
 LONG = 20  # times as long as the others, on average, are the few that are cut beside these
 FEW_VAL = 16  # the loss of fewer validation rows says little
 MOST_VAL = 0.2  # share of few rows or tokens that is advised for validation, at most
+# A split that should get so many, and gets none, was taken away before: by chance exp(-8) = 0.03 %.
+TAKEN_BEFORE = 8
 
 
 def dialogue_text(messages: list[dict]) -> str:
@@ -136,6 +138,31 @@ def split_of(
     return np.where(in_test, 2, before_train & ~before_val).astype(np.uint8)
 
 
+def split_together(
+    positions: np.ndarray, val_fraction: float, test_fraction: float = 0.0, fold: str = ""
+) -> np.ndarray:
+    """Return the index in SPLITS (n,) uint8 of each document, from the positions (n,) of all.
+
+    It is `split_of`, but for what was split before: data/x/train.jsonl lacks the lowest hashes,
+    those of its val, and would get no val again. Then the order of the positions decides."""
+    splits = split_of(positions, val_fraction, test_fraction, fold)
+    shares = [(splits == 1, val_fraction), (splits == 2, test_fraction)]
+    if fold:  # all folds are asked, so that they stay apart
+        k = int(fold.split("/")[1])
+        folds = (split_of(positions, 0, fold=f"{i}/{k}") for i in range(1, k + 1))
+        shares = [(of_fold == 1, 1 / k) for of_fold in folds]
+    largest = max((share for in_split, share in shares if not in_split.any()), default=0)
+    if largest * len(positions) < TAKEN_BEFORE:
+        return splits
+
+    # Equal positions, of copies or of a prompt, count once and stay together.
+    distinct, ranks = np.unique(positions, return_inverse=True)
+    if largest * len(distinct) < TAKEN_BEFORE:
+        return splits
+    even = (ranks + 0.5) / len(distinct) * 2.0**64
+    return split_of(even.astype(np.uint64), val_fraction, test_fraction, fold)
+
+
 def assign(
     positions: np.ndarray,
     val_fraction: float,
@@ -143,12 +170,12 @@ def assign(
     fold: str = "",
     by_prompt: bool = False,
 ) -> tuple[np.ndarray, bool]:
-    """Return `split_of` the documents, and whether val was empty and got one.
+    """Return `split_together` of the documents, and whether val was empty and got one.
 
     A single document, or with by_prompt a single prompt, is for training."""
     if len(positions) == 1 or (by_prompt and len(np.unique(positions)) == 1):
         return np.zeros(len(positions), np.uint8), False
-    splits = split_of(positions, val_fraction, test_fraction, fold)
+    splits = split_together(positions, val_fraction, test_fraction, fold)
     moved = bool(val_fraction or fold) and len(positions) > 0 and not (splits == 1).any()
     if moved:
         others = positions[splits == 0] if (splits == 0).any() else positions

@@ -35,6 +35,7 @@ from groundup.tokens.templates import opened_thoughts
 from tokenizer import Tokenizer
 
 CELL = 40  # places on a line for a cell of the table; a longer text takes more
+SHOWN = 3  # of the prompts that cannot be answered, the others are counted
 LONGEST = 60  # places of a question or expected answer; a longer one is cut
 CONTROL = re.compile("[\x7f-\x9f]")  # what JSON leaves alone
 # What an answer has beside the fields of its prompt
@@ -107,8 +108,9 @@ class Answers:
             if table:
                 file.write(table.summary())
         if self.problems and len(self.lines) > 1:
-            what = f"{self.problems} of {len(self.lines)} prompts are not answered, see above"
-            print(f"sample: {what}", file=sys.stderr)
+            what = f"{self.problems} of {len(self.lines)} prompts are not answered"
+            above = f"the first {SHOWN} are" if self.problems > SHOWN else "see"
+            print(f"sample: {what}, {above} above", file=sys.stderr)
         if self.n_cut:
             what = f"the answers to {self.n_cut} of {counted(len(self.lines), 'prompt')}"
             print(f"sample: {context_ended_words(context, what)}", file=sys.stderr)
@@ -131,7 +133,7 @@ class Answers:
     def _prompts(self, encode: Encode, context: int, begun: list) -> Iterator[list[int]]:
         """Yield the ids of the prompts that are not done; add their lines to `begun`.
 
-        Print and count those that cannot be answered."""
+        Count those that cannot be answered, and print the first."""
         for index, line in self.lines.items():
             if index in self.done:
                 continue
@@ -144,7 +146,8 @@ class Answers:
                     raise ValueError(what)
             except ValueError as error:
                 self.problems += 1
-                tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
+                if self.problems <= SHOWN:
+                    tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
             else:
                 begun.append((index, fields, asked))
                 yield ids

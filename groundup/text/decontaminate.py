@@ -1,7 +1,8 @@
 """Find evaluation questions in training text, to drop the document or cut them out.
 
 A question is found by a run of units (see dedup.py) that both texts have. Read CMMLU, C-Eval and
-MMLU in their own CSV files, and JSON lines, JSON and parquet with a question, prompt or text.
+MMLU in their own CSV files; JSON lines, JSON and parquet with a question, prompt or text; and chats
+and pairs, such as those that prepare.py holds out.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import records, streams
+from groundup.files import records, row_formats, streams
 from groundup.text.clean import code_points
 from groundup.text.dedup import SINGLE, SLICE, UNSPACED, Units, unit_codes, units, windows
 
@@ -41,8 +42,8 @@ class Evals:
     @classmethod
     def from_files(cls, paths: list[str]) -> "Evals":
         """Read CSV with the columns question, A, B, C, D (CMMLU, C-Eval) or six unnamed columns
-        (MMLU); JSON or parquet with question and choices, or with prompt, text or instruction.
-        Raise UserError for anything else."""
+        (MMLU); JSON or parquet with question and choices, with prompt, text or instruction, or with
+        a conversation or pair. Raise UserError for anything else."""
         found: dict[int, list[np.ndarray]] = {}
         n_items, n_unprotected = 0, 0
         for path in paths:
@@ -187,15 +188,26 @@ def has_no_head(path: str) -> bool:
 
 def item_text(value: object, place: str) -> tuple[str, str]:
     """Return (question, question and choices, one per line). Answers are left out: many items have
-    the same."""
-    value = value if isinstance(value, dict) else {"text": value}
-    row = {str(key).strip().lower(): found for key, found in value.items()}
+    the same. Of a conversation or pair it is the user's longest turn."""
+    named = value if isinstance(value, dict) else {"text": value}
+    row = {str(key).strip().lower(): found for key, found in named.items()}
     question = next((row[name] for name in PROMPTS if isinstance(row.get(name), str)), None)
     if question is None:
-        what = f"no question, prompt, text or instruction in {', '.join(row)[:200]}"
+        question = longest_turn(value)
+    if question is None:
+        what = f"no question, prompt, text, instruction or user turn in {', '.join(row)[:200]}"
         raise UserError(f"decontaminate: {place}: {what}; not an evaluation file?")
     choices = [text for name in CHOICES for text in strings(row.get(name))]
     return question, "\n".join([question, *choices])
+
+
+def longest_turn(row: object) -> str | None:
+    """Return the user's longest turn in a conversation or pair, None if there is none."""
+    messages, problem = row_formats.messages_of(row)
+    pair = row_formats.pair_of(row)[0] if problem else None
+    messages = pair.prompt if pair else messages
+    turns = [turn["content"] for turn in messages if turn["role"] == "user"]
+    return max(turns, key=len, default=None)
 
 
 def strings(value: object) -> list[str]:

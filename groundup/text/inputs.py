@@ -52,6 +52,7 @@ def find_inputs(
     for number, source in enumerate(sources):
         files = list(files_of(source, number, work, kind))
         say_looks("prepare", [(file.name, file.looks) for file in files])
+        left_out = []
         for file in files:
             real = os.path.realpath(file.path)
             # an earlier result inside the input directory is no input
@@ -59,8 +60,11 @@ def find_inputs(
                 continue
             # two paths may be one file, by a link or by overlapping globs
             if found.setdefault(real, file).source != number:
-                where = f"is in an earlier source already, and is left out of {source.name}"
-                print(f"prepare: {file.name} {where}")
+                left_out.append(file.name)
+        if left_out:
+            more = f" (and {len(left_out) - 1:,} more)" if len(left_out) > 1 else ""
+            where = f"is in an earlier source already, and is left out of {source.name}{more}"
+            print(f"prepare: {left_out[0]} {where}")
     return list(found.values())
 
 

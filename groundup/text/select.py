@@ -23,7 +23,7 @@ from groundup.files.splits import (
     cut_places,
     least_to_cut,
     shares_of_ends,
-    split_of,
+    split_together,
 )
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
@@ -292,7 +292,7 @@ def split_rows(name: str, rows: np.ndarray, splits: np.ndarray, chosen: Selectio
         whole = are_whole(cut, len(rows))
         fractions = recipe.val_fraction, recipe.test_fraction
         splits[rows[~whole]] = 0  # until their ends are cut off, see `cut_document`
-        splits[rows[whole]] = split_of(chosen.rows["position"][rows[whole]], *fractions)
+        splits[rows[whole]] = split_together(chosen.rows["position"][rows[whole]], *fractions)
     chosen.split_notes += split_notes(of_source, rows, splits[rows] == 1, cut, moved, chosen)
     return cut
 

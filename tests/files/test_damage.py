@@ -239,6 +239,27 @@ def test_files_in_two_encodings_that_were_put_together(tmp_path: Path, encoding:
     assert report.mended == {codec: len(PAGES[encoding]) for codec in report.mended} and report.mended
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "gb18030"])
+@pytest.mark.parametrize("txt_split", ["blank", "line", "file"])
+def test_a_bad_line_of_a_text_file_is_named_by_its_own_number(tmp_path: Path, encoding: str, txt_split: str) -> None:
+    """Not by that of its paragraph, in whichever part of the file it is."""
+    lines = [f"春江潮水连海平，海上明月共潮生，这是第{k}行。".encode(encoding) for k in range(60)]
+    for k in range(9, 60, 10):
+        lines[k] = b""  # paragraphs of nine lines
+    bad = lines[34] = lines[34] + b"\xff" + "的".encode(encoding)  # line 35, in the paragraph from line 31 on
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\n".join(lines))
+    place = path.read_bytes().index(bad)
+    for unit_bytes in (2**26, 300):
+        report = Report()
+        for begin, end in readers.work_units(str(path), txt_split, unit_bytes):
+            list(readers.read_documents(str(path), "", txt_split, begin, end, report))
+        (where, line, offset, detail), = report.places
+        assert (where, line) == (str(path), 35) and detail.startswith("bad_encoding: "), detail
+        position = len(bad) - len("的".encode(encoding)) - 1  # in its line
+        assert place <= offset < place + len(bad) and f"in position {position}" in detail
+
+
 def test_lines_of_a_paragraph_may_be_in_two_encodings(tmp_path: Path) -> None:
     pages = [PAGES["gb18030"][k : k + 4] for k in range(0, 20, 4)]
     paragraphs = ["\n".join([*page, "这一行是UTF-8的中文。"]) for page in pages]

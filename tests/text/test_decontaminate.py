@@ -172,9 +172,30 @@ def test_evaluation_files_of_all_kinds(tmp_path: Path) -> None:
     assert both.n_items == 4 and first_match(both, CHINESE_QUESTION) == 0
 
 
+def test_held_out_conversations_and_pairs_are_evaluation_files(tmp_path: Path) -> None:
+    """Of their turns the longest of the user is the item, whatever the layout of the row."""
+    turns = [("system", "Be brief. " * 30), ("user", "Hello there"), ("assistant", "a long answer " * 30)]
+    turns += [("user", QUESTION), ("assistant", "fifteen numbers")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rows = [
+        {"messages": messages, "source": "desk"},
+        {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": "yes"}]},
+        {"prompt": messages[:-1], "chosen": "good", "rejected": "bad"},
+        {"chosen": messages[:-1] + [{"role": "assistant", "content": "good"}], "rejected": messages},
+    ]
+    for i, row in enumerate(rows):
+        path = tmp_path / f"{i}.jsonl"
+        path.write_text(json.dumps(row) + "\n", "utf-8")
+        evals = Evals.from_files([str(path)])
+        assert evals.n_items == 1 and evals.n_unprotected == 0
+        assert first_match(evals, "As asked: " + QUESTION) == 2, row
+        assert first_match(evals, "a long answer " * 30 + "Be brief. " * 30) == -1
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "Hi"}]}\n', "a.jsonl:1: no question"),
         ("a.csv", "id,label\n1,2\n", "no question"),
         ("a.csv", "question,A\nwhat,1,2\n", "a.csv:2: bad_csv: 3 fields"),
         ("a.csv", b"question,A\n\xff\xff,1\n", "bad_encoding"),

@@ -760,6 +760,30 @@ def test_no_first_question_that_is_held_out_is_learnt(tmp_path):
     assert not asked["held_out"] & (asked["train"] | asked["val"])
 
 
+@pytest.mark.parametrize("kind", ["chat", "preference", "text"])
+def test_the_training_rows_of_a_prepared_directory_are_split_again(tmp_path, capsys, kind):
+    """Its val took the lowest hashes away, so by them the second val would be empty."""
+    rows = [{"prompt": f"q{k}", "chosen": f"good {k}", "rejected": "bad"} for k in range(400)]
+    if kind == "chat":
+        talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        rows = [{"messages": [talk[0] | {"content": f"q{k}"}, talk[1]]} for k in range(400)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    if kind == "text":  # rows of a documents' file, not written by prepare.py itself
+        texts = [f"text {k}" for k in range(400)]
+        path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in texts if place(t, b"split-v1") >= 0.1])
+    settings = {"kind": kind, "rules": "length=1..", "near": -1, "val_fraction": 0.1}
+    if kind != "text":
+        run(tmp_path / "once", input=path, **settings)
+        path = tmp_path / "once" / "train.jsonl"
+    n = len(Path(path).read_text("utf-8").splitlines())
+    capsys.readouterr()
+    run(tmp_path / "twice", input=path, **settings | {"val_fraction": 0.05, "test_fraction": 0.04})
+    assert "picked none" not in capsys.readouterr().out
+    splits = manifest_of(tmp_path / "twice")["splits"]
+    count = "documents" if kind == "text" else "rows"
+    assert abs(splits["val"][count] - 0.05 * n) <= 1 and abs(splits["test"][count] - 0.04 * n) <= 1
+
+
 def test_too_few_conversations_to_hold_out_are_told(tmp_path, capsys):
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = write_rows(tmp_path / "x.jsonl", [{"messages": talk}])
@@ -1020,7 +1044,10 @@ def test_a_file_belongs_to_the_first_source_that_names_it(tmp_path, tok, capsys)
     run(tmp_path / "out", input=f"a: {a}; b: {a}, {b}; c: {b}", **settings)
     out = capsys.readouterr().out
     assert "nothing is left for train of source c" in out and f"{a} is in an earlier source already" in out
+    assert " more)" not in out
     assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 20
+    run(tmp_path / "none", input=f"a: {a}, {b}; b: {a}, {b}", **settings)  # one is named, the other counted
+    assert capsys.readouterr().out.count("is in an earlier source already, and is left out of b (and 1 more)") == 1
     run(tmp_path / "out", input=f"a: {a}, {b}; b: {b}", **settings)  # moved: not up to date
     assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 40
 

@@ -595,6 +595,18 @@ def test_a_run_says_that_it_moves_one_row(tok, tmp_path):
     assert "a.jsonl: val_fraction=1e-06 of 5 rows picked none, so one is held out" in "\n".join(corpus.report())
 
 
+def test_what_another_split_left_for_training_is_split_again(tok, tmp_path):
+    """prepare.py has put the lowest hashes into its val, so its train.jsonl has none of them."""
+    path = write_talks(tmp_path / "a.jsonl", talks(500))
+    make(tmp_path / "once", path, val_fraction=0.05)
+    again = str(tmp_path / "once" / "train.jsonl")
+    n = len(Path(again).read_text("utf-8").splitlines())
+    corpus = ChatCorpus(again, tok, 8192, 1, pack=False, val_fraction=0.04)
+    n_val = corpus.val["train.jsonl"].n_rows
+    assert n < 500 and corpus.n_rows == n - n_val and abs(n_val - 0.04 * n) <= 0.5
+    assert "picked none" not in "\n".join(corpus.report())
+
+
 def test_what_block_size_would_do_is_said(tok, tmp_path):
     """The longest conversation may cost much memory, so nine in ten have a number of their own."""
     sizes = [70, 80, 90, 100, 110, 120, 130, 140, 150, 5000]
