@@ -122,7 +122,7 @@ def choose_architecture(config: dict, init_dir: Path | None, n_ids: int) -> Mode
         refuse(n_ids > cfg.vocab_size, too_small)
         return cfg
 
-    cfg = huggingface.load_config(init_dir)
+    cfg = huggingface.load_config(init_dir, to_train=True)
     # These two may differ from the checkpoint's. Of the others one that has its default yields to
     # the checkpoint, and any other value must be the checkpoint's.
     sizes = {key: settings.pop(key) for key in ("block_size", "dropout")}

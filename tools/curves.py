@@ -28,6 +28,8 @@ from machine import ROOT, commit, processor
 
 from configurator import configure, defaults_of, read_file, script_of
 from groundup.errors import UserError, refuse
+from groundup.files.untrusted import read_json
+from groundup.train.config_json import CHANGED
 from groundup.train.log import read_events
 
 # ---- config --------------------------------------------------------------------------------------
@@ -160,6 +162,8 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
         settings = defaults | (about["settings"] if about else read_file(str(path), defaults))
         keys = [key for key in own if key in settings and key not in NO_CAUSE]
         differ = {key: (own[key], settings[key]) for key in keys if own[key] != settings[key]}
+        if is_edited(directory):
+            differ["model.py"] = ("edited", "as it came")
         found.append(Reference(path.stem, about, events, differ))
     if not found:
         raise UserError(f"curves: no file of config/ is for {script}.py")
@@ -171,6 +175,12 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
         what = f"{what}: there is no curve of it (of {script}.py there are: {ran})"
         raise UserError(f"curves: {what}")
     return nearest
+
+
+def is_edited(directory: Path) -> bool:
+    """Return whether the run's checkpoints say that its model.py was edited."""
+    file = directory / "latest" / "config.json"
+    return file.exists() and str(read_json(file).get("model_type")).startswith(CHANGED)
 
 
 # ---- in words ------------------------------------------------------------------------------------
@@ -227,6 +237,9 @@ def compare(own: Sequence[dict], reference: Reference) -> list[str]:
     found = f"{key} {mine[-1]:.4g} against {expected[-1]:.4g} at {place[-1]:,.0f} {axis}"
     line = f"the run is {word} its reference: {found} ({100 * off[-1]:+.1f} %)"
     lines = []
+    if word == "on" and (differ := differences(reference)):
+        lines = ["these differ, so that it is on the curve may be chance:"]
+        lines += [f"  {one}" for one in differ]
     if word != "on":
         # After the last place at which it was within the margin
         inside = np.flatnonzero(np.abs(off) <= MARGIN)
@@ -271,10 +284,7 @@ def causes(
     if is_above and ratio <= RATE_MARGIN and has_risen(mine):
         why = "a learning rate too high for this model, or too little warm-up"
         found.append(f"the loss has risen again: {why}, or too many epochs of a small text")
-    for setting, (ours, other) in reference.differ.items():
-        if setting != "learning_rate":
-            hint = HINTS.get(setting, "")
-            found.append(f"{setting}={ours!r}, the reference's {other!r}{hint}")
+    found += differences(reference)
     if is_above and key != "loss" and trains_as_well(own, reference, axis):
         why = "too little text, seen too often, or validation text of another kind"
         found.append(f"the training loss is not above the reference's: {why}")
@@ -283,6 +293,15 @@ def causes(
         rest = "the data (python prepare.py --show=20 ...), changed code, other versions"
     last = f"settings and learning rate are the reference's: {rest}"
     return list(filter(None, found)) or [last]
+
+
+def differences(reference: Reference) -> list[str]:
+    """Return a line for each setting that differs, without the learning rate."""
+    return [
+        f"{key}={ours!r}, the reference's {other!r}{HINTS.get(key, '')}"
+        for key, (ours, other) in reference.differ.items()
+        if key != "learning_rate"
+    ]
 
 
 def wrong_rate(ratio: float, reference: Reference, is_above: bool, axis: str) -> str:

@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from configurator import configure, defaults_of
 from groundup.errors import refuse
 from groundup.train import checkpoint
+from groundup.train.config_json import is_plain
+from groundup.train.huggingface import load_config
 from model import ModelConfig, RMSNorm, Transformer
 from pretrain import choose_architecture
 
@@ -53,8 +55,8 @@ def rows_of(cfg: ModelConfig, B: int, T: int) -> list[Row]:
 
     def seen(name: str, module: nn.Module, inputs: tuple, result: Tensor) -> None:
         # a tied head has the embedding's table, which counts once
-        own = 0 if module.weight in counted else module.weight.numel()
-        counted.add(module.weight)
+        own = sum(p.numel() for p in module.parameters() if p not in counted)
+        counted.update(module.parameters())
         flops = 2 * module.weight.numel() if isinstance(module, nn.Linear) else 0
         last = name.rpartition(".")[2]
         # Scores and their sums of values, over T positions: the causal half is not subtracted.
@@ -92,5 +94,9 @@ if __name__ == "__main__":
     source = checkpoint.resolve(config["init_from"]) if config["init_from"] else None
     what = "vocab_size is that of a tokenizer; give it, for example --vocab_size=4096"
     refuse(source is None and not config["vocab_size"], what)
+    if source:  # no longer than the model reads
+        config["block_size"] = min(config["block_size"], load_config(source).block_size)
     cfg = choose_architecture(config, source, 0)
-    print(table(rows_of(cfg, config["batch_size"], config["block_size"]), cfg.n_layer))
+    print(table(rows_of(cfg, config["batch_size"], cfg.block_size), cfg.n_layer))
+    if not is_plain(cfg):
+        print("model.py is edited: what is said of a part may no longer be true of it")

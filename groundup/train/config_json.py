@@ -93,13 +93,18 @@ def to_hf_config(
     }
 
 
-def from_hf_config(path: Path) -> ModelConfig:
-    """Return the architecture in a config.json of transformers 4 or 5."""
+def from_hf_config(path: Path, to_train: bool = False) -> ModelConfig:
+    """Return the architecture in a config.json of transformers 4 or 5.
+
+    Raise UserError if this model.py computes something else than the weights were trained for. If
+    they are a start to train from, that is only a warning: training adapts them."""
     hf = read_json(path)
     cfg = read_config(hf, path)
     if not is_as_saved(hf, cfg):
-        why = "this model.py does not compute what these weights were trained for"
-        say(f"checkpoint: warning: {path.parent}: {why}")
+        why = f"{path.parent} is of a model.py that computed something else"
+        if not to_train:
+            raise UserError(f"checkpoint: {why}; put that model.py back (git stash undoes an edit)")
+        say(f"checkpoint: warning: {why}; training has to adapt its weights")
     return cfg
 
 

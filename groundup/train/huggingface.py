@@ -417,8 +417,10 @@ def tokenizer_dir(directory: str | Path) -> Path:
     return base_of(path) if is_adapter(path) and not has_tokenizer(path) else path
 
 
-def load_config(directory: str | Path) -> ModelConfig:
-    """Return the architecture of a model directory; refuse one that model.py does not build."""
+def load_config(directory: str | Path, to_train: bool = False) -> ModelConfig:
+    """Return the architecture of a model directory; refuse one that model.py does not build.
+
+    to_train: as in `from_hf_config`."""
     directory = base = Path(directory)
     own = {}  # an adapter's tensors, which come before those of its base
     if is_adapter(directory):
@@ -426,9 +428,9 @@ def load_config(directory: str | Path) -> ModelConfig:
 
     # An adapter of ours has its own config, a whole model too.
     if config_path(directory).exists() or base == directory:
-        cfg = from_hf_config(config_path(directory))
+        cfg = from_hf_config(config_path(directory), to_train)
     else:  # peft's adapters come without the model's config, and may have more rows than the base
-        cfg = from_hf_config(base / "config.json")
+        cfg = from_hf_config(base / "config.json", to_train)
         embedding = own.get("embed_tokens.weight")
         if embedding is not None and embedding.shape:
             cfg = replace(cfg, vocab_size=embedding.shape[0])
@@ -455,10 +457,11 @@ def load_model(
     device: torch.device | str = "cpu",
     block_size: int = 0,  # positions; 0 = as saved
     dtype: torch.dtype = torch.float32,  # of the matrix products
+    to_train: bool = False,
 ) -> Transformer:
-    """Return the model of a directory, with adapters merged."""
+    """Return the model of a directory, with adapters merged. to_train: as in `from_hf_config`."""
     # The context length only sizes the table of rotary angles, not the weights.
-    cfg = load_config(directory)
+    cfg = load_config(directory, to_train)
     # Adapters are merged in float32: the sum is rounded once, as in what tools/merge.py writes.
     built = torch.float32 if is_adapter(directory) else dtype
     model = build(Transformer, replace(cfg, block_size=block_size or cfg.block_size), built)
@@ -567,7 +570,8 @@ def count_known_ids(init_dir: Path, tokenizer: TextTokenizer, whose: str) -> int
     """Return how many of the tokenizer's ids the weights in `init_dir` were trained with.
 
     All, or the first ones if it extends their tokenizer. whose: its owner, for the message."""
-    n_rows, directory = load_config(init_dir).vocab_size, tokenizer_dir(init_dir)
+    n_rows = load_config(init_dir, to_train=True).vocab_size
+    directory = tokenizer_dir(init_dir)
     if not has_tokenizer(directory):  # weights alone: all that can be compared is the number
         text = f"{whose} has {tokenizer.vocab_size} token ids, {init_dir} only {n_rows}"
         refuse(tokenizer.vocab_size > n_rows, text)
@@ -611,7 +615,7 @@ def check_trainable(trainable: str, init_dir: Path | None, n_new: int) -> None:
     refuse(is_adapter(init_dir), f"{text}; {fix}")
     # A frozen embedding or head would leave a new token without a meaning. Tied, they are one.
     n_trained = len({"embed", "lm_head"} & set(parts))
-    n_needed = 1 if load_config(init_dir).tie_embeddings else 2
+    n_needed = 1 if load_config(init_dir, to_train=True).tie_embeddings else 2
     text = f"{n_new} token ids are new to {init_dir}: use trainable='embed,lm_head,lora'"
     refuse(n_new > 0 and n_trained < n_needed, text)
 
@@ -620,7 +624,7 @@ def tuned_config(init_dir: Path, n_ids: int, config: Mapping, dropout: float) ->
     """Return init_dir's architecture for n_ids token ids and at least block_size positions.
 
     config: settings of a trainer."""
-    cfg, block_size = load_config(init_dir), config["block_size"]
+    cfg, block_size = load_config(init_dir, to_train=True), config["block_size"]
     if block_size > cfg.block_size:
         what = f"block_size={block_size} exceeds the {cfg.block_size} tokens of {init_dir}"
         fix = f"{flags_for_rows(config, cfg.block_size)} keeps to what it was trained with"
@@ -651,7 +655,8 @@ def load_resumed(model: Transformer, path: Path) -> None:
 def load_start(model: Transformer, init_dir: Path, n_known: int, tokenizer: TextTokenizer) -> None:
     """Load the weights that a new run starts from. Rows of ids from n_known on are new."""
     # The common case needs no second model.
-    same_rows = load_config(init_dir).vocab_size == model.cfg.vocab_size == n_known
+    n_rows = load_config(init_dir, to_train=True).vocab_size
+    same_rows = n_rows == model.cfg.vocab_size == n_known
     if same_rows and not is_adapter(init_dir):
         load_on_rank_0_or_all(load_weights, model, init_dir)
     else:
@@ -676,7 +681,7 @@ def load_with_new_rows(
     if pieces:
         split = TextTokenizer.load(tokenizer_dir(init_dir)).encode_token
         pieces = {i: split(token) for i, token in pieces.items()}
-    start = load_model(init_dir, block_size=model.cfg.block_size)
+    start = load_model(init_dir, block_size=model.cfg.block_size, to_train=True)
     n_known = min(n_known, start.cfg.vocab_size)
 
     # What `start` lacks keeps its own start: adapters, and the score of a reward model.

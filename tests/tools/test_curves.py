@@ -37,7 +37,15 @@ def said(events: list[dict], differ: dict | None = None, reference: list[dict] |
 
 
 def test_a_run_on_its_reference_is_called_so_and_the_others_above_and_below():
-    assert "the run is on its reference" in said(log({s: 1.01 * y for s, y in DOWN.items()}))
+    on = said(log({s: 1.01 * y for s, y in DOWN.items()}))
+    assert "the run is on its reference" in on and "chance" not in on
+    differ = {"max_steps": (150, 900), "model.py": ("edited", "as it came")}
+    lines = said(log({s: 1.01 * y for s, y in DOWN.items()}), differ).splitlines()
+    assert lines[-3:] == [
+        "these differ, so that it is on the curve may be chance:",
+        "  max_steps=150, the reference's 900: the schedule ends elsewhere; compare at the ends",
+        "  model.py='edited', the reference's 'as it came'",
+    ]
     above, below = (said(log({s: f * y for s, y in DOWN.items()})) for f in (1.1, 0.9))
     assert "above its reference: val_loss 3.358 against 3.053 at 102,400 tokens (+10.0 %)" in above
     assert "more than the usual 2 % from 5,120 tokens on" in above and "too little" not in above

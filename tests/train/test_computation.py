@@ -172,7 +172,9 @@ def test_an_edited_model_is_not_saved_as_a_plain_one(tmp_path: Path, monkeypatch
     monkeypatch.setattr(F, "silu", silu)
     config_json.logits_of.cache_clear()
     capsys.readouterr()  # bars of transformers
+    why = f"{changed} is of a model.py that computed something else"
+    with pytest.raises(UserError, match=f"{why}; put that model.py back"):
+        huggingface.load_config(changed)
     for _ in range(2):
-        assert huggingface.load_config(changed) == cfg
-    said = f"checkpoint: warning: {changed}: this model.py does not compute what these weights were trained for\n"
-    assert capsys.readouterr().err == said
+        assert huggingface.load_config(changed, to_train=True) == cfg
+    assert capsys.readouterr().err == f"checkpoint: warning: {why}; training has to adapt its weights\n"
