@@ -194,7 +194,7 @@ def why_no_model(path: Path, key: str) -> str:
         text = "no checkpoint of this run has been evaluated yet, or its disk has no links"
         return f"{text}; --{key}={path.parent} is its newest"
     # Nothing is downloaded from here.
-    hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?([\w-]+/[\w.-]+)", str(path))
+    hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?((?!out/)[\w-]+/[\w.-]+)", str(path))
     if hub and not path.parent.exists():
         return f"no such directory; a model of the hub first: hf download {hub[1]} --local-dir=DIR"
     if str(path) in ("scratch", "resume"):  # nanoGPT's words
