@@ -48,6 +48,9 @@ LETTER = r"(?!\\[\"/\\])[@-~]"  # not the \\ of JSON's \\"
 ALONE = re.compile(
     f"(?<=[^\0-\x7f]){LETTER}(?![@-~])|(?<![@-~]){LETTER}(?=[^\0-\x7f])|[\uff61-\uff9f]"
 )
+# Brackets around a few words, as of an editor: a lost byte may leave one of them, but no pair. No
+# quote is in them, so those of JSON's arrays and objects are none.
+PAIR = re.compile(r'\[[^][{}"\n]*\]|\{[^][{}"\n]*\}')
 GLUED = re.compile("[\u4e00-\u9fff](?=[A-Za-z])")
 STRAY = re.compile("[\ue000-\uf8ff]")  # private characters: a codec has them, but no standard
 STRAY_IN = {"cp932": re.compile("[\x80-\xa0\ue000-\uf8ff]")}  # also bytes that mean nothing
@@ -228,9 +231,16 @@ def standing_alone(lines: list[bytes], codec: str) -> frozenset[str]:
     """Return the ASCII characters that stand alone beside wide ones at least twice: a text has its
     vitamin C more than once, a lost byte makes each only by chance."""
     text = b"\n".join(lines).decode(codec, "replace")
-    counts = Counter(ALONE.findall(text))
+    counts = Counter(found[0] for found in alone_in(text))
     least = 2 + len(text) // 20_000
     return frozenset(character for character, n in counts.items() if n >= least)
+
+
+def alone_in(text: str) -> list[re.Match]:
+    """Return what stands ALONE in a text, without brackets that make a pair."""
+    pairs = (found.span() for found in PAIR.finditer(text))
+    paired = {place for begin, end in pairs for place in (begin, end - 1)}
+    return [found for found in ALONE.finditer(text) if found.start() not in paired]
 
 
 def reads_as(line: bytes, codec: str) -> bool:
@@ -470,7 +480,7 @@ class Decoder:
             return text
         odd = self.stray.finditer(text)
         if not self.shows_losses(raw):
-            alone = (found for found in ALONE.finditer(text) if found[0] not in self.own)
+            alone = (found for found in alone_in(text) if found[0] not in self.own)
             odd = itertools.chain(alone, odd)
             if self.other == "gb18030":
                 odd = itertools.chain(odd, filter(ate_a_letter, GLUED.finditer(text)))
@@ -508,6 +518,9 @@ class Decoder:
             ]
         text = min(texts, key=lambda text: len(UNDECODED.findall(text)))
         if self.other in TRUSTED:
-            text = ALONE.sub(lambda found: found[0] if found[0] in self.own else "\udc80", text)
-            text = self.stray.sub("\udc80", text)
+            characters = list(text)
+            for found in alone_in(text):
+                if found[0] not in self.own:
+                    characters[found.start()] = "\udc80"
+            text = self.stray.sub("\udc80", "".join(characters))
         return text

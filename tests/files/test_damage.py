@@ -334,6 +334,22 @@ def test_rare_characters_and_letters_of_the_text_are_kept(tmp_path: Path, line: 
         assert [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split="line")] == lines
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+@pytest.mark.parametrize("note", ["覺來[一]天下{二}平", "鳥[一作故]人", "覺[1]間[a]"])
+def test_brackets_of_an_editor_are_kept_and_half_a_pair_is_not(tmp_path: Path, note: str, name: str) -> None:
+    """A lost byte may leave one bracket of a text, but not a pair."""
+    page = [*PAGES["big5"], "孟浩然詩集，春眠不覺曉，處處聞啼鳥。"]
+    half = note.replace("]", "", 1)
+    lines = [*page, note, half, *page]
+    texts = lines if name == "a.txt" else [json.dumps({"text": line}, ensure_ascii=False) for line in lines]
+    raw = "\n".join(texts) if name != "a.json" else "[" + ",\n".join(texts) + "]"
+    (tmp_path / name).write_bytes(raw.encode("gb18030"))
+    report = Report()
+    read = readers.read_documents(str(tmp_path / name), txt_split="line", report=report)
+    assert [row.value for row in read] == [line for line in lines if line != half]
+    assert report.problems == {"bad_encoding": 1}
+
+
 @pytest.mark.parametrize("rare", ["\U0001f604", "\u00f6", "\U0001f604\U0001f604 \u0219", "\u5803"])
 def test_a_letter_beside_rare_characters_that_hold_none_is_kept(tmp_path: Path, rare: str) -> None:
     """An emoji has digits for second bytes in GB18030, so no lost byte of it leaves a letter alone."""
