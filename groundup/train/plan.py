@@ -244,7 +244,7 @@ def rate_warning(model: Transformer, learning_rate: float) -> list[str]:
 def time_line(flops: float, peak: float, world_size: int, note: str) -> str:
     """Return the line on the time that all steps take. peak, note: as in `describe`."""
     if not peak:
-        return "time        not known for this device without --peak_tflops; each log line has an eta"
+        return "time        not known for this device: give --peak_tflops; each log line has an eta"
     seconds = flops / (0.4 * peak * world_size)  # 40 % is what a well used GPU reaches
     speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
     return f"time        {note}{clock(seconds)} {speed}; start-up and evaluations come on top"
