@@ -259,16 +259,9 @@ if __name__ == "__main__":
         n_tokens = corpus.tokens_seen(order, max_steps * pairs_per_step)["tokens"]
         forwards = int(loss == "kto")  # of estimate_kl
         text = plan.describe(
-            model,
-            plan_settings,
-            batch_line,
-            n_tokens,
-            world_size,
-            torch_device,
-            torch_dtype,
-            peak,
+            model, plan_settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak,
             forwards=forwards,
-        )
+        )  # fmt: skip
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:
         sys.exit(0)

@@ -514,17 +514,7 @@ def describe_plan(
     batch = f"{counted(n_answers, 'answer')} and {counted(n_updates, 'update')} per step, "
     batch += counted(n_steps, "step")
     n_tokens = n_answers * config["block_size"] * n_steps * n_epochs
-    note = "of the updates below "
     return plan.describe(
-        model,
-        config,
-        batch,
-        n_tokens,
-        world_size,
-        device,
-        dtype,
-        peak,
-        others,
-        note,
-        bound="at most ",
-    )
+        model, config, batch, n_tokens, world_size, device, dtype, peak, others,
+        note="of the updates below ", bound="at most ",
+    )  # fmt: skip
