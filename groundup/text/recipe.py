@@ -16,7 +16,7 @@ from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
 from groundup.tokens.training import SMALLEST
 
-VERSION = 18  # of what the settings give; a directory of another version differs
+VERSION = 19  # of what the settings give; a directory of another version differs
 CUT = "cut:"  # decontaminate='cut: files'
 LEAST = {"vocab_size": SMALLEST, "near": -1}  # of other numbers 0
 # Settings of some kinds only, with the value that means "not used".
