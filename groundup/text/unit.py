@@ -253,6 +253,11 @@ class Item(NamedTuple):
         return f"{self.text}\n{self.rejected}" if self.rejected else self.text
 
     @property
+    def content(self) -> str:
+        """Return what exact copies have in common; of a row its JSON, with line ends as such."""
+        return self.row.replace("\\n", "\n").replace("\\t", "\t") or self.text
+
+    @property
     def document(self) -> str:
         """Return what is written to the output."""
         if self.extra_fields:
@@ -566,7 +571,7 @@ class Inspector:
         """Judge and write the documents of the batch."""
         items, self.batch, self.room = self.batch, [], BATCH_CHARS
         # Rules look at one document at a time.
-        keys = [dedup.exact_key(item.row or item.text) for item in items]
+        keys = [dedup.exact_key(item.content) for item in items]
         verdicts = [self.judge.judge(item) for item in items]
         passed = [i for i, (reason, _) in enumerate(verdicts) if reason == "kept"]
         self.count_left_out([items[i] for i in passed])
