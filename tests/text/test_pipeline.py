@@ -963,6 +963,19 @@ def test_what_another_run_rewrote_is_not_taken_for_done(tmp_path, tok, monkeypat
     assert content(tmp_path / "again") == content(tmp_path / "straight")
 
 
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, path.stat().st_size - 5), Path.unlink])
+def test_a_file_of_a_unit_that_a_power_cut_shortened_is_made_again(tmp_path, tok, monkeypatch, change):
+    """The small record that is written last may be on the disk before all of a large file is."""
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(60)] + [{"number": 1}])
+    settings = {"input": path, "tokenizer_dir": tok, "max_bad_fraction": 1.0}
+    run(tmp_path / "straight", **settings)
+    for name in ("rows", "docs", "sigs", "problems", "tokens", "lengths"):
+        killed_in(monkeypatch, prepare.report, "write_report", tmp_path / name, **settings)
+        change(tmp_path / f".{name}.work.tmp" / "units" / f"000000.{name}")
+        run(tmp_path / name, **settings)
+        assert content(tmp_path / name) == content(tmp_path / "straight"), name
+
+
 def test_other_copies_and_held_out_questions_need_no_second_reading(tmp_path, monkeypatch):
     rows = [talk(f"Question {k}?", f"{t[:200]} {k}") for k, t in enumerate(pieces(30))]
     settings = {"input": write_rows(tmp_path / "x.jsonl", rows), "kind": "chat", "val_fraction": 0.1}
