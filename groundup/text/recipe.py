@@ -112,6 +112,9 @@ def outside_range(values: tuple[float, ...], scores: list[Score]) -> str:
         # a row without the number was not scored, which is no reason to keep it
         if math.isnan(value):
             return f"no {key}"
+        # between a number and an infinite one lies no percentile: nan, and nothing would be dropped
+        if in_percent and math.isinf(value):
+            return f"{key} is {value}"
         if not in_percent and not least <= value <= most:
             return f"{key} {value:.4g} is outside {least:g}..{most:g}"
     return ""

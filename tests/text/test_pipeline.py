@@ -284,6 +284,16 @@ def test_scores_filter_by_value_and_by_share(tmp_path, tok):
             run(tmp_path / "no", score=wrong, **common)
 
 
+def test_infinite_scores_do_not_switch_a_share_off(tmp_path, tok):
+    """A perplexity that overflowed is infinite, and numpy's percentile beside it is nan."""
+    scores = [*range(80), *[float("inf")] * 10, *[float("-inf")] * 10]
+    rows = [{"text": t, "ppl": score} for t, score in zip(pieces(100), scores, strict=True)]
+    settings = {"tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0, "score": "ppl=5%..95%"}
+    for name, some in (("all", rows), ("finite", rows[:80])):
+        run(tmp_path / name, input=write_rows(tmp_path / f"{name}.jsonl", some), **settings)
+    assert texts_of(tmp_path / "all") == texts_of(tmp_path / "finite") == [row["text"] for row in rows[4:76]]
+
+
 def test_folds_cover_every_document_once(tmp_path, tok):
     path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(120)])
     vals = []
