@@ -240,7 +240,7 @@ class Item(NamedTuple):
 
     text: str  # checked by the rules; of a conversation its questions and answers
     n_read: int  # bytes of it before cleaning
-    rejected: str = ""  # a pair: the rejected answer, compared together with the text
+    rejected: str = ""  # a pair: the rejected answer
     compared_parts: tuple[str, str] = ("", "")  # of a row: near copies are alike in both
     context: str = ""  # of a row: system message, tools and their results; the same as well
     row: str = ""  # kinds chat and preference: what is written, as JSON
@@ -257,8 +257,9 @@ class Item(NamedTuple):
     optional: tuple[str, ...] = ()  # of text_keys.found_optional
 
     @property
-    def compared(self) -> str:
-        return f"{self.text}\n{self.rejected}" if self.rejected else self.text
+    def all_text(self) -> str:
+        """Return all that a model reads of it, where evaluation questions are looked for."""
+        return "\n".join(filter(None, (self.context, self.text, self.rejected)))
 
     @property
     def content(self) -> str:
@@ -588,14 +589,14 @@ class Inspector:
         self.count_left_out([items[i] for i in passed])
         # Evaluation text and near copies are found in the units of all texts at once.
         signed = self.recipe.near > 0
-        texts = [items[i].compared for i in passed]
+        texts = [items[i].all_text for i in passed]
         units = dedup.units(texts) if signed or self.judge.evals else None
         found = self.judge.evals.found_in(texts, units) if self.judge.evals else {}
         for k, text in found.items():
             self.cut_or_drop(passed[k], text, items, verdicts)
         if found and signed:  # some are dropped, some are shorter now
             passed = [i for i in passed if verdicts[i][0] == "kept"]
-            units = dedup.units([items[i].compared for i in passed])
+            units = dedup.units([items[i].all_text for i in passed])
         if signed:
             signatures = signatures_of([items[i] for i in passed], units)
             self.sigs.write(np.ascontiguousarray(signatures, "<u4").data)

@@ -209,6 +209,26 @@ def test_contaminated_places_can_be_cut_out(tmp_path, tok):
     assert info["bytes"]["cut"] > len(asked) and info["documents"]["mended"] == {"contamination_cut": 1}
 
 
+def test_evaluation_questions_are_found_in_every_part_of_a_row(tmp_path):
+    asked = "Which of these long rivers flows north through eleven different countries into the sea?"
+    call = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    turns = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hello there."},
+        {"role": "assistant", "content": "", "tool_calls": call},
+        {"role": "tool", "content": "Found."},
+        {"role": "assistant", "content": "Good day."},
+    ]
+    chats = [[turn | {"content": asked} if k == at else turn for k, turn in enumerate(turns)] for at in (0, 1, 3, 4)]
+    pair = {"prompt": turns[:2], "chosen": "Good day.", "rejected": "Go away."}
+    pairs = [pair | {"prompt": chat[:2]} for chat in chats[:2]] + [pair | {"chosen": asked}, pair | {"rejected": asked}]
+    questions = write_rows(tmp_path / "q.jsonl", [{"question": asked}])
+    for kind, rows in (("chat", [{"messages": chat} for chat in (turns, *chats)]), ("preference", [pair, *pairs])):
+        path = write_rows(tmp_path / f"{kind}.jsonl", rows)
+        run(tmp_path / kind, input=path, kind=kind, decontaminate=questions, val_fraction=0.0)
+        assert manifest_of(tmp_path / kind)["info"]["documents"]["dropped"] == {"contaminated": 4}, kind
+
+
 # ---- settings --------------------------------------------------------------------------------
 
 
