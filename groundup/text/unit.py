@@ -583,7 +583,6 @@ class Inspector:
         """Judge and write the documents of the batch."""
         items, self.batch, self.room = self.batch, [], BATCH_CHARS
         # Rules look at one document at a time.
-        keys = [dedup.exact_key(item.content) for item in items]
         verdicts = [self.judge.judge(item) for item in items]
         passed = [i for i, (reason, _) in enumerate(verdicts) if reason == "kept"]
         self.count_left_out([items[i] for i in passed])
@@ -600,6 +599,7 @@ class Inspector:
         if signed:
             signatures = signatures_of([items[i] for i in passed], units)
             self.sigs.write(np.ascontiguousarray(signatures, "<u4").data)
+        keys = [dedup.exact_key(item.content) for item in items]  # of what is left of them
         rows = list(map(self.write, items, keys, verdicts))
         self.rows.write(np.array(rows, ROW).data)
 

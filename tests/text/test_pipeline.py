@@ -197,6 +197,7 @@ def test_contaminated_places_can_be_cut_out(tmp_path, tok):
     around = ["A text about rivers. " + "Water runs down, as it always did, and nobody asks it why it does. " * 9,
               "Another begins here. " + "Boats go up and down all day with fish, salt, people, with mail. " * 9]
     documents = [around[0] + asked.upper() + around[1], *around]
+    documents.append(around[0][:-4] + "(a) " + asked + around[1])  # of which the same is left
     path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents])
     questions = write_rows(tmp_path / "q.jsonl", [question])
     settings = {"input": path, "tokenizer_dir": tok, "decontaminate": questions, "near": 0.0, "val_fraction": 0.0}
@@ -206,7 +207,8 @@ def test_contaminated_places_can_be_cut_out(tmp_path, tok):
     kept = texts_of(tmp_path / "cut")
     assert kept[1:] == around and "rivers" in kept[0] and "NILE" not in kept[0] and "mail" in kept[0]
     info = manifest_of(tmp_path / "cut")["info"]
-    assert info["bytes"]["cut"] > len(asked) and info["documents"]["mended"] == {"contamination_cut": 1}
+    assert info["bytes"]["cut"] > len(asked) and info["documents"]["mended"] == {"contamination_cut": 2}
+    assert info["documents"]["dropped"] == {"exact_duplicate": 1}
 
 
 def test_evaluation_questions_are_found_in_every_part_of_a_row(tmp_path):
