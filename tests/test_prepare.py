@@ -936,6 +936,18 @@ def test_files_of_others_are_never_removed(tmp_path, tok, capsys):
     assert path.exists() and not leftovers(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["x/manifest.json", "x/config.py", "x/tokenizer.json", "x/train.jsonl", "train.jsonl"])
+def test_what_has_names_like_ours_is_not_removed_either(tmp_path, tok, name):
+    """The directory of all prepared data given for one of them; raw data that are called train.jsonl."""
+    path, mine = write_jsonl(tmp_path / "x.jsonl", texts(50)), tmp_path / "data" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("{}", "utf-8")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=f"holds {name}, which is not ours"):
+            run(tmp_path / "data", input=path, tokenizer_dir=tok, overwrite=overwrite)
+    assert mine.exists() and not leftovers(tmp_path)
+
+
 def test_another_run_of_the_same_directory_is_an_error(tmp_path, tok):
     path = write_jsonl(tmp_path / "x.jsonl", texts(50))
     with prepared_dir.work_dir(tmp_path / "out"):

@@ -601,25 +601,25 @@ def split_by(*steps: dict) -> dict:
     return {"type": "Sequence", "pretokenizers": [*steps, BYTE_LEVEL | {"use_regex": steps[-1]["type"] == "Digits"}]}
 
 
-@pytest.mark.parametrize(
-    ("change", "backend"),
-    [
-        (lambda d: d.update(pre_tokenizer=split_by({"type": "Digits", "individual_digits": True})), "bpe"),  # SmolLM
-        (lambda d: d.update(pre_tokenizer=split_by({"type": "Digits", "individual_digits": False})), "tokenizers"),
-        (lambda d: d.update(pre_tokenizer=split_by(HAN, {"type": "Digits", "individual_digits": True})), "tokenizers"),
-        (lambda d: d.update(pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True}), "tokenizers"),
-        (lambda d: d.update(pre_tokenizer=None), "tokenizers"),
-        (lambda d: d.update(normalizer=LOWER), "tokenizers"),
-        (lambda d: d["model"]["merges"].pop(100), "tokenizers"),
-        (lambda d: specials_in_vocab(d).update(zqzq=5000), "tokenizers"),
-        (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\p{L}+"), "tokenizers"),
-        (lambda d: add_word(d, "<x>", lstrip=True), "tokenizers"),
-        (lambda d: add_word(d, "<|im_end|>!"), "tokenizers"),
-        (swap_two_merges, "tokenizers"),
-        (swap_two_ids, "tokenizers"),
-        (lambda d: [specials_in_vocab(d).pop(TO_CHAR[byte]) for byte in (*UNUSED_BYTES, 0, 11, 0xF0)], "bpe"),
-    ],
-)
+FOREIGN = [
+    (lambda d: d.update(pre_tokenizer=split_by({"type": "Digits", "individual_digits": True})), "bpe"),  # SmolLM
+    (lambda d: d.update(pre_tokenizer=split_by({"type": "Digits", "individual_digits": False})), "tokenizers"),
+    (lambda d: d.update(pre_tokenizer=split_by(HAN, {"type": "Digits", "individual_digits": True})), "tokenizers"),
+    (lambda d: d.update(pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True}), "tokenizers"),
+    (lambda d: d.update(pre_tokenizer=None), "tokenizers"),
+    (lambda d: d.update(normalizer=LOWER), "tokenizers"),
+    (lambda d: d["model"]["merges"].pop(100), "tokenizers"),
+    (lambda d: specials_in_vocab(d).update(zqzq=5000), "tokenizers"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\p{L}+"), "tokenizers"),
+    (lambda d: add_word(d, "<x>", lstrip=True), "tokenizers"),
+    (lambda d: add_word(d, "<|im_end|>!"), "tokenizers"),
+    (swap_two_merges, "tokenizers"),
+    (swap_two_ids, "tokenizers"),
+    (lambda d: [specials_in_vocab(d).pop(TO_CHAR[byte]) for byte in (*UNUSED_BYTES, 0, 11, 0xF0)], "bpe"),
+]
+
+
+@pytest.mark.parametrize(("change", "backend"), FOREIGN)
 def test_any_tokenizer_json_gives_the_ids_of_its_library(bpe: Tokenizer, tmp_path: Path, change, backend: str):
     """By tiktoken where it would do the same, else by the library; text never becomes a special token."""
     description = json.loads(bpe.files["tokenizer.json"])
@@ -634,6 +634,26 @@ def test_any_tokenizer_json_gives_the_ids_of_its_library(bpe: Tokenizer, tmp_pat
         ids = library.encode(text, add_special_tokens=False).ids
         assert tok.encode(text) == tok.encode_array(text).tolist() == ids, text
         assert not tok.special_ids & set(ids)
+
+
+@pytest.mark.parametrize(("change", "backend"), FOREIGN)
+def test_any_tokenizer_json_is_extended_or_refused(bpe: Tokenizer, tmp_path: Path, change, backend: str):
+    description = json.loads(bpe.files["tokenizer.json"])
+    change(description)
+    old = Tokenizer.load(foreign_dir(tmp_path, description, {}))
+    texts = ["\x00\x0b zebra zebra 斑马斑马 \U0001f600\U0001f600" * 30]
+    if backend != "bpe":
+        with pytest.raises(UserError, match="cannot be extended: "):
+            extended(old, texts, 100)
+        return
+    more = extended(old, texts, 100)
+    more.save(tmp_path / "more")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "more" / "tokenizer.json"))
+    library.encode_special_tokens = True
+    for text in [*texts, *TEXTS[:200]]:
+        assert more.encode(text) == library.encode(text, add_special_tokens=False).ids, text
+        assert more.decode(more.encode(text)) == old.decode(old.encode(text))
+    assert len(more.encode(texts[0])) < len(old.encode(texts[0]))
 
 
 def test_bytes_without_a_token_are_left_out_of_a_token(bpe: Tokenizer, tmp_path: Path):

@@ -12,7 +12,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files import records, row_formats, streams
-from groundup.text.clean import code_points
+from groundup.text.clean import clean, code_points
 from groundup.text.dedup import SINGLE, SLICE, UNSPACED, Units, unit_codes, units, windows
 
 RUN = 13  # units of question and choices; a fifth of CMMLU's questions alone have fewer
@@ -187,8 +187,9 @@ def has_no_head(path: str) -> bool:
 
 
 def item_text(value: object, place: str) -> tuple[str, str]:
-    """Return (question, question and choices, one per line). Answers are left out: many items have
-    the same. Of a conversation or pair it is the user's longest turn."""
+    """Return (question, question and choices, one per line), cleaned as documents are: an accent
+    may be a character of its own. Answers are left out: many items have the same. Of a conversation
+    or pair it is the user's longest turn."""
     named = value if isinstance(value, dict) else {"text": value}
     row = {str(key).strip().lower(): found for key, found in named.items()}
     question = next((row[name] for name in PROMPTS if isinstance(row.get(name), str)), None)
@@ -198,6 +199,7 @@ def item_text(value: object, place: str) -> tuple[str, str]:
         what = f"no question, prompt, text, instruction or user turn in {', '.join(row)[:200]}"
         raise UserError(f"decontaminate: {place}: {what}; not an evaluation file?")
     choices = [text for name in CHOICES for text in strings(row.get(name))]
+    question, *choices = [clean(text, white_space=False) for text in (question, *choices)]
     return question, "\n".join([question, *choices])
 
 

@@ -162,11 +162,9 @@ def exact_key(text: str) -> bytes:
     of white space.
 
     White space beside a Chinese or Japanese character does not count. Indentation does: it is a
-    part of code. text may be a row as JSON. 128 bits, because with 64 a false pair among a billion
-    documents is likely (n**2 / 2**65)."""
+    part of code. 128 bits, because with 64 a false pair among a billion documents is likely
+    (n**2 / 2**65)."""
     text = unicodedata.normalize("NFC", text).lower().strip()
-    if "\\n" in text:
-        text = text.replace("\\n", "\n").replace("\\t", "\t")
     indents = "".join(INDENTS.findall(text)) if "\n " in text or "\n\t" in text else ""
     text = " ".join(text.split())
     if not text.isascii() and MAYBE_CJK.search(text):

@@ -32,9 +32,11 @@ from tokenizer import Tokenizer
 
 # What a damaged directory may raise; UserError is a ValueError.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
+# Shards may be in the directory of a named source, but nothing else: a directory there with a
+# manifest of its own is another corpus.
 OUR_FILES = re.compile(
-    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)"
-    r"|(train|val|test|held_out)\.jsonl|manifest\.json|config\.py|report\.md"
+    r"([^/]+/)?((train|val|test)(_pack\d+)?_\d{5}(\.\w+)?|train_pack\d+\.len)\.npy"
+    r"|train_pack\d+\.json|(train|val|test|held_out)\.jsonl|manifest\.json|config\.py|report\.md"
     r"|(errors|dropped|inputs)\.tsv|" + "|".join(FILES)
 )
 # What a desktop puts into every folder that it shows, and makes anew.
@@ -195,12 +197,15 @@ def check_replaceable(out_dir: Path, overwrite: bool, differs: str, work: Path) 
     # what a user has put there must not be lost, whatever the settings say
     files = [path for path in out_dir.rglob("*") if not path.is_dir()]
     paths = sorted(path.relative_to(out_dir) for path in files if not OF_A_DESKTOP.match(path.name))
-    others = [path for path in paths if not OUR_FILES.fullmatch(path.name) or len(path.parts) > 2]
+    others = [path for path in paths if not OUR_FILES.fullmatch(path.as_posix())]
     others += [path for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
     # the first line of a config.py says which script wrote it
     script = script_of(out_dir / "config.py")
     if script not in ("", "prepare.py"):
         raise UserError(f"prepare: {out_dir} is a run of {script}; use another out_dir")
+    complete = read_json(out_dir / "manifest.json").get("format") in (FORMAT, ROWS_FORMAT)
+    if not complete and not script:
+        others += paths  # raw data may be called train.jsonl, too
     if others:
         what = f"{out_dir} holds {others[0]}, which is not ours"
         raise UserError(f"prepare: {what}; move it, or use another out_dir")
@@ -208,8 +213,7 @@ def check_replaceable(out_dir: Path, overwrite: bool, differs: str, work: Path) 
         what = f"{out_dir} holds a complete corpus that differs in {differs}"
         hint = "use another --out_dir, or --overwrite=True to replace it"
         raise UserError(f"prepare: {what}; {hint}")
-    ours = read_json(out_dir / "manifest.json").get("format") in (FORMAT, ROWS_FORMAT)
-    if paths and not overwrite and not ours:
+    if paths and not overwrite and not complete:
         what = f"{out_dir} holds {paths[0]}, but no manifest.json of ours"
         raise UserError(f"prepare: {what}; overwrite=True replaces it")
     try:

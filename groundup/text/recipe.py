@@ -16,7 +16,7 @@ from groundup.text import dedup
 from groundup.text.quality import Bounds, named_values, parse_bounds, parse_rules
 from groundup.tokens.training import SMALLEST
 
-VERSION = 18  # of what the settings give; a directory of another version differs
+VERSION = 19  # of what the settings give; a directory of another version differs
 CUT = "cut:"  # decontaminate='cut: files'
 LEAST = {"vocab_size": SMALLEST, "near": -1}  # of other numbers 0
 # Settings of some kinds only, with the value that means "not used".
@@ -112,6 +112,9 @@ def outside_range(values: tuple[float, ...], scores: list[Score]) -> str:
         # a row without the number was not scored, which is no reason to keep it
         if math.isnan(value):
             return f"no {key}"
+        # between a number and an infinite one lies no percentile: nan, and nothing would be dropped
+        if in_percent and math.isinf(value):
+            return f"{key} is {value}"
         if not in_percent and not least <= value <= most:
             return f"{key} {value:.4g} is outside {least:g}..{most:g}"
     return ""

@@ -58,6 +58,8 @@ SHOWN = 20  # problems that are printed, and samples of each reason in the repor
 SPECIAL = re.compile(r"<\|[a-z]\w*\|>")  # how special tokens are spelled; Haskell has <|>
 PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, Knuth's multiplicative hashing
 PAIR_NUMBERS = ("margin", "difficulty", "score")  # of a pair's row, kept with it
+INSPECTED = ("rows", "docs", "sigs", "problems")  # files of a unit that `inspect_unit` writes
+TOKENIZED = ("tokens", "mask", "lengths")  # those of `tokenize_unit`
 ANSWER_PLACE = "@answers"  # in a pair that answer_pairs.py made: [line, byte] of its line
 
 # Why a document was dropped; the first rule that it breaks. A ROW holds the index.
@@ -117,6 +119,12 @@ class Unit(NamedTuple):
         """Return what `inspect_unit` wrote last. Raise UserError if it is damaged."""
         path, most = self.file(work, "json"), untrusted.MANIFEST_BYTES
         return untrusted.read_json(path, "prepare", "run again", most)
+
+    def sizes(self, work: Path, names: Iterable[str]) -> dict[str, int]:
+        """Return the bytes of files of the unit, -1 for one that is missing. A record written last
+        holds them: it may outlive a power cut that takes the end of a larger file."""
+        paths = {name: self.file(work, name) for name in names}
+        return {name: p.stat().st_size if p.exists() else -1 for name, p in paths.items()}
 
     def fates(self, work: Path) -> np.ndarray:
         """Return why each document was dropped, or KEPT, after all were compared: (n,) uint8,
@@ -232,7 +240,7 @@ class Item(NamedTuple):
 
     text: str  # checked by the rules; of a conversation its questions and answers
     n_read: int  # bytes of it before cleaning
-    rejected: str = ""  # a pair: the rejected answer, compared together with the text
+    rejected: str = ""  # a pair: the rejected answer
     compared_parts: tuple[str, str] = ("", "")  # of a row: near copies are alike in both
     context: str = ""  # of a row: system message, tools and their results; the same as well
     row: str = ""  # kinds chat and preference: what is written, as JSON
@@ -249,8 +257,14 @@ class Item(NamedTuple):
     optional: tuple[str, ...] = ()  # of text_keys.found_optional
 
     @property
-    def compared(self) -> str:
-        return f"{self.text}\n{self.rejected}" if self.rejected else self.text
+    def all_text(self) -> str:
+        """Return all that a model reads of it, where evaluation questions are looked for."""
+        return "\n".join(filter(None, (self.context, self.text, self.rejected)))
+
+    @property
+    def content(self) -> str:
+        """Return what exact copies have in common; of a row its JSON, with line ends as such."""
+        return self.row.replace("\\n", "\n").replace("\\t", "\t") or self.text
 
     @property
     def document(self) -> str:
@@ -476,7 +490,8 @@ def inspect_unit(unit: Unit, recipe: Recipe, work: Path, limit: int | None = Non
     done, key = unit.file(work, "json"), unit.key(recipe)
     before = read_json(done)
     signed = recipe.near > 0  # `near` is no part of the key: other thresholds need no new reading
-    if before.get("key") == key and before["signed"] >= signed:
+    same = before.get("key") == key and before["signed"] >= signed
+    if same and before["sizes"] == unit.sizes(work, INSPECTED):
         counts = before["counts"].items()
         return Counts(**{name: Counter(n) if isinstance(n, dict) else n for name, n in counts})
     done.unlink(missing_ok=True)  # it says that the files are complete, and they are replaced now
@@ -488,7 +503,9 @@ def inspect_unit(unit: Unit, recipe: Recipe, work: Path, limit: int | None = Non
     # Sorted, so that the file is the same in every run.
     samples = {reason: sorted(found)[:SHOWN] for reason, found in sorted(inspector.samples.items())}
     counts = vars(inspector.counts)
-    write_json(done, {"key": key, "signed": signed, "counts": counts, "samples": samples})
+    sizes = unit.sizes(work, INSPECTED)
+    record = {"key": key, "signed": signed, "sizes": sizes, "counts": counts, "samples": samples}
+    write_json(done, record)
     return inspector.counts
 
 
@@ -566,23 +583,23 @@ class Inspector:
         """Judge and write the documents of the batch."""
         items, self.batch, self.room = self.batch, [], BATCH_CHARS
         # Rules look at one document at a time.
-        keys = [dedup.exact_key(item.row or item.text) for item in items]
         verdicts = [self.judge.judge(item) for item in items]
         passed = [i for i, (reason, _) in enumerate(verdicts) if reason == "kept"]
         self.count_left_out([items[i] for i in passed])
         # Evaluation text and near copies are found in the units of all texts at once.
         signed = self.recipe.near > 0
-        texts = [items[i].compared for i in passed]
+        texts = [items[i].all_text for i in passed]
         units = dedup.units(texts) if signed or self.judge.evals else None
         found = self.judge.evals.found_in(texts, units) if self.judge.evals else {}
         for k, text in found.items():
             self.cut_or_drop(passed[k], text, items, verdicts)
         if found and signed:  # some are dropped, some are shorter now
             passed = [i for i in passed if verdicts[i][0] == "kept"]
-            units = dedup.units([items[i].compared for i in passed])
+            units = dedup.units([items[i].all_text for i in passed])
         if signed:
             signatures = signatures_of([items[i] for i in passed], units)
             self.sigs.write(np.ascontiguousarray(signatures, "<u4").data)
+        keys = [dedup.exact_key(item.content) for item in items]  # of what is left of them
         rows = list(map(self.write, items, keys, verdicts))
         self.rows.write(np.array(rows, ROW).data)
 
@@ -657,7 +674,8 @@ def tokenize_unit(
     tokenizer = load_tokenizer(work / "out", fingerprint)
     decides = repr((unit.inspected(work)["key"], fingerprint)).encode() + fates.tobytes()
     key = hashlib.sha256(decides).hexdigest()
-    if read_json(done).get("key") == key:
+    before = read_json(done)
+    if before.get("key") == key and before["sizes"] == unit.sizes(work, TOKENIZED):
         return
     done.unlink(missing_ok=True)
 
@@ -677,7 +695,7 @@ def tokenize_unit(
             tokens.write(np.asarray(ids).astype(dtype).data)
             masks.write(np.array(mask, np.uint8).data)
     np.array(lengths, "<i8").tofile(unit.file(work, "lengths"))
-    write_json(done, {"key": key})
+    write_json(done, {"key": key, "sizes": unit.sizes(work, TOKENIZED)})
 
 
 def in_threads(function: Callable[[str], Any], texts: Iterable[str], threads: int) -> Iterator[Any]:

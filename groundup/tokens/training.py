@@ -4,8 +4,6 @@ import json
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-import tiktoken
-
 from groundup.errors import UserError, counted
 from groundup.tokens import bpe
 from groundup.tokens.bpe import PATTERNS
@@ -13,6 +11,7 @@ from groundup.tokens.engines import (
     SIZE_STEP,
     TO_CHAR,
     ByteLevelBPE,
+    Unsupported,
     added_token,
     merge_words,
     to_json,
@@ -226,18 +225,19 @@ def extended_bpe(
     filled up to a multiple of SIZE_STEP by reserved special tokens."""
     # with the special tokens in "vocab", so that no merge makes one of them
     description = json.loads(with_specials(files, [], first)["tokenizer.json"])
-    # what tiktoken cannot run could not be extended by its own merges either
-    old, model = ByteLevelBPE(description), description["model"]
+    model = description["model"]
+    try:  # what tiktoken cannot run could not be extended by its own merges either
+        old = ByteLevelBPE(description)
+    except Unsupported as why:
+        raise UserError(f"tokenizer: this tokenizer.json cannot be extended: {why}") from None
     if old.nfc:
         texts = (unicodedata.normalize("NFC", text) for text in texts)
     counts = bpe.count_chunks(texts, old.pattern)
     if not counts:
         raise UserError("tokenizer: the input holds no text to learn from")
-    # The chunks as the old merges leave them: a pattern that matches a chunk as a whole.
-    whole = tiktoken.Encoding(
-        "chunks", pat_str="(?s:.+)", mergeable_ranks=old.ranks, special_tokens={}
-    )
-    chunks = [whole.encode_ordinary(chunk.decode()) for chunk in counts]
+    # The chunks as the old merges leave them, without bytes that have no token.
+    left = [chunk.translate(None, old.missing) for chunk in counts]
+    chunks = [old.encoding._encode_single_piece(chunk) if chunk else [] for chunk in left]
     merges = bpe.learn_merges(chunks, list(counts.values()), size - first, first)
 
     vocab, pairs, top = model["vocab"], merge_words(model), first

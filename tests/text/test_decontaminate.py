@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import random
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import regex
 
 from groundup.errors import UserError
 from groundup.text import dedup
+from groundup.text.clean import clean
 from groundup.text.decontaminate import Evals
 
 SINGLE = r"[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]"
@@ -88,6 +90,25 @@ def test_layout_case_and_width_do_not_hide_a_match(cmmlu: str) -> None:
     wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else "\u3000" for c in QUESTION)
     assert wide[:3] == "ｏｎｅ" and first_match(evals, wide) == 0
     assert first_match(evals, "\n".join(CHINESE_QUESTION)) == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: unicodedata.normalize("NFD", text),  # as files made on a Mac have it
+        lambda text: text.replace("u", "u\u200b"),  # a zero-width space
+        lambda text: "\ufeff" + text.replace("u", "\x01u"),
+    ],
+    ids=["decomposed", "zero-width", "control"],
+)
+def test_evaluation_text_is_cleaned_as_documents_are(tmp_path: Path, damage) -> None:
+    french = "À la réflexion, quelle était l'épaisseur de la vitre éclairée où la lumière fut réfractée"
+    vietnamese = "Câu nào sau đây là câu trả lời đúng nhất cho vấn đề được nêu trong bài viết"
+    korean = "다음 글을 읽고 물음에 답하시오 그리고 가장 알맞은 것을 모두 고르시오 다음 중 옳은 것은 무엇"
+    for question in (french, vietnamese, korean):
+        path = write_rows(tmp_path / "e.csv", [["question", "A"], [damage(question), damage("réponse")]])
+        evals = Evals.from_files([path])
+        assert first_match(evals, clean(damage(question))) == first_match(evals, question) == 0
 
 
 def test_short_items_are_matched_whole_or_counted(cmmlu: str) -> None:

@@ -15,6 +15,7 @@ from datasketch import LeanMinHash, MinHash, MinHashLSH
 
 from groundup.text import dedup
 from groundup.text.dedup import near_duplicates
+from groundup.text.unit import Item
 
 # marks of length and voice are of both Hiragana and Katakana, radicals are symbols to Unicode: one character each
 SINGLE = r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
@@ -193,7 +194,10 @@ def test_exact_key_ignores_amounts_of_white_space_case_and_composition_only() ->
 
 def test_exact_key_keeps_code_of_other_indentation_and_other_words_apart() -> None:
     loops = ["for x in y:\n    a()\n    b()", "for x in y:\n    a()\nb()", "for x in y:\n    a()\n  b()"]
-    apart = [*loops, "1 23 4", "12 3 4", "ab", "a b", *(json.dumps({"messages": [loop]}) for loop in loops)]
+    rows = [Item("", 0, row=json.dumps({"messages": [loop]})).content for loop in loops]
+    # a line end is no backslash with an n, of a program or of LaTeX
+    written = ['print("a\nb")', r'print("a\nb")', "Let u be small.", r"Let \nu be small.", r"Let \tu be small."]
+    apart = [*loops, "1 23 4", "12 3 4", "ab", "a b", *rows, *written]
     assert len({dedup.exact_key(text) for text in apart}) == len(apart)
     same = [loops[0], "for  x in y:\n\n    a()  \n    b()\n", loops[0].upper()]
     assert len({dedup.exact_key(text) for text in same}) == 1

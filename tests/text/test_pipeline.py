@@ -197,6 +197,7 @@ def test_contaminated_places_can_be_cut_out(tmp_path, tok):
     around = ["A text about rivers. " + "Water runs down, as it always did, and nobody asks it why it does. " * 9,
               "Another begins here. " + "Boats go up and down all day with fish, salt, people, with mail. " * 9]
     documents = [around[0] + asked.upper() + around[1], *around]
+    documents.append(around[0][:-4] + "(a) " + asked + around[1])  # of which the same is left
     path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents])
     questions = write_rows(tmp_path / "q.jsonl", [question])
     settings = {"input": path, "tokenizer_dir": tok, "decontaminate": questions, "near": 0.0, "val_fraction": 0.0}
@@ -206,7 +207,28 @@ def test_contaminated_places_can_be_cut_out(tmp_path, tok):
     kept = texts_of(tmp_path / "cut")
     assert kept[1:] == around and "rivers" in kept[0] and "NILE" not in kept[0] and "mail" in kept[0]
     info = manifest_of(tmp_path / "cut")["info"]
-    assert info["bytes"]["cut"] > len(asked) and info["documents"]["mended"] == {"contamination_cut": 1}
+    assert info["bytes"]["cut"] > len(asked) and info["documents"]["mended"] == {"contamination_cut": 2}
+    assert info["documents"]["dropped"] == {"exact_duplicate": 1}
+
+
+def test_evaluation_questions_are_found_in_every_part_of_a_row(tmp_path):
+    asked = "Which of these long rivers flows north through eleven different countries into the sea?"
+    call = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    turns = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hello there."},
+        {"role": "assistant", "content": "", "tool_calls": call},
+        {"role": "tool", "content": "Found."},
+        {"role": "assistant", "content": "Good day."},
+    ]
+    chats = [[turn | {"content": asked} if k == at else turn for k, turn in enumerate(turns)] for at in (0, 1, 3, 4)]
+    pair = {"prompt": turns[:2], "chosen": "Good day.", "rejected": "Go away."}
+    pairs = [pair | {"prompt": chat[:2]} for chat in chats[:2]] + [pair | {"chosen": asked}, pair | {"rejected": asked}]
+    questions = write_rows(tmp_path / "q.jsonl", [{"question": asked}])
+    for kind, rows in (("chat", [{"messages": chat} for chat in (turns, *chats)]), ("preference", [pair, *pairs])):
+        path = write_rows(tmp_path / f"{kind}.jsonl", rows)
+        run(tmp_path / kind, input=path, kind=kind, decontaminate=questions, val_fraction=0.0)
+        assert manifest_of(tmp_path / kind)["info"]["documents"]["dropped"] == {"contaminated": 4}, kind
 
 
 # ---- settings --------------------------------------------------------------------------------
@@ -282,6 +304,16 @@ def test_scores_filter_by_value_and_by_share(tmp_path, tok):
     for wrong in ("bpb", "bpb=1", "bpb=a..b"):
         with pytest.raises(UserError, match="is not key=least..most"):
             run(tmp_path / "no", score=wrong, **common)
+
+
+def test_infinite_scores_do_not_switch_a_share_off(tmp_path, tok):
+    """A perplexity that overflowed is infinite, and numpy's percentile beside it is nan."""
+    scores = [*range(80), *[float("inf")] * 10, *[float("-inf")] * 10]
+    rows = [{"text": t, "ppl": score} for t, score in zip(pieces(100), scores, strict=True)]
+    settings = {"tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0, "score": "ppl=5%..95%"}
+    for name, some in (("all", rows), ("finite", rows[:80])):
+        run(tmp_path / name, input=write_rows(tmp_path / f"{name}.jsonl", some), **settings)
+    assert texts_of(tmp_path / "all") == texts_of(tmp_path / "finite") == [row["text"] for row in rows[4:76]]
 
 
 def test_folds_cover_every_document_once(tmp_path, tok):
@@ -986,6 +1018,19 @@ def test_what_another_run_rewrote_is_not_taken_for_done(tmp_path, tok, monkeypat
     killed_in(monkeypatch, unit.np, "array", tmp_path / "again", at=3, **other)
     run(tmp_path / "again", **first)
     assert content(tmp_path / "again") == content(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, path.stat().st_size - 5), Path.unlink])
+def test_a_file_of_a_unit_that_a_power_cut_shortened_is_made_again(tmp_path, tok, monkeypatch, change):
+    """The small record that is written last may be on the disk before all of a large file is."""
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(60)] + [{"number": 1}])
+    settings = {"input": path, "tokenizer_dir": tok, "max_bad_fraction": 1.0}
+    run(tmp_path / "straight", **settings)
+    for name in ("rows", "docs", "sigs", "problems", "tokens", "lengths"):
+        killed_in(monkeypatch, prepare.report, "write_report", tmp_path / name, **settings)
+        change(tmp_path / f".{name}.work.tmp" / "units" / f"000000.{name}")
+        run(tmp_path / name, **settings)
+        assert content(tmp_path / name) == content(tmp_path / "straight"), name
 
 
 def test_other_copies_and_held_out_questions_need_no_second_reading(tmp_path, monkeypatch):
