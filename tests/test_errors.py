@@ -209,10 +209,19 @@ def test_closed_streams_are_no_error(tmp_path, closed, rank):
     assert done.stderr == ("" if "2>" in closed else "err\nthe end\n")
 
 
-def test_an_output_that_cannot_be_written_is_one_line():
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(1)",  # at the exit
+        "print(1, flush=True)",
+        "print('x' * 2**20)",
+        "from groundup.errors import naming\nwith naming('data/mine'): print(1, flush=True)",
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(code):
     with open("/dev/full", "wb") as full:
         env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-        done = ended("print(1)", stdout=full, env=env)
+        done = ended(code, stdout=full, env=env)
     assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
     assert b"standard output: No space left on device" in done.stderr
 
