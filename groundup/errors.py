@@ -38,6 +38,13 @@ OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 ACTIVATE = "run: source .venv/bin/activate (make install creates it)"
 STDOUT = "standard output"  # in messages
+# What to do if memory is exhausted, by the setting that a script needs for it
+LESS_MEMORY = {
+    "batch_size": "lower batch_size",
+    "max_batch": "lower max_batch",
+    "activation_checkpointing": "use activation_checkpointing",
+    "workers": "use fewer workers",
+}
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
 REQUIREMENTS |= {"safetensors", "charset_normalizer"}
@@ -212,7 +219,9 @@ def line_of(error: BaseException) -> str:
     if is_torch or isinstance(error, MemoryError):
         size = re.search(r"allocate ([\d.]+ \w+)", text)
         what = f": cannot allocate {size[1]}" if size else ""
-        return f"{script}: out of memory{what}; lower batch_size or use activation_checkpointing"
+        names = vars(sys.modules["__main__"])  # the settings of the script
+        fix = " or ".join(text for key, text in LESS_MEMORY.items() if key in names)
+        return f"{script}: out of memory{what}" + (fix and f"; {fix}")
     # torch.compile calls a compiler, Triton's on a GPU too
     reason = text.partition("\n")[0][:200]
     # "failed to map": a directory that is noexec; OSError: one that cannot be written
