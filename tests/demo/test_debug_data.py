@@ -1,7 +1,6 @@
 """The data and the model that the debug configurations make for themselves."""
 
 import json
-import runpy
 import sys
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 
 from configurator import defaults_of, read_file
 from groundup.demo import debug_data, debug_model
-from groundup.files.functions import load_function
 from groundup.train import huggingface
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready
@@ -86,13 +84,3 @@ def test_the_configurations_make_what_they_name(script, tmp_path, monkeypatch, f
     else:
         assert Path(config["data"]).exists()
         assert Path(config["init_from"], "model.safetensors").exists()
-
-
-def test_a_debug_config_is_read_from_any_directory(tmp_path, monkeypatch):
-    """What it names is made below the working directory, or lies beside the config itself."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(debug_data, "make_debug_rows", lambda *_: None)
-    monkeypatch.setattr(debug_model, "make_debug_model", lambda *_: None)
-    found = runpy.run_path(str(ROOT / "config" / "debug_rl.py"))
-    reward = load_function(found["reward"], "reward")
-    assert reward([], "", {}) == 1 > reward([], "an answer", {})
