@@ -310,9 +310,9 @@ def write_results(path: Path, results: dict) -> None:
 
 
 def tell(text: str, out: str) -> None:
-    """Print. That the reader has gone (| head) does not end a call whose results also go to
-    `out`."""
-    with contextlib.suppress(*[BrokenPipeError] if out else []):
+    """Print. That the reader has gone (| head) or that the disk of `> file` is full does not end a
+    call whose results also go to `out`."""
+    with contextlib.suppress(*[OSError] if out else []):
         print(text, flush=True)
 
 

@@ -37,6 +37,14 @@ WIDE = re.compile(
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 ACTIVATE = "run: source .venv/bin/activate (make install creates it)"
+STDOUT = "standard output"  # in messages
+# What to do if memory is exhausted, by the setting that a script needs for it
+LESS_MEMORY = {
+    "batch_size": "lower batch_size",
+    "max_batch": "lower max_batch",
+    "activation_checkpointing": "use activation_checkpointing",
+    "workers": "use fewer workers",
+}
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
 REQUIREMENTS |= {"safetensors", "charset_normalizer"}
@@ -132,8 +140,23 @@ def end_in_one_line() -> None:
     # progress bar may use \r.
     for stream, keep in ((sys.stdout, ""), (sys.stderr, "\r")):
         if isinstance(stream, io.TextIOWrapper):
-            write = stream.write
-            stream.write = lambda text, write=write, keep=keep: write(printable(text, keep))
+            guard(stream, keep)
+
+
+def guard(stream: TextIO, keep: str) -> None:
+    """Escape control characters in what is written, and name the stream in an error."""
+    write, flush = stream.write, stream.flush
+    name = STDOUT if stream is sys.stdout else "standard error"
+
+    def guarded_write(text: str) -> int:
+        with naming(name):
+            return write(printable(text, keep))
+
+    def guarded_flush() -> None:
+        with naming(name):
+            flush()
+
+    stream.write, stream.flush = guarded_write, guarded_flush
 
 
 def exit_interrupted(number: int, frame: object) -> None:
@@ -153,6 +176,8 @@ def one_line_excepthook(kind: type, error: BaseException, tb: TracebackType | No
     # In a rank torch also redirects sys.stderr while it calls this hook.
     at_once = "RANK" in os.environ or isinstance(error, Stopped)
     status = report(error, sys.__stderr__ if at_once and sys.__stderr__ else sys.stderr)
+    if isinstance(error, OSError) and error.filename == STDOUT:
+        discard(sys.stdout)  # the exit would fail to write the same text, and say so again
     if at_once:
         flush_output()
         with suppress(KeyboardInterrupt):  # one more Ctrl-C
@@ -194,7 +219,9 @@ def line_of(error: BaseException) -> str:
     if is_torch or isinstance(error, MemoryError):
         size = re.search(r"allocate ([\d.]+ \w+)", text)
         what = f": cannot allocate {size[1]}" if size else ""
-        return f"{script}: out of memory{what}; lower batch_size or use activation_checkpointing"
+        names = vars(sys.modules["__main__"])  # the settings of the script
+        fix = " or ".join(text for key, text in LESS_MEMORY.items() if key in names)
+        return f"{script}: out of memory{what}" + (fix and f"; {fix}")
     # torch.compile calls a compiler, Triton's on a GPU too
     reason = text.partition("\n")[0][:200]
     # "failed to map": a directory that is noexec; OSError: one that cannot be written
@@ -285,5 +312,4 @@ def flush_output() -> None:
         if sys.stdout and not sys.stdout.closed:
             sys.stdout.flush()
     except OSError as error:
-        error.filename = "standard output"
         os._exit(report(error, sys.stderr))

@@ -1,5 +1,6 @@
 """evaluate.py and scores/rows.py: whole commands, on one rank and on two; scores of rows against transformers."""
 
+import errno
 import json
 import math
 import os
@@ -419,11 +420,24 @@ def test_what_is_no_file_is_never_replaced(run, base, tmp_path):
         assert "is no regular file" in error and (tmp_path / "x.jsonl").is_fifo()
 
 
-def test_a_reader_that_has_gone_costs_no_figures(run, base, tmp_path, monkeypatch):
-    """Of two tasks the second is measured, too."""
+@pytest.mark.skipif(sys.platform != "linux", reason="needs names that are not UTF-8")
+def test_names_that_are_not_utf8_are_written(run, base, tmp_path):
+    """From a zip file, or typed in the locale of GBK."""
+    folder = tmp_path / "a\udcb9b"
+    folder.mkdir()
+    text = folder / "c\udcb9d.txt"
+    text.write_bytes((base / "zh.txt").read_bytes())
+    printed, error = run(f"--data={text}", f"--out={folder}/x.json", "--limit=1")
+    found = json.loads((folder / "x.json").read_text(encoding="utf-8"))["results"]
+    assert not error and text.stem in found["perplexity"]["domains"]
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_reader_that_has_gone_costs_no_figures(run, base, tmp_path, monkeypatch, error):
+    """Of two tasks the second is measured, too; also where the disk of `> file` is full."""
 
     def gone(*text, **options):
-        raise BrokenPipeError
+        raise error
 
     monkeypatch.setattr("builtins.print", gone)
     (tmp_path / "q.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")

@@ -583,6 +583,7 @@ def refused(run, capsys, *flags: str) -> str:
         ("--pack=True", "is not packed for block_size=32; run: python prepare.py "),
         ("--out_dir=", "out_dir='' is not a directory; name a new one"),
         ("--out_dir=pretrain.py", "is not a directory"),
+        ("--out_dir=a\udcb9b", "is not UTF-8, but torch and safetensors open no other names"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(run, tmp_path, capsys, flag, says):

@@ -321,7 +321,7 @@ def frozen_base(model: RewardModel, init_dir: Path, state: Mapping) -> str:
         return ""
     if "trained" in state:
         return state["trained"]["base"]
-    return str(init_dir.resolve())
+    return huggingface.absolute_base(init_dir)
 
 
 def trained_weights(model: RewardModel, base: str) -> dict:

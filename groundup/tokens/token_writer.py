@@ -67,7 +67,8 @@ def write_npy(path: Path, array: np.ndarray) -> None:
 
 def write_json(path: Path, value: dict) -> None:
     """Write a JSON file, whole or not at all."""
-    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+    # A file's name that is not UTF-8 has halves of characters. What replaces them is JSON's \udcb9.
+    with open(f"{path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as f:
         json.dump(value, f, indent=1, ensure_ascii=False)
         # on the disk before it has its name: after a power cut it is whole or not there
         f.flush()

@@ -47,6 +47,7 @@ from configurator import defaults_of, script_of, write_config
 from groundup.errors import UserError, before_exit, listed, reason_of, refuse, say
 from groundup.files import disk
 from groundup.files.disk import housekeeping, make_room_beside, sync
+from groundup.files.paths import is_utf8
 from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.batches import changed_entry
 from groundup.tokens.text_tokenizer import TextTokenizer
@@ -309,6 +310,9 @@ def check_resume_settings(config: dict) -> None:
     is_file = os.path.exists(out) and not os.path.isdir(out)
     text = f"out_dir={out!r} is not a directory; name a new one, such as out/mine"
     refuse(not out or is_file, text)
+    # A run would train and save there, and could not be continued.
+    text = f"out_dir={out!r} is not UTF-8, but torch and safetensors open no other names; "
+    refuse(not is_utf8(out), text + "use ASCII letters, or a locale of UTF-8")
 
     # The out_dir in the config.py of a run that was moved or copied names the old place, and a
     # relative one names another place in each working directory: a new run would begin there.

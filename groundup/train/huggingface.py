@@ -27,6 +27,7 @@ from torch import Tensor
 
 from groundup.errors import UserError, listed, naming, refuse, say
 from groundup.files.disk import housekeeping
+from groundup.files.paths import is_utf8
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
 from groundup.tokens.text_tokenizer import TextTokenizer, has_tokenizer
 from groundup.train import lora, ranks
@@ -701,4 +702,14 @@ def frozen_base(model: Transformer, init_dir: Path | None, resume_dir: Path | No
     # A resumed run keeps its base, even if init_from has meanwhile moved on to another step.
     if resume_dir is not None and is_adapter(resume_dir):
         init_dir = base_of(resume_dir)
-    return str(init_dir.resolve())
+    return absolute_base(init_dir)
+
+
+def absolute_base(init_dir: Path) -> str:
+    """Return the path by which adapters find their frozen weights. Raise UserError if safetensors
+    could not open it."""
+    base = init_dir.resolve()
+    if not is_utf8(base):
+        why = "but safetensors opens no other names; rename the folder, or use a locale of UTF-8"
+        fail(f"the frozen weights are in {base}, which is not UTF-8, {why}")
+    return str(base)

@@ -227,7 +227,7 @@ class RunLog:
         """Print a line without disturbing the progress bar."""
         if not self.enabled:
             return
-        # On standard output, as long as somebody reads it.
+        # On standard output, as long as somebody reads it or its file has room.
         for stream in (sys.stdout, sys.stderr):
             if stream in self.unread:
                 continue
@@ -235,7 +235,7 @@ class RunLog:
                 tqdm.write(text, file=stream)
                 stream.flush()
                 return
-            except BrokenPipeError:
+            except OSError:
                 # Ctrl-C also ends a `| tee` behind the run. The run must save all the same.
                 discard(stream)
                 self.unread.append(stream)

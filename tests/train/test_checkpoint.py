@@ -1230,3 +1230,15 @@ def test_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
     (adapter / "config.json").rename(adapter / huggingface.ADAPTED_CONFIG)
     (adapter / huggingface.ADAPTER_CONFIG).write_text("{}", encoding="utf-8")
     assert checkpoint.newest_run(tmp_path / "out") == tmp_path / "out" / "lora"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs names that are not UTF-8")
+def test_adapters_below_a_folder_that_is_not_utf8_are_refused_at_the_start(tmp_path, monkeypatch):
+    """Relative paths work there, but adapters keep the whole path of their base."""
+    folder = tmp_path / "a\udcb9b"
+    (folder / "base").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="the frozen weights are in .*, which is not UTF-8"):
+        huggingface.absolute_base(Path("base"))
+    monkeypatch.chdir(tmp_path)
+    assert huggingface.absolute_base(Path("运行")) == str(tmp_path / "运行")

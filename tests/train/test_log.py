@@ -488,8 +488,12 @@ def test_a_line_that_a_full_disk_cut_short_costs_that_line_alone(tmp_path, capsy
     assert f"log: cannot write {path}" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path):
-    """At Ctrl-C a terminal ends the `| tee` behind a run, too; the run must still save."""
+@pytest.mark.parametrize("full", [False, True], ids=["no reader", "full disk"])
+def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path, full):
+    """At Ctrl-C a terminal ends the `| tee` behind a run, too, and the disk of `> file` may be full;
+    the run must still save."""
+    if full and not Path("/dev/full").is_char_device():
+        pytest.skip("needs Linux's /dev/full")
     code = (
         "import sys; from groundup.train.log import RunLog; log = RunLog(sys.argv[1], 9, 0)\n"
         "for step in range(3): log.print(f'line {step}')\n"
@@ -497,6 +501,9 @@ def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path):
     )
     read, write = os.pipe()
     os.close(read)
+    if full:
+        os.close(write)
+        write = os.open("/dev/full", os.O_WRONLY)
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = forks.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, encoding="utf-8")
     assert forks.run(command, cwd=ROOT, stdout=write, stderr=write).returncode == 0  # 2>&1 | tee
