@@ -44,7 +44,7 @@ from groundup.files.paths import check_replaceable, find_files
 from groundup.generate.completion import never_sampled
 from groundup.generate.decode import to_int8
 from groundup.generate.sampling import SamplingParams
-from groundup.scores import choices, domains, judging, rows, tables, text_metrics
+from groundup.scores import choices, domains, judging, rows, tables, text_metrics, trained_on
 from groundup.scores.choices import evaluate_choices
 from groundup.scores.client import Endpoint, read_key
 from groundup.scores.domains import evaluate_domains, parse_domains
@@ -336,6 +336,10 @@ if __name__ == "__main__":
             texts = parse_domains(wanted["perplexity"])
             if warning := domains.warn_of_training_texts(texts, loaded.directory):
                 tell(warning, out)
+        for task, what in (("generation", "chat"), ("preference", "preference")):
+            if task in wanted and loaded.directory:
+                for line in trained_on.warnings_of(wanted[task], what, loaded.directory):
+                    tell(line, out)
     begin, results = time.perf_counter(), {}
     if score:
         score_rows(loaded, config, world.is_main)
