@@ -9,12 +9,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from groundup.errors import UserError
-from groundup.files.turns import BadRow, keys_of, listed, unpacked
+from groundup.files.turns import ROLE_KEYS, BadRow, first_of, keys_of, listed, unpacked
 
 # keys of lists of turns
 THREADS = ("messages", "conversations", "conversation", "thread", "contents")
 OF_TURNS = ("role", "content")  # names that mean keys of turns
-OF_ROLES = ("system", "user", "assistant", "tool")  # names that mean roles of turns
+SKIP = "skip"  # the role of turns that are not read
+OF_ROLES = ("system", "user", "assistant", "tool", SKIP)  # names that mean roles of turns
 
 
 class Name(NamedTuple):
@@ -89,13 +90,15 @@ def refuse_wide_marks(text_key: str) -> None:
 def renamed(row: object, text_key: str) -> object:
     """Return a row under the names that text_key gives to its keys, and to those of its turns.
 
-    messages=thread,role=who,content=says,user=Customer,assistant=Agent"""
+    messages=thread,role=who,content=says,user=Customer,assistant=Agent,skip=Note
+
+    Turns of skipped roles get the role "skip": see `without_skipped`."""
     if not text_key or not isinstance(row, dict):
         return row
     names, rest = parse_names(text_key), row
     found = {}
     for name, path in names:
-        value = None if name in OF_TURNS else value_at(row, path)
+        value = None if name in (*OF_TURNS, SKIP) else value_at(row, path)
         if value is not None:
             found[name] = value
             # away from where it was, so that no key stays under two names
@@ -110,6 +113,19 @@ def renamed(row: object, text_key: str) -> object:
             if turns := listed(row.get(thread)):
                 row = row | {thread: [renamed_turn(turn, keys, roles) for turn in turns]}
     return row
+
+
+def without_skipped(row: object, text_key: str) -> tuple[object, int]:
+    """Return a row of `renamed` without the turns that are not read, and how many these are."""
+    n_skipped = 0
+    if not text_key or not isinstance(row, dict) or SKIP not in dict(parse_names(text_key)):
+        return row, n_skipped
+    for thread in THREADS:
+        if turns := listed(row.get(thread)):
+            kept = [turn for turn in turns if first_of(turn, ROLE_KEYS) != SKIP]
+            n_skipped += len(turns) - len(kept)
+            row = row | {thread: kept}
+    return row, n_skipped
 
 
 def missing_keys(row: object, text_key: str) -> str:

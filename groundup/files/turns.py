@@ -323,6 +323,7 @@ def role_of(turn: dict) -> str:
     how = f"prepare.py --text_key='{naming([turn])}' reads others"
     if isinstance(shown, str):
         how = f"prepare.py --text_key='ROLE={shown}' reads it, with user or assistant for ROLE"
+        how += ", or skip to leave such turns out"
         how += "; names of other roles stand beside it, after a comma"
     if shown is None and not any(isinstance(one, str) for one in turn.values()):
         how = "if these are rows, not turns, give a file of the list alone"

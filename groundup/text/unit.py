@@ -249,6 +249,7 @@ class Item(NamedTuple):
     question: str = ""  # a conversation or pair: the first
     problem: str = ""  # a conversation or pair: why it cannot be trained on
     trimmed: bool = False  # a conversation: it continued after the last answer
+    n_skipped: int = 0  # turns that were left out by text_key
     scores: tuple[float, ...] = ()
     offset: int | None = None  # of its record; of a pair made of answers, of their line
     part: int = 0  # which part of the unit it is from
@@ -316,7 +317,7 @@ class Judge:
     def understand(self, row: object) -> tuple[Item | None, str]:
         """Return (the cleaned item of a row, "") or (None, what is wrong)."""
         kind, text_key = self.recipe.kind, self.source.text_key
-        unread = ()
+        unread, n_skipped = (), 0
         if kind == "text":
             text, problem = row_formats.document_of(row, text_key)
             item = None if problem else Item(self.clean(text), len(text.encode()))
@@ -327,6 +328,7 @@ class Judge:
         else:
             missing = text_keys.missing_keys(row, text_key)
             row = text_keys.renamed(row, text_key)
+            row, n_skipped = text_keys.without_skipped(row, text_key)
             item, problem = self.chat_item(row) if kind == "chat" else self.pair_item(row)
             problem = text_keys.with_given(problem, text_key)
             if missing and problem.startswith(("unknown format", "another kind")):
@@ -336,7 +338,7 @@ class Judge:
         if kind != "text" or not text_key:
             unread = tuple(row_formats.unread_keys(row, kind))
         scores = tuple(as_score(row, score.key) for score in self.scores)
-        return item._replace(scores=scores, unread=unread), ""
+        return item._replace(scores=scores, unread=unread, n_skipped=n_skipped), ""
 
     def is_short_chat(self, text: str, row: object) -> bool:
         """Return whether a text is a chat that the least length of curated texts would drop."""
@@ -565,6 +567,7 @@ class Inspector:
             self.problems.write(f"{name}\t\t{offset}\tempty\tno text, or none after cleaning\n")
             return 0
         counts.mended["unanswered_turns_cut"] += item.trimmed
+        counts.mended["turns_skipped"] += item.n_skipped
         # "in" is forty times as fast as the expression
         has_name = "<|" in item.text and SPECIAL.search(item.text)
         counts.marked += bool(has_name) or item.text.startswith("<s>")

@@ -39,7 +39,9 @@ from tokenizer import Tokenizer
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
 RAISE = "; block_size="  # how the advice begins to raise it
-SHORTEN = "give shorter rows, or a model with a longer context"
+SHORTEN = (
+    "give shorter rows, or a model with a longer context, which pretrain.py --block_size decides"
+)
 TRIED = 200  # texts on which the tokenizer is tried
 TRIED_CHARS = 5_000  # of each of them: a million characters take half a second
 
@@ -174,21 +176,32 @@ def longer_rows(needs: Sequence[int], context: float) -> str:
 
     needs: the tokens of each, ascending. context: as in `reasons_of`."""
     fitting = [size for size in needs if size <= context]
-    n_longer = len(needs) - len(fitting)
+    longer = needs[len(fitting) :]
     remedy = ""
     if fitting:
-        # Powers of two, which a batch of so many tokens can be divided by. A single long row may
-        # cost much memory, so nine in ten have a number of their own.
-        sizes = [min(1 << (size - 1).bit_length(), context) for size in fitting]
-        most, longest = sizes[math.ceil(0.9 * len(sizes)) - 1], sizes[-1]
+        most, longest = (min(size, context) for size in sizes_for(fitting))
         which = "them all" if len(needs) > 1 else "it"
-        remedy = f"{RAISE}{longest} takes {f'{len(sizes):,} of them' if n_longer else which}"
-        if most < longest and not n_longer:
+        remedy = f"{RAISE}{longest} takes {f'{len(fitting):,} of them' if longer else which}"
+        if most < longest and not longer:
             remedy = f"{RAISE}{most} takes 90 % of them, {longest} all"
-    if n_longer:
-        which = f"for {n_longer:,} of them " if fitting else ""
-        remedy += f"; {which}even {context} tokens are too few: {SHORTEN}"
+    if longer:
+        most, longest = sizes_for(longer)
+        enough = f"{longest} would do"
+        if most < longest:
+            enough = f"{most} would do for 90 % of them, {longest} for all"
+        which = f"for {len(longer):,} of them " if fitting else ""
+        remedy += f"; {which}even {context} tokens are too few ({enough}): {SHORTEN}"
     return remedy
+
+
+def sizes_for(needs: Sequence[int]) -> tuple[int, int]:
+    """Return (block_size for nine in ten, block_size for all) of rows that need so many tokens.
+
+    needs: ascending."""
+    # Powers of two, which a batch of so many tokens can be divided by. A single long row may
+    # cost much memory, so nine in ten have a number of their own.
+    nine_in_ten = needs[math.ceil(0.9 * len(needs)) - 1]
+    return 1 << (nine_in_ten - 1).bit_length(), 1 << (needs[-1] - 1).bit_length()
 
 
 class Source(NamedTuple):

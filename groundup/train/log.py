@@ -42,6 +42,9 @@ OF_A_START = ("resume", "resume_from", "overwrite", "out_dir")
 # Settings that decide what val_loss is: its data, and the losses of dpo.py, reward.py and rl.py
 OF_VAL_LOSS = {"val_data", "loss", "beta", "gamma", "label_smoothing", "desirable_weight"}
 OF_VAL_LOSS |= {"nll_weight", "margin_scale", "center", "unfinished", "unfinished_reward"}
+# Metrics of pairs in an evaluation, as people read them
+BETTER_IF_HIGHER = {"accuracy": "accuracy"}  # of reward.py
+BETTER_IF_HIGHER |= {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}  # of dpo.py
 # Every line begins with the first three; "tokens", without padding, is for log.jsonl only.
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 
@@ -286,14 +289,8 @@ class RunLog:
         if self.n_skipped:
             text = f"{self.n_skipped} of {self.step} updates were skipped: their gradients were not"
             self.print(f"{text} finite. A few are usual in float16; of more, lower learning_rate")
-        losses = self.val_losses()
-        later = [loss for step, loss in losses.items() if step > 0]
-        if later and min(later) > losses.get(0, math.inf) and not corpus.few_val:
-            text = (
-                f"val_loss was {losses[0]:.4g} before the first step and {min(later):.4g} at best"
-            )
-            hint = "training made the model worse: lower learning_rate, or look at the data"
-            self.print(f"warning: {text} after it; {hint}")
+        if not corpus.few_val:
+            self.warn_if_worse()
         # 2. How to go on. The flags that delete must not be given again.
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
@@ -313,6 +310,25 @@ class RunLog:
             has_trained = self.step > self.steps_done
             what = "saved in" if has_trained else "nothing was left to train in"
             self.print(f"{what} {out}{card}; next: {next_command}")
+
+    def warn_if_worse(self) -> None:
+        """Warn if val_loss was lowest before the first step."""
+        losses = self.val_losses()
+        later = [step for step in losses if step > 0]
+        best = min(later, key=losses.get, default=0)
+        if losses.get(best, math.inf) <= losses.get(0, math.inf):
+            return
+        text = f"val_loss was {losses[0]:.4g} before the first step and {losses[best]:.4g} at best"
+        hint = "lower learning_rate (with another out_dir), or look at the data"
+        # val_loss may have other parts, such as nll_weight in dpo.py
+        events = {event["step"]: event for event in self.evaluations}
+        risen = []
+        for key, name in BETTER_IF_HIGHER.items():
+            before, after = events[0].get(key), events[best].get(key)
+            if None not in (before, after) and after > before:
+                risen.append(f"{name} {before:.4g} -> {after:.4g}")
+        worse = f", but {' and '.join(risen)}" if risen else "; training made the model worse"
+        self.print(f"warning: {text} after it{worse}: {hint}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
         """Write README.md: how well, on what data, where, and how to repeat it."""

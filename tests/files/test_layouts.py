@@ -554,7 +554,7 @@ CHATS = {
     ),
     "turns of unknown roles": (
         {"messages": [{"role": "Customer", "content": "2 + 2?"}, a("4")]},
-        "prepare.py --text_key='ROLE=Customer' reads it, with user or assistant for ROLE; names",
+        "prepare.py --text_key='ROLE=Customer' reads it, with user or assistant for ROLE, or skip to leave",
         [],
     ),
     "a thread under another key": (

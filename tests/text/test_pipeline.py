@@ -573,6 +573,25 @@ def test_the_text_key_of_a_hint_can_be_typed_as_it_stands(tmp_path, kind, row, t
     assert manifest_of(tmp_path / "out")["splits"]["train"]["rows"] == 1
 
 
+@pytest.mark.parametrize("key", ["messages", "thread_of_mine"])
+def test_turns_that_text_key_skips_are_left_out_and_counted(tmp_path, capsys, key):
+    """Support threads hold notes that customers never saw; no role of training fits them."""
+    turns = [{"author": name, "body": f"{name} says: good morning to you"}
+             for name in ("customer", "internal_note", "agent", "bot.log", "internal_note")]  # fmt: skip
+    path = write_rows(tmp_path / "a.jsonl", [{key: turns, "internal_note": "n"}, {key: turns[1:2]}])
+    names = f"messages={key},role=author,content=body,user=customer,assistant=agent,skip=internal_note,skip=bot.log"
+    settings = {"input": path, "kind": "chat", "val_fraction": 0.0, "near": 0.0}
+    with pytest.raises(UserError, match="'internal_note'.*for ROLE, or skip to leave such turns out"):
+        run(tmp_path / "out", text_key=names.partition(",skip")[0], **settings, strict=True)
+    run(tmp_path / "out", text_key=names, **settings)
+    question, answer = (turn["body"] for turn in (turns[0], turns[2]))
+    assert rows_in(tmp_path / "out")["train"] == [talk(question, answer)]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["mended"] == {"turns_skipped": 3}
+    printed = capsys.readouterr().out
+    assert "mended: 3 turns_skipped" in printed and "keys not read: internal_note in 1 row" in printed
+    assert (tmp_path / "out" / "errors.tsv").read_text("utf-8").rstrip().endswith("no turns")
+
+
 def test_text_key_gives_other_names_to_the_keys_of_rows(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("编号,问题,回答\n1,水的沸点？,一百度。\n2,,没有问题。\n", "utf-8")

@@ -143,13 +143,18 @@ def test_what_was_too_long_for_validation_is_said(tmp_path, tokenizer, corpus, l
     assert corpus is ChatCorpus or f"{data}:2" in said
 
 
+SHORTEN = "give shorter rows, or a model with a longer context, which pretrain.py --block_size decides"
+
+
 @pytest.mark.parametrize(("needs", "context", "says"), [
     ([70, 300], math.inf, "; block_size=512 takes them all"),
     ([70], 512, "; block_size=128 takes it"),
     ([70, 300], 384, "; block_size=384 takes them all"),
-    ([70, 90, 300, 700], 384, "; block_size=384 takes 3 of them; for 1 of them even 384 tokens are too few: "
-                              "give shorter rows, or a model with a longer context"),
-    ([70, 300], 64, "; even 64 tokens are too few: give shorter rows, or a model with a longer context"),
+    ([70, 90, 300, 700], 384, "; block_size=384 takes 3 of them; "
+                              f"for 1 of them even 384 tokens are too few (1024 would do): {SHORTEN}"),
+    ([70, 300], 64, f"; even 64 tokens are too few (512 would do): {SHORTEN}"),
+    ([300] * 9 + [2000], 256, "; even 256 tokens are too few (512 would do for 90 % of them, 2048 for all): "
+                              f"{SHORTEN}"),
 ])  # fmt: skip
 def test_no_block_size_beyond_the_models_context_is_advised(needs, context, says):
     assert reasons_of({"too long": len(needs)}, {"too long": needs}, context) == [f"{len(needs)} too long{says}"]

@@ -411,6 +411,17 @@ def test_a_run_that_made_the_model_worse_says_so(tmp_path, capsys, losses, warne
     assert said == (warned and not few_val)
 
 
+def test_the_warning_of_a_worse_loss_names_what_became_better(tmp_path, capsys):
+    """The val_loss of dpo.py also counts the nll_weight part. A lower rate needs another out_dir."""
+    log = RunLog(str(tmp_path), 2, 0)
+    for step, loss, right, margin in ((0, 2.0, 0.5, 0.0), (1, 2.25, 0.65, 0.033), (2, 2.5, 0.4, -0.1)):
+        log.write("eval", step, {"val_loss": loss, "rewards/accuracies": right, "rewards/margins": margin})
+    log.finish("dpo.py", {"resume": "auto", "resume_from": 0}, corpus(), stopped=True, saved=False)
+    said = capsys.readouterr().out
+    assert "and 2.25 at best after it, but accuracy 0.5 -> 0.65 and margin 0 -> 0.033: lower learning_rate" in said
+    assert "made the model worse" not in said and "lower learning_rate (with another out_dir), or" in said
+
+
 def test_summary_says_how_far_a_run_came():
     events = [event("train", 5, loss=1.0, tokens=5000)]
     assert logs.summary(events, 9).startswith(
