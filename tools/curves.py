@@ -28,8 +28,7 @@ from machine import ROOT, commit, processor
 
 from configurator import configure, defaults_of, read_file, script_of
 from groundup.errors import UserError, refuse
-from groundup.files.untrusted import read_json
-from groundup.train.config_json import CHANGED
+from groundup.train.config_json import is_edited
 from groundup.train.log import read_events
 
 # ---- config --------------------------------------------------------------------------------------
@@ -162,7 +161,7 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
         settings = defaults | (about["settings"] if about else read_file(str(path), defaults))
         keys = [key for key in own if key in settings and key not in NO_CAUSE]
         differ = {key: (own[key], settings[key]) for key in keys if own[key] != settings[key]}
-        if is_edited(directory):
+        if is_edited(directory / "latest"):
             differ["model.py"] = ("edited", "as it came")
         found.append(Reference(path.stem, about, events, differ))
     if not found:
@@ -175,12 +174,6 @@ def reference_of(directory: Path, folder: Path = CURVES) -> Reference:
         what = f"{what}: there is no curve of it (of {script}.py there are: {ran})"
         raise UserError(f"curves: {what}")
     return nearest
-
-
-def is_edited(directory: Path) -> bool:
-    """Return whether the run's checkpoints say that its model.py was edited."""
-    file = directory / "latest" / "config.json"
-    return file.exists() and str(read_json(file).get("model_type")).startswith(CHANGED)
 
 
 # ---- in words ------------------------------------------------------------------------------------

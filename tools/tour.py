@@ -22,7 +22,7 @@ from groundup.errors import refuse
 from groundup.train import checkpoint
 from groundup.train.config_json import is_plain
 from groundup.train.huggingface import load_config
-from model import ModelConfig, RMSNorm, Transformer
+from model import ModelConfig, Transformer
 from pretrain import choose_architecture
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +32,8 @@ SAYS = {
     "q_proj": "queries, n_head x head_dim",
     "k_proj": "keys, n_kv_head x head_dim",
     "v_proj": "values, n_kv_head x head_dim",
+    "q_norm": "RMSNorm of each head",
+    "k_norm": "RMSNorm of each head",
     "scores": "each position with itself and all before it",
     "o_proj": "the heads put together; added to x",
     "post_attention_layernorm": "again, on the new x",
@@ -63,14 +65,14 @@ def rows_of(cfg: ModelConfig, B: int, T: int) -> list[Row]:
         if last == "o_proj":
             D, H = cfg.head_dim, cfg.n_head
             rows.append(("layers.0.scores", (B, H, T, T), 0, 4 * H * D * T, SAYS["scores"]))
-        rows.append((name, tuple(result.shape), own, flops, SAYS.get(last, "RMSNorm of each head")))
+        rows.append((name, tuple(result.shape), own, flops, SAYS.get(last, "")))
 
     # Hooks on the modules give the rows: the model's own forward decides what comes when.
     with FakeTensorMode(), torch.no_grad():
         model = Transformer(cfg)
         for name, module in model.named_modules():
             later_block = name.startswith("layers.") and not name.startswith("layers.0.")
-            if isinstance(module, nn.Embedding | nn.Linear | RMSNorm) and not later_block:
+            if any(True for _ in module.parameters(recurse=False)) and not later_block:
                 module.register_forward_hook(partial(seen, name))
         model(torch.zeros(B, T, dtype=torch.int64))
     return [("idx", (B, T), 0, 0, "token ids"), *rows]

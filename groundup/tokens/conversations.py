@@ -397,7 +397,8 @@ class ChatCorpus(RowCorpus):
             would = f"--max_steps=0 does {config['epochs'] or usual:.0f} times"
             chosen.append(f"{seen}; {would} (--epochs sets this)")
         elif not config["epochs"] and usual > 3:
-            chosen.append(f"each is shown {usual:.0f} times (--epochs sets this)")
+            often = f"each is shown {usual:.0f} times, and learned by heart"
+            chosen.append(f"{often} (--epochs sets this)")
         if config["pack"] == "auto" and not self.pack:
             chosen.append("one conversation per row (--pack=yes puts several into a row)")
         n = counted(sum(map(self.n_items, self.train)), "conversation")

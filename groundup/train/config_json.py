@@ -108,6 +108,12 @@ def from_hf_config(path: Path, to_train: bool = False) -> ModelConfig:
     return cfg
 
 
+def is_edited(directory: Path) -> bool:
+    """Return whether a checkpoint says that its model.py was edited."""
+    file = directory / "config.json"
+    return file.exists() and str(read_json(file).get("model_type")).startswith(CHANGED)
+
+
 def read_config(hf: dict, path: Path) -> ModelConfig:
     """Return the architecture in the content of a config.json."""
     # Refuse a model whose weights would load but mean something else.

@@ -30,6 +30,7 @@ from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches, Corpus
 from groundup.train import ranks
 from groundup.train.checkpoint import BEST, Saver, made_by_a_run, step_of, step_path
+from groundup.train.config_json import is_edited
 from groundup.train.device import hardware, peak_memory_gib, versions
 
 # ---- the log -------------------------------------------------------------------------------------
@@ -319,7 +320,8 @@ class RunLog:
         if losses.get(best, math.inf) <= losses.get(0, math.inf):
             return
         text = f"val_loss was {losses[0]:.4g} before the first step and {losses[best]:.4g} at best"
-        hint = "lower learning_rate (with another out_dir), or look at the data"
+        hint = "lower learning_rate (with another out_dir), or look at the data; few rows that are"
+        hint += " seen often are learned by heart"
         # val_loss may have other parts, such as nll_weight in dpo.py
         events = {event["step"]: event for event in self.evaluations}
         risen = []
@@ -347,7 +349,7 @@ class RunLog:
             result=result_table(events, saved),
             # In another out_dir, because in its own a run that is complete does nothing.
             command=f"{launcher} {name} {out}/config.py --out_dir={out}_again",
-            repeat=repeat_line(events),
+            repeat=repeat_line(events, is_edited(out / "latest")),
             machine=(f"{n} x " if n > 1 else "") + hardware(self.device),
             versions=", ".join(f"{package} {number}" for package, number in versions().items()),
             settings="\n".join(f"{key} = {config[key]!r}" for key in changed),
@@ -569,16 +571,18 @@ Settings other than the defaults, and the data:
 """
 
 
-def repeat_line(events: list[dict]) -> str:
-    """Return what the card says of its command, which has the run's last settings."""
+def repeat_line(events: list[dict], edited: bool) -> str:
+    """Return what the card says of its command, which has the run's last settings. edited: whether
+    its model.py was."""
     changed = []
     for event in events:
         if event["event"] == "continue":
             each = (f"{key} {was!r} -> {now!r}" for key, (was, now) in event["changes"].items())
             changed.append(f"at step {event['step']:,}: {', '.join(each)}")
+    text = "Its model.py was edited; only with that one it can be opened or repeated. " * edited
     if not changed:
-        return "To repeat it"
-    text = f"Settings changed {'; '.join(changed)}"
+        return f"{text}To repeat it"
+    text += f"Settings changed {'; '.join(changed)}"
     return f"{text}; so the command below does not repeat this run"
 
 
@@ -618,7 +622,7 @@ def result_table(events: list[dict], saved: int = -1) -> str:
     best = next((event for event in evaluations if event["step"] == saved), lowest)
     shown = (evaluations[0], best, evaluations[-1])
     # A row per number: counts with commas, four digits of others. Texts stay in log.jsonl.
-    rows = ["| | first | best | last |", "|---|---|---|---|"]
+    rows = ["| | first | best saved | last |", "|---|---|---|---|"]
     for key in evaluations[-1]:
         values = [event.get(key) for event in shown]
         if all(isinstance(value, int | float) for value in values):

@@ -315,8 +315,9 @@ def test_few_conversations_do_not_share_rows_and_are_seen_often(tok, tmp_path, m
         assert (corpus.n_rows < n) is packed and corpus.usual_epochs("") == 2500 / n and corpus.usual_epochs("4") == 3
         row = "one conversation per row (--pack=yes puts several into a row)"
         begin, seen = f"few data    {n} conversations:", f"{2500 / n:.0f} times"
+        shown = f"{begin} each is shown {seen}, and learned by heart"
         both = "" if packed else f"; {row}"
-        assert corpus.chosen_for_few(settings, 2500 / n) == [f"{begin} each is shown {seen} (--epochs sets this){both}"]
+        assert corpus.chosen_for_few(settings, 2500 / n) == [f"{shown} (--epochs sets this){both}"]
         # a config's max_steps is not silent: real_sft.py trains 40 steps, whatever the data
         line = f"{begin} max_steps=9 shows each 1.3 times; --max_steps=0 does {seen} (--epochs sets this){both}"
         assert corpus.chosen_for_few(settings | {"max_steps": 9}, 1.26) == [line]

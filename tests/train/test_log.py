@@ -386,7 +386,7 @@ def test_table_holds_the_first_the_best_and_the_last_evaluation():
 def test_best_is_the_lowest_loss():
     events = [event("eval", step, val_loss=3.0 + abs(step - 2)) for step in range(5)]
     header, _, steps, *_ = logs.result_table(events).splitlines()
-    assert (header, steps) == ("| | first | best | last |", "| step | 0 | 2 | 4 |")
+    assert (header, steps) == ("| | first | best saved | last |", "| step | 0 | 2 | 4 |")
 
 
 def test_best_has_a_checkpoint_and_a_lower_loss_without_one_is_named():
