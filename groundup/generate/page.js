@@ -59,7 +59,7 @@ const WORDS = {
     explore: "每个 token 的概率；鼠标指向或用方向键查看其他候选",
     examples: ["list.append 是做什么的？", "用孩子能懂的话讲讲递归。", "写一首关于雨的诗。"],
     temperature: "0：总取最可能的 token；1：按模型的原概率", top_p: "只取累计概率达到此值的最可能 token",
-    top_k: "只取最可能的 k 个 token；-1：不限", min_p: "只取概率不低于最高概率这个倍数的 token",
+    top_k: "只取最可能的 k 个 token；-1：不限", min_p: "丢弃概率低于“最高概率 × 此值”的 token",
     max_tokens: "一个回答的 token 数上限", repetition_penalty: "大于 1：已出现的 token 更难再出现",
     presence_penalty: "大于 0：说过的少说", frequency_penalty: "大于 0：说得多的少说",
     seed: "种子和对话都相同，回答就相同",
