@@ -35,7 +35,7 @@ from groundup.scores.client import Endpoint, Journal, Reply
 from groundup.scores.likelihood import score_tokens, split_over_ranks
 from groundup.scores.text_metrics import standard_error, without_thoughts
 from groundup.tokens.pairs import PairIds, PairReader
-from groundup.tokens.rows import read_source
+from groundup.tokens.rows import read_source, scored_path
 from groundup.train import ranks
 from model import Transformer
 from tokenizer import Tokenizer
@@ -114,10 +114,9 @@ def evaluate_preference(
     block_size = model.cfg.block_size
     if reference is not None:  # both read every pair
         block_size = min(block_size, reference.cfg.block_size)
-    paths = list(filter(None, split_names(data)))
+    paths = [scored_path(path, "preference") for path in filter(None, split_names(data))]
     sources = [read_source(path, MarkedPairs(tokenizer, block_size), 0.0) for path in paths]
-    # a prepared directory has a validation split; of a file all pairs count
-    marked = [one for source in sources for one in (source.val or source.train)[: limit or None]]
+    marked = [one for source in sources for one in source.train[: limit or None]]
     digests, pairs = zip(*marked, strict=True)
     is_reward_model = isinstance(model, RewardModel)
     score = shared_scores if is_reward_model else logps_of

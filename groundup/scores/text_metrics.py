@@ -9,6 +9,7 @@ The data are conversations: the last answer is the reference, what precedes it t
 import importlib.util
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import split_over_ranks
 from groundup.text import clean
 from groundup.tokens.conversations import ChatReader
-from groundup.tokens.rows import read_source
+from groundup.tokens.rows import read_source, scored_path
 from groundup.tokens.templates import opened_thoughts
 from model import Transformer
 from tokenizer import Tokenizer
@@ -90,11 +91,10 @@ def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, 
     """Return (questions, {reason: how many are left out}, places of the first of these)."""
     found, left_out, places = [], Counter(), []
     for path in filter(None, split_names(data)):
-        source = read_source(path, ChatReader(), 0.0)
+        source = read_source(scored_path(path, "chat"), ChatReader(), 0.0)
         left_out += source.reader.dropped
         places += source.reader.places
-        # A prepared directory has a validation split; of a file all conversations count.
-        for *prompt, answer in source.val or source.train:
+        for *prompt, answer in source.train:
             if prompt:
                 found.append(Question(prompt, answer["content"]))
             else:
@@ -152,8 +152,8 @@ def measure_rows(rows: Sequence[dict]) -> tuple[dict, list[dict]]:
 def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[dict, list[dict]]:
     """Return (figures of all answers together, those of each); one reference for each answer.
 
-    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1. rouge_l: mean F-measure.
-    exact_match: equal but for white space around, with its standard error. Thoughts do not count.
+    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1, with their standard errors.
+    rouge_l: mean F-measure. exact_match: equal but for white space around. Thoughts do not count.
     """
     answers, references = (
         list(map(without_thoughts, answers)),
@@ -166,6 +166,8 @@ def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[
         of_each.append({"rouge_l": scorer.score(answer, reference), "exact_match": exact})
     found = bleu(answers, references)
     found |= {name: sum(one[name] for one in of_each) / n for name in of_each[0]}
+    rouge_l = [one["rouge_l"] for one in of_each]
+    found["rouge_l_se"] = statistics.stdev(rouge_l) / math.sqrt(n) if n > 1 else math.nan
     return found | {"exact_match_se": standard_error(found["exact_match"], n)}, of_each
 
 

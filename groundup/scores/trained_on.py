@@ -10,7 +10,7 @@ from groundup.files import row_formats, turns
 from groundup.files.splits import dialogue_text
 from groundup.files.turns import BadRow
 from groundup.tokens.pairs import usable_pair
-from groundup.tokens.rows import RowReader, paths_of, read_source
+from groundup.tokens.rows import RowReader, paths_of, read_source, scored_path
 from groundup.train import checkpoint
 
 KINDS = {"sft.py": "chat", "dpo.py": "preference", "reward.py": "preference"}  # of their data
@@ -43,8 +43,7 @@ def warnings_of(data: str, kind: str, directory: Path) -> list[str]:
     asked = []
     for path in filter(None, split_names(data)):
         with suppress(UserError):  # the evaluation says it
-            source = read_source(path, PromptReader(kind), 0.0)
-            asked += source.val or source.train  # a prepared directory has a validation split
+            asked += read_source(scored_path(path, kind), PromptReader(kind), 0.0).train
     lines = []
     for run, script, settings in runs_behind(directory):
         seen: set[str] = set()
@@ -54,7 +53,9 @@ def warnings_of(data: str, kind: str, directory: Path) -> list[str]:
                 seen.update(read_source(path, PromptReader(KINDS[script]), val_fraction).train)
         if n := sum(prompt in seen for prompt in asked):
             what = f"{run.name} was trained on {n:,} of these {counted(len(asked), 'question')}"
-            lines.append(f"warning: {what} (data={settings['data']!r}): the scores are too good")
+            begun = "" if run == directory.resolve().parent else ", and the model began with it"
+            text = f"{what} (data={settings['data']!r}){begun}: scores may be too good"
+            lines.append(f"warning: {text}; questions kept by prepare.py --hold_out would be new")
     return lines
 
 

@@ -247,6 +247,15 @@ def read_source(path: str, reader: RowReader, val_fraction: float, setting: str 
     return Source(store.take(~held_out), store.take(held_out), reader)
 
 
+def scored_path(path: str, kind: str) -> str:
+    """Return the file of the validation split of a directory of prepare.py, other paths as they
+    are. Raise UserError if its rows are of another kind."""
+    if not Path(path, "manifest.json").exists():
+        return path
+    splits = read_manifest(path, kind)["splits"]
+    return str(Path(path, splits["val"]["file"])) if "val" in splits else path
+
+
 # ---- the sources of a run --------------------------------------------------------------------
 
 FEW_STEPS = 5  # the learning rate has to rise and fall within them

@@ -292,6 +292,7 @@ class RunLog:
             self.print(f"{text} finite. A few are usual in float16; of more, lower learning_rate")
         if not corpus.few_val:
             self.warn_if_worse()
+        self.note_best()
         # 2. How to go on. The flags that delete must not be given again.
         if stopped:
             how = "the same command continues" if saved else "the last save failed"
@@ -331,6 +332,14 @@ class RunLog:
                 risen.append(f"{name} {before:.4g} -> {after:.4g}")
         worse = f", but {' and '.join(risen)}" if risen else "; training made the model worse"
         self.print(f"warning: {text} after it{worse}: {hint}")
+
+    def note_best(self) -> None:
+        """Say it if an earlier checkpoint had a clearly lower val_loss than the end of the run."""
+        losses, best = self.val_losses(), self.path.parent / BEST[0]
+        step, last = step_of(best.resolve()) if best.exists() else -1, max(losses, default=0)
+        if step in losses and losses[last] > 1.05 * losses[step]:
+            lowest = f"val_loss was {losses[step]:.4g} at step {step:,}, at the end {losses[last]:.4g}"
+            self.print(f"{lowest}: the earlier checkpoint is --init_from={shlex.quote(str(best))}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
         """Write README.md: how well, on what data, where, and how to repeat it."""

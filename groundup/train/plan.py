@@ -16,6 +16,7 @@ from ddp import make_buckets, sum_of_squares
 from groundup.errors import UserError, counted
 from groundup.kernels.cross_entropy import chunk_rows
 from groundup.train import huggingface, ranks
+from groundup.train.config_json import is_plain
 from groundup.train.device import autocast, memory_limit
 from groundup.train.log import clock
 from groundup.train.optim import Optimizer
@@ -204,6 +205,8 @@ def describe(
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
     lines += memory_warning(need, device)
+    if not is_plain(model.cfg):
+        lines.append("model.py    is edited: the numbers are those of the edited model")
     lines.append(time_line(tokens * flops, peak, world_size, note))
     return "\n".join(lines)
 

@@ -53,6 +53,7 @@ def test_questions_of_each_run_are_counted(chain, tmp_path):
     held_out = write(tmp_path / "held_out.jsonl", [chat(i) for i in range(30, 60)])
     first, second = warnings_of(held_out, "chat", chain)
     assert first.startswith("warning: dpo was trained on 10 of these 30 questions (data=")
+    assert "began with it" not in first and ", and the model began with it: scores may be too good" in second
     assert second.startswith("warning: sft was trained on 5 of these 30 questions")  # five have turns before
     pairs = write(tmp_path / "others.jsonl", [pair(i) for i in range(45, 55)])
     assert [line[:52] for line in warnings_of(pairs, "preference", chain)] == [
