@@ -338,7 +338,9 @@ class RunLog:
         losses, best = self.val_losses(), self.path.parent / BEST[0]
         step, last = step_of(best.resolve()) if best.exists() else -1, max(losses, default=0)
         if step in losses and losses[last] > 1.05 * losses[step]:
-            lowest = f"val_loss was {losses[step]:.4g} at step {step:,}, at the end {losses[last]:.4g}"
+            lowest = (
+                f"val_loss was {losses[step]:.4g} at step {step:,}, at the end {losses[last]:.4g}"
+            )
             self.print(f"{lowest}: the earlier checkpoint is --init_from={shlex.quote(str(best))}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:

@@ -278,6 +278,12 @@ def test_a_plan_says_what_a_run_takes():
     assert described(peak=0.0).splitlines()[-1].startswith("time        not known for this device")
 
 
+def test_a_plan_says_that_model_py_is_edited(monkeypatch):
+    assert "edited" not in described()
+    monkeypatch.setattr(plan, "is_plain", lambda cfg: False)
+    assert "is edited" in described()
+
+
 def test_a_plan_counts_what_each_way_divides():
     cfg = ModelConfig(32000, 128, 8, 8, n_embd=1024)
 
