@@ -527,7 +527,7 @@ def test_a_hundred_rows_and_no_other_flag_are_a_run_that_says_what_it_chose(run,
     """Packed, in three epochs, they made a handful of steps."""
     assert run("--plan_only=True", "--pack=auto", "--batch_size=8") == 0
     plan = capsys.readouterr().out
-    chosen = r"few data +(\d+) conversations: each is shown 2[5-9] times .*; one conversation per row"
+    chosen = r"few data +(\d+) conversations: each is shown 2[5-9] times.*; one conversation per row"
     n = int(re.search(chosen, plan)[1])
     assert "is for larger models" not in plan and 90 <= n <= 110
     assert re.search(r"batch .* 31[34] steps, 2[5-9]\.\d\d epochs of", plan)
