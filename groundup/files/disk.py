@@ -79,3 +79,12 @@ def make_room_beside(path: Path, ending: str) -> Path:
         shutil.rmtree(hidden, ignore_errors=True)  # NFS may keep what is open
         if not os.path.lexists(hidden):
             return hidden
+
+
+def is_utf8(path: str | Path) -> bool:
+    """Return whether a path has the same bytes in UTF-8 as on the disk: torch and safetensors open
+    no other. A GBK locale writes others, and a folder from a zip file may have them."""
+    try:
+        return os.fsencode(path) == str(path).encode()
+    except UnicodeEncodeError:
+        return False

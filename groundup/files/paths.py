@@ -140,15 +140,6 @@ def shown_name(path: str) -> str:
     return re.sub(r"[\0-\x1f\x7f]", lambda control: repr(control[0])[1:-1], text)
 
 
-def is_utf8(path: str | Path) -> bool:
-    """Return whether a path has the same bytes in UTF-8 as on the disk: torch and safetensors open
-    no other. A GBK locale writes others, and a folder from a zip file may have them."""
-    try:
-        return os.fsencode(path) == str(path).encode()
-    except UnicodeEncodeError:
-        return False
-
-
 def check_replaceable(path: Path) -> None:
     """Raise UserError if `path` is no file that may be replaced, such as a device."""
     if path.exists() and not path.is_file():

@@ -46,8 +46,7 @@ from torch import Tensor
 from configurator import defaults_of, script_of, write_config
 from groundup.errors import UserError, before_exit, listed, reason_of, refuse, say
 from groundup.files import disk
-from groundup.files.disk import housekeeping, make_room_beside, sync
-from groundup.files.paths import is_utf8
+from groundup.files.disk import housekeeping, is_utf8, make_room_beside, sync
 from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.batches import changed_entry
 from groundup.tokens.text_tokenizer import TextTokenizer

@@ -26,8 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from groundup.errors import UserError, listed, naming, refuse, say
-from groundup.files.disk import housekeeping
-from groundup.files.paths import is_utf8
+from groundup.files.disk import housekeeping, is_utf8
 from groundup.files.untrusted import check_regular, crc32_of, is_name, read_json
 from groundup.tokens.text_tokenizer import TextTokenizer, has_tokenizer
 from groundup.train import lora, ranks
