@@ -336,12 +336,13 @@ class RunLog:
     def note_best(self) -> None:
         """Say it if an earlier checkpoint had a clearly lower val_loss than the end of the run."""
         losses, best = self.val_losses(), self.path.parent / BEST[0]
-        step, last = step_of(best.resolve()) if best.exists() else -1, max(losses, default=0)
-        if step in losses and losses[last] > 1.05 * losses[step]:
-            lowest = (
-                f"val_loss was {losses[step]:.4g} at step {step:,}, at the end {losses[last]:.4g}"
-            )
-            self.print(f"{lowest}: the earlier checkpoint is --init_from={shlex.quote(str(best))}")
+        step = step_of(best.resolve()) if best.exists() else -1
+        if step not in losses:
+            return
+        lowest, last = losses[step], losses[max(losses)]
+        if last - lowest > 0.05 * abs(lowest):  # of rl.py it is below 0: the negative reward
+            what = f"val_loss was {lowest:.4g} at step {step:,}, at the end {last:.4g}"
+            self.print(f"{what}: the earlier checkpoint is --init_from={shlex.quote(str(best))}")
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:
         """Write README.md: how well, on what data, where, and how to repeat it."""

@@ -422,16 +422,28 @@ def test_the_warning_of_a_worse_loss_names_what_became_better(tmp_path, capsys):
     assert "made the model worse" not in said and "lower learning_rate (with another out_dir), or" in said
 
 
-@pytest.mark.parametrize(("last", "named"), [(2.5, True), (2.05, False)])
-def test_an_earlier_checkpoint_with_a_lower_loss_is_named(last, named, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("lowest", "last", "named"),
+    [
+        (2.0, 2.5, True),
+        (2.0, 2.05, False),
+        # of rl.py, whose val_loss is the negative reward
+        (-1.0, -0.5, True),
+        (-1.0, -0.98, False),
+        (-1.0, -1.0, False),
+        (-1.0, -1.2, False),  # the best one has no checkpoint
+    ],
+)
+def test_an_earlier_checkpoint_with_a_lower_loss_is_named(lowest, last, named, tmp_path, capsys):
     log = RunLog(str(tmp_path), 2, 0)
     (tmp_path / "step_000001").mkdir()
     (tmp_path / "best").symlink_to("step_000001")
-    for step, loss in ((0, 3.0), (1, 2.0), (2, last)):
+    for step, loss in ((0, 3.0), (1, lowest), (2, last)):
         log.write("eval", step, {"val_loss": loss})
     log.finish("sft.py", {"resume": "auto", "resume_from": 0}, corpus(few_val=True), stopped=True, saved=False)
-    said = f"val_loss was 2 at step 1, at the end 2.5: the earlier checkpoint is --init_from={tmp_path}/best"
-    assert (said in capsys.readouterr().out) == named
+    begin = f"val_loss was {lowest:g} at step 1, at the end {last:g}: the earlier checkpoint is"
+    said = capsys.readouterr().out
+    assert (f"{begin} --init_from={tmp_path}/best" in said) == named and ("at step 1" in said) == named
 
 
 def test_summary_says_how_far_a_run_came():
