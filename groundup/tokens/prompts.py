@@ -61,10 +61,10 @@ class PromptReader(RowReader):
         # as chat and serving open the turn of the assistant
         ids, _ = self.tokenizer.render(messages, add_generation_prompt=True)
         if len(ids) > self.longest:
-            reason = f"longer than {self.longest} tokens: no room for an answer; "
-            reason += (
-                "raise block_size or " * (self.longest < self.context) + "lower max_new_tokens"
-            )
+            how = "lower max_new_tokens"
+            if self.longest < self.context:
+                how = f"raise block_size or {how}"
+            reason = f"longer than {self.longest} tokens: no room for an answer; {how}"
             raise BadRow(reason, f"{len(ids)} tokens")
         self.count_not_written(messages)
         kept = row if isinstance(row, dict) else {"row": row}
