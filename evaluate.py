@@ -332,14 +332,8 @@ if __name__ == "__main__":
     where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"
     if world.is_main:
         tell(f"{loaded.directory or judge}: {where}", out)
-        if "perplexity" in wanted:
-            texts = parse_domains(wanted["perplexity"])
-            if warning := domains.warn_of_training_texts(texts, loaded.directory):
-                tell(warning, out)
-        for task, what in (("generation", "chat"), ("preference", "preference")):
-            if task in wanted and loaded.directory:
-                for line in trained_on.warnings_of(wanted[task], what, loaded.directory):
-                    tell(line, out)
+        for line in trained_on.warnings_of(wanted, loaded.directory) if loaded.directory else ():
+            tell(line, out)
     begin, results = time.perf_counter(), {}
     if score:
         score_rows(loaded, config, world.is_main)

@@ -11,19 +11,15 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from configurator import defaults_of, script_of, split_names
+from configurator import split_names
 from groundup.errors import UserError, counted, listed
 from groundup.files import readers, records
 from groundup.files.paths import find_files
 from groundup.scores.likelihood import score_tokens
-from groundup.text import inputs
-from groundup.tokens.mixture import parse_data_dir
-from groundup.tokens.token_files import file_sha256
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -68,33 +64,6 @@ def parse_domains(spec: str) -> list[Domain]:
         what = f"two domains are called {name!r}; name them apart"
         raise UserError(f"perplexity: {what}: --data='one=FILES,two=FILES'")
     return domains
-
-
-def warn_of_training_texts(domains: Sequence[Domain], directory: Path) -> str:
-    """Return a warning for files from which prepare.py made the training data of a run of
-    pretrain.py, "" if there are none. directory: a checkpoint of the run."""
-    run = directory.resolve().parent
-    if script_of(run / "config.py") != "pretrain.py":
-        return ""
-    data_dirs = {}  # by size and content of the files that each was made of
-    for stage in parse_data_dir(defaults_of(run / "config.py")["data_dir"]):
-        for data_dir in stage.weights:
-            for file in inputs.read(Path(data_dir)):
-                data_dirs[file["size"], file["sha256"]] = data_dir
-    sizes = {size for size, _ in data_dirs}
-    found = {}
-    for path in (path for domain in domains for path in domain.files):
-        # few have the size of a training file: only these are read
-        size = os.path.getsize(path) if os.path.isfile(path) else -1
-        key = (size, file_sha256(Path(path)) if size in sizes else "")
-        if key in data_dirs:
-            found[path] = data_dirs[key]
-    if not found:
-        return ""
-    made = listed(list(dict.fromkeys(found.values())))
-    what = f"this model was trained on most of {listed(list(found), 3)} ({made} was made of it)"
-    card = os.path.relpath(run / "README.md")
-    return f"warning: {what}, so the loss is too low; that of the val split is in {card}"
 
 
 def read_texts(domain: Domain, settings: Settings, report: records.Report) -> Iterator[str]:

@@ -14,16 +14,16 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import prepare
 from configurator import defaults_of, is_key, write_config
 from groundup.errors import UserError
-from groundup.scores import domains
+from groundup.scores import domains, trained_on
 from groundup.scores.domains import (
     Domain,
     Settings,
     document_losses,
     evaluate_domains,
     parse_domains,
-    warn_of_training_texts,
     windows,
 )
+from groundup.scores.trained_on import warnings_of_texts
 from groundup.tokens.engines import PATTERNS
 from groundup.tokens.training import bpe_files, train
 from groundup.train import huggingface
@@ -217,7 +217,7 @@ def test_texts_that_a_run_was_trained_on_are_named(tmp_path, monkeypatch):
     step.mkdir(parents=True)
 
     def warning(spec: str) -> str:
-        return warn_of_training_texts(parse_domains(spec), step)
+        return "".join(warnings_of_texts(parse_domains(spec), step))
 
     assert warning("a.txt") == ""  # not a run of ours
     (tmp_path / "same.txt").write_bytes((tmp_path / "b.txt").read_bytes())
@@ -229,6 +229,13 @@ def test_texts_that_a_run_was_trained_on_are_named(tmp_path, monkeypatch):
     assert "most of b.txt, same.txt (" in warning("x=b.txt,same.txt")
     write_config({"data_dir": "data/mine"}, "out/run/config.py", "python sft.py x")
     assert warning("a.txt") == ""
+
+    # a run that began with such a one
+    monkeypatch.setattr(trained_on.checkpoint, "resolve", lambda path, rewards: Path(path) / "step_000001")
+    Path("out/base").mkdir()
+    write_config({"data_dir": "data/mine"}, "out/base/config.py", "python pretrain.py x")
+    write_config({"init_from": "out/base"}, "out/run/config.py", "python sft.py x")
+    assert warning("a.txt").startswith("warning: this model began with base, which was trained on most of a.txt (")
 
 
 def test_specifications_that_are_refused(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from configurator import defaults_of, write_config
 from groundup.scores import trained_on
-from groundup.scores.trained_on import warnings_of
+from groundup.scores.trained_on import warnings_of_questions as warnings_of
 
 ROOT = Path(trained_on.__file__).parents[2]
 
@@ -59,6 +59,29 @@ def test_questions_of_each_run_are_counted(chain, tmp_path):
     assert [line[:52] for line in warnings_of(pairs, "preference", chain)] == [
         "warning: dpo was trained on 5 of these 10 questions "
     ]
+
+
+def test_rl_is_trained_on_questions(tmp_path):
+    rows = [chat(i) for i in range(20)] + [{"prompt": chat(i)["messages"][0]["content"]} for i in range(20, 40)]
+    step = run(tmp_path / "rl", "rl.py", write(tmp_path / "questions.jsonl", rows), val_data="x")
+    (line,) = warnings_of(write(tmp_path / "held_out.jsonl", [chat(i) for i in range(10, 60)]), "chat", step)
+    assert line.startswith("warning: rl was trained on 30 of these 50 questions ")
+
+
+def test_a_merged_model_has_the_data_of_its_run(chain, tmp_path):
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / "config.py").write_bytes((chain.parent / "config.py").read_bytes())
+    pairs = write(tmp_path / "others.jsonl", [pair(i) for i in range(45, 55)])
+    first, *others = warnings_of(pairs, "preference", merged)
+    assert first.startswith("warning: merged was trained on 5 of these 10 questions") and not others
+
+
+def test_a_damaged_config_ends_the_search(chain, tmp_path):
+    config = tmp_path / "sft" / "config.py"
+    config.write_text(config.read_text(encoding="utf-8") + "\nx = (\n", encoding="utf-8")
+    held_out = write(tmp_path / "held_out.jsonl", [chat(i) for i in range(30, 60)])
+    assert [line[:34] for line in warnings_of(held_out, "chat", chain)] == ["warning: dpo was trained on 10 of "]
 
 
 def test_other_questions_held_out_rows_and_data_that_is_gone_give_no_warning(chain, tmp_path):
